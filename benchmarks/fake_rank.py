@@ -114,8 +114,8 @@ def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path)
     from fabric_train.preflight.memory_forecast import make_request
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training.build_run import build_loop, set_up_model, set_up_optimizer
-    from fabric_train.training.loggers import Logger, Outputs
-    from fabric_train.training.objective import objective_of
+    from fabric_train.training.logger import Logger, Outputs
+    from fabric_train.training.objective import build_objective
 
     run = prepare(arguments)
     if arguments.preference.needs_reference:
@@ -137,7 +137,7 @@ def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path)
             steps.append(counter.take())
 
     outputs = Outputs([CountedSteps()], arguments.logging.log_model)
-    objective = objective_of(arguments)
+    objective = build_objective(arguments)
     loop = build_loop(fabric, model, optimizer, objective, run, Heartbeat(), None, outputs)
     windows = list(itertools.islice(loop.batches.windows(0, run.plan.num_steps), _STEPS))
     with fakes, counter:
@@ -199,7 +199,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     from fabric_train.model import parallelize
     from fabric_train.optim import adamw
     from fabric_train.optim.adamw import LowPrecisionAdamW
-    from fabric_train.optim.states import Row, Storage, TensorTable
+    from fabric_train.optim.tensor_table import Row, Storage, TensorTable
     from fabric_train.preflight.memory_gpu import attention_on_gpu
     from fabric_train.training import build_run
 

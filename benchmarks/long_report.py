@@ -15,7 +15,6 @@ from benchmarks.report import Report
 from fabric_train.pages.markdown import library, to_html
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections
-from fabric_train.training.curves import page_axis
 
 STEPS = 1_000_000
 SOURCES = 4
@@ -46,7 +45,7 @@ def measure(work: Path) -> Report:
         library.cache_clear()
         started = time.perf_counter()
         long = RunFiles(folder)
-        to_html("long", run_sections(long), [page_axis(long.metrics)])
+        to_html("long", run_sections(long), [long.metrics.page_axis()])
         seconds.append(time.perf_counter() - started)
     summary = LongReport(
         [one.seconds for one in whole],

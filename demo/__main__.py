@@ -16,7 +16,8 @@ from rich.table import Table
 
 from demo.stages import ROOT, StageError, run_stage
 from fabric_train.sample_data import real_data
-from fabric_train.training.curves import MetricsTable, draw_loss_curves, joined, read_curves
+from fabric_train.training.loss_curves import draw_loss_curves
+from fabric_train.training.metrics_table import MetricsTable, join_tables, read_metrics_table
 
 FOLDER = Path("demo_run")
 TOKENS = FOLDER / "tokens"
@@ -84,7 +85,7 @@ def _run_demo() -> Result:
 
     result = _read_result()
     before = MetricsTable(np.zeros(1, np.int64), {"val_loss": np.array([result.loss_before])})
-    table = joined([before, read_curves(ROOT / RUN / "metrics.csv")])
+    table = join_tables([before, read_metrics_table(ROOT / RUN / "metrics.csv")])
     draw_loss_curves(table, ROOT / PICTURE, "SmolLM2-135M on Shakespeare")
     return result
 

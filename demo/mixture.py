@@ -7,7 +7,8 @@ import shutil
 
 from demo.stages import ROOT, exit_on_failure, run_stage
 from fabric_train.sample_data import real_data
-from fabric_train.training.curves import draw_loss_curves, joined, read_curves
+from fabric_train.training.loss_curves import draw_loss_curves
+from fabric_train.training.metrics_table import join_tables, read_metrics_table
 
 FOLDER = "demo_run/mixture"
 TOKENS, TRUNK, DECAY, PICTURE = (f"{FOLDER}/{name}" for name in ("tokens", "trunk", "decay", "losses.png"))
@@ -33,10 +34,10 @@ def run_stages() -> None:
     document = ["--document", "bible-es.jsonl:141"]
     run_stage("the trace of a document", "python", "-m", "fabric_train.trace", DECAY, *document)
     run_stage("the replay", "python", "-m", "fabric_train.replay", TRUNK, "--steps", "41:43")
-    trunk, decay = (read_curves(ROOT / run / "metrics.csv") for run in (TRUNK, DECAY))
+    trunk, decay = (read_metrics_table(ROOT / run / "metrics.csv") for run in (TRUNK, DECAY))
     branched_after = [int(trunk.steps[-1])]
     draw_loss_curves(
-        joined([trunk, decay]), ROOT / PICTURE, "Spanish and English: a trunk and its decay", branched_after
+        join_tables([trunk, decay]), ROOT / PICTURE, "Spanish and English: a trunk and its decay", branched_after
     )
     print(f"\nlosses of each source: {PICTURE}")
 

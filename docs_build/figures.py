@@ -12,8 +12,8 @@ import vl_convert
 from benchmarks import plan_table
 from docs_build.site import DOCS
 from fabric_train.arguments import TrainingArguments
-from fabric_train.optim.adamw import round_stochastically
-from fabric_train.optim.optimizer import learning_rate
+from fabric_train.optim.learning_rate import learning_rate
+from fabric_train.optim.stochastic_rounding import round_stochastically
 from fabric_train.pages import charts
 from fabric_train.token_dataset.rows import plan_rows
 

@@ -183,7 +183,7 @@ def _metrics() -> str:
         for name in COLUMNS:
             unit, _, meaning = texts[name].partition(": ")
             yield f"`{name}`", unit.lower(), meaning, "" if name in ("step", "rows_hash") else f"`{grouped_name(name)}`"
-        unit, _, meaning = texts["further"].partition(": ")
+        unit, _, meaning = texts["extra"].partition(": ")
         yield "`train_NAME`, `val_NAME`", unit.lower(), meaning, "`train/NAME`, `val/NAME`"
         unit, _, meaning = texts["by_source"].partition(": ")
         yield "`val_loss/SOURCE` and others", unit.lower(), meaning, "`val/SOURCE/loss`"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name,
 # and this package would not be found
@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
     """Train; with ``--eval_only`` evaluate, with ``--plan`` print what the run would take."""
     stop_signals.listen()
     console = start_log()
-    if code := run_training(parse(TrainArguments, argv), console):
+    code = run_training(parse(TrainArguments, argv), console)
+    if code:
         raise SystemExit(code)
 
 
@@ -98,15 +99,19 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     from fabric_train.training import summary
     from fabric_train.training.rank_extensions import note_on_unused_parts
 
+    # Check the run. One run at a time writes into a folder.
     quiet_libraries()
     progress.info("checking data and model")
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
-    folder = Path(arguments.save.output_dir)  # one run at a time writes into it
-    taken = f"--output_dir {folder}: another run is writing into it"
-    lock = folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
+    run_dir = Path(arguments.save.output_dir)
+    lock = run_dir / ".lock"
+    lock_fault = f"--output_dir {run_dir}: another run is writing into it"
+    lock_fix = "wait for it, stop it, or give another --output_dir"
     if writes and not arguments.planning.checks:  # the checked run may begin when the other run has ended
-        check_not_held(*lock)
+        check_not_held(lock, lock_fault, lock_fix)
     run = prepare(arguments)
+
+    # Only check or plan it.
     if arguments.planning.checks:
         for line in run.notes:
             note(line)
@@ -115,17 +120,23 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     if arguments.planning.plan:
         print_plan(run)
         return 0
+    # Say what it is.
     show(summary.describe_start(run))
-    idle = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
-    unused = note_on_unused_parts(arguments)
-    for line in filter(None, (*run.notes, idle, unused)):
-        note(line)
-    if (run.start.state.step >= run.plan.num_steps or run.ends_early) and not run.start.state.unlogged:
+    gpu_note = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
+    parts_note = note_on_unused_parts(arguments)
+    for text in (*run.notes, gpu_note, parts_note):
+        if text:
+            note(text)
+
+    # Train, unless the run has ended already.
+    state = run.start.state
+    has_ended = state.step >= run.plan.num_steps or run.ends_early
+    if has_ended and not state.unlogged:
         _report_nothing_left(run)
         return 0
     if not arguments.evaluation.only_reads:
         check_memory(run)
-    with hold_lock(*lock) if writes else nullcontext():
+    with hold_lock(lock, lock_fault, lock_fix) if writes else nullcontext():
         return _launch(run, console, started)
 
 
@@ -157,28 +168,40 @@ def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
 def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> int:
     """Run ``python -m fabric_train``, which starts the other ranks; print its lines, and return its exit code.
 
-    They find the modules of ``--extensions`` in ``import_folders``. Signals to this process are passed on. An
-    InputError or a RunError has the lines of an error.
+    Signals to this process are passed on.
+
+    Args:
+        arguments: The arguments of the run.
+        import_folders: Where the ranks find the modules of ``--extensions``.
+
+    Raises:
+        InputError: A rank has refused the arguments or the input; with the lines of the error.
+        RunError: A rank has failed; with the lines of the error.
     """
     errors: list[str] = []
     with TemporaryDirectory() as folder, as_launcher():
         config = Path(folder, "config.yaml")
         config.write_text(to_yaml(arguments), encoding="utf-8")
-        command = [sys.executable, "-m", "fabric_train", "--config", str(config)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        # in a session of their own, where Ctrl-C does not reach them twice
         environment = {**os.environ, **project_first()}
         environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], *import_folders])
-        ranks = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-        reader = threading.Thread(target=_pass_errors, args=(ranks.stderr, errors), daemon=True)
-        reader.start()
+        ranks = subprocess.Popen(
+            [sys.executable, "-m", "fabric_train", "--config", str(config)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that Ctrl-C does not reach them twice
+        )
+        # Both pipes are read at the same time: a full one would stop the ranks.
+        stderr_reader = threading.Thread(target=_pass_errors, args=(ranks.stderr, errors), daemon=True)
+        stderr_reader.start()
         assert ranks.stdout is not None
         while True:
             try:
                 for line in ranks.stdout:
                     print(line, end="", flush=True)
                 code = ranks.wait()
-                reader.join()
+                stderr_reader.join()
                 break
             except KeyboardInterrupt:
                 ranks.send_signal(signal.SIGINT)
@@ -193,6 +216,7 @@ def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> 
 
 
 def _pass_errors(lines: IO[str], errors: list[str]) -> None:
+    """Collect the errors among the lines, and print the others."""
     for line in lines:
         if line.startswith("error: "):
             errors.append(line.removeprefix("error: ").rstrip("\n"))
@@ -209,15 +233,16 @@ def write_run_report(folder: Path) -> "WrittenPage":
 
 
 def _report_nothing_left(run: "PreparedRun") -> None:
-    from fabric_train.training.loggers import LoggedRun
+    """Say that a run has ended already, and log to its trackers what they lack."""
+    from fabric_train.training.logger import LoggedRun
     from fabric_train.training.trackers import complete_trackers
 
     log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
     if run.early_stopping and run.ends_early:
         log.info(run.early_stopping.describe(run.start.state))
     if global_rank() == 0:
-        given = run.arguments.logging.opened_loggers
-        complete_trackers(given, LoggedRun(run.folder, run.start.state.step, flatten(run.arguments)))
+        logged_run = LoggedRun(run.folder, run.start.state.step, flatten(run.arguments))
+        complete_trackers(run.arguments.logging.opened_loggers, logged_run)
 
 
 if __name__ == "__main__":

@@ -47,20 +47,20 @@ ARGUMENTS: dict[str, type] = {
 
 
 @contextmanager
-def _called() -> Iterator[None]:
+def _restored_process() -> Iterator[None]:
     """Give the caller back what a program changes in its process: environment, path, warnings, garbage collection."""
-    before = dict(os.environ)
-    path = list(sys.path)
-    collects = gc.isenabled()
+    environment = dict(os.environ)
+    import_path = list(sys.path)
+    collects_garbage = gc.isenabled()
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        for name in set(os.environ) - set(before):
+        for name in set(os.environ) - set(environment):
             del os.environ[name]
-        os.environ.update(before)
-        sys.path[:] = path
-        if collects:
+        os.environ.update(environment)
+        sys.path[:] = import_path
+        if collects_garbage:
             gc.enable()
 
 
@@ -87,7 +87,7 @@ class TokenizeResult:
         return self.manifest.ledger
 
 
-def tokenize(**given: Any) -> TokenizeResult:
+def tokenize(**arguments: Any) -> TokenizeResult:
     """Turn documents, chats or preference pairs into a token dataset, as ``tokenize_dataset.py`` does.
 
     ``dataset`` may also be an iterable of mappings, such as ``{"text": ...}`` or ``{"messages": [...]}``. It is read
@@ -98,31 +98,40 @@ def tokenize(**given: Any) -> TokenizeResult:
         InputError: the arguments or the input cannot be used; nothing is written.
         RunError: the push to the hub failed; the token dataset is complete.
     """
-    documents = given.get("dataset")
-    are_names = isinstance(documents, Sequence) and all(isinstance(one, str | os.PathLike) for one in documents)
-    if documents is None or isinstance(documents, str | bytes | os.PathLike) or are_names:
-        return run_tokenize(build_arguments(TokenizeArguments, given))
+    documents = arguments.get("dataset")
+    if documents is None or isinstance(documents, str | bytes | os.PathLike):
+        return run_tokenize(build_arguments(TokenizeArguments, arguments))
+    if isinstance(documents, Sequence) and all(isinstance(name, str | os.PathLike) for name in documents):
+        return run_tokenize(build_arguments(TokenizeArguments, arguments))
     if isinstance(documents, Mapping | Set) or not isinstance(documents, Iterable):
         raise InputError(f"--dataset: expected names or an iterable of documents, got {reprlib.repr(documents)}")
-    output_dir = given.get("output_dir")
+    return _tokenize_documents(documents, arguments)
+
+
+def _tokenize_documents(documents: Iterable[Any], arguments: Mapping[str, Any]) -> TokenizeResult:
+    """Write documents into a file beside the token dataset, and tokenize it."""
+    output_dir = arguments.get("output_dir")
     if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
-        build_arguments(TokenizeArguments, {**given, "dataset": ["documents"]})  # says what is wrong with it
+        build_arguments(TokenizeArguments, {**arguments, "dataset": ["documents"]})  # says what is wrong with it
         raise InputError(f"--output_dir: expected text, got {output_dir!r}")
     # absolute: the documents may come from a generator that changes the working folder
-    folder = os.path.abspath(os.path.expanduser(os.fspath(output_dir)))
-    file = f"{folder}.jsonl"
-    name = os.path.basename(file).replace("=", "_")  # what comes before the first = is the name of the source
-    arguments = build_arguments(TokenizeArguments, {**given, "dataset": [f"{name}={file}"], "output_dir": folder})
-    with tokenize_dataset.written_documents(documents, Path(file), folder):
-        return run_tokenize(arguments)
+    dataset_dir = os.path.abspath(os.path.expanduser(os.fspath(output_dir)))
+    file = f"{dataset_dir}.jsonl"
+    source_name = os.path.basename(file).replace("=", "_")  # what comes before the first = names the source
+    tokenize_arguments = build_arguments(
+        TokenizeArguments, {**arguments, "dataset": [f"{source_name}={file}"], "output_dir": dataset_dir}
+    )
+    with tokenize_dataset.written_documents(documents, Path(file), dataset_dir):
+        return run_tokenize(tokenize_arguments)
 
 
 def run_tokenize(arguments: TokenizeArguments) -> TokenizeResult:
     """Write the token dataset or the slice that ``arguments`` describe, unless it is finished and only pushed."""
     path = Path(arguments.output_dir)
-    with _called():
+    with _restored_process():
         if arguments.shard is not None:
-            return TokenizeResult(path, None, tuple(tokenize_dataset.build_slice(arguments) or ()))
+            slice_notes = tokenize_dataset.build_slice(arguments) or ()
+            return TokenizeResult(path, manifest=None, notes=tuple(slice_notes))
         manifest = tokenize_dataset.find_pushed(arguments)
         notes: tuple[str, ...] = ()
         if manifest is None:
@@ -160,7 +169,7 @@ class TrainResult:
     """The one with the lowest validation loss."""
 
 
-def train(**given: Any) -> TrainResult:
+def train(**arguments: Any) -> TrainResult:
     """Train a Hugging Face causal language model on a token dataset or texts, as ``fabric run fabric_train`` does.
 
     One device trains in this process, as does a rank that a launcher has started. For several devices, the ranks are
@@ -177,7 +186,7 @@ def train(**given: Any) -> TrainResult:
         launcher = launcher_arguments()
     except ValueError as error:
         raise InputError(*error.args) from error
-    return run_train(build_arguments(TrainArguments, given, launcher))
+    return run_train(build_arguments(TrainArguments, arguments, launcher))
 
 
 def run_train(arguments: TrainArguments) -> TrainResult:
@@ -188,15 +197,17 @@ def run_train(arguments: TrainArguments) -> TrainResult:
     from fabric_train.training.run_log import end_log, start_log
 
     device = arguments.device
-    with _called():
+    with _restored_process():
         if not arguments.planning.plan and find_launcher() is None:
             accelerator = strategy.resolve_accelerator(device.accelerator)
             if strategy.count_devices(device.devices, accelerator) > 1:
                 arguments = arguments_for_ranks(arguments)
-                return _train_result(arguments, run_ranks(arguments, folders_for_ranks(arguments)))
+                exit_code = run_ranks(arguments, folders_for_ranks(arguments))
+                return _read_train_result(arguments, exit_code)
         console = start_log()
         try:
-            return _train_result(arguments, run_training(arguments, console))
+            exit_code = run_training(arguments, console)
+            return _read_train_result(arguments, exit_code)
         finally:
             stop_signals.release()
             end_log()
@@ -212,27 +223,35 @@ def _forget_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _train_result(arguments: TrainArguments, code: int) -> TrainResult:
+def _read_train_result(arguments: TrainArguments, exit_code: int) -> TrainResult:
+    """Return how a training ended, from the files that it has written."""
     from fabric_train import checkpoint as checkpoints
 
-    folder = Path(arguments.save.output_dir)
+    run_dir = Path(arguments.save.output_dir)
     evaluation = arguments.evaluation
     if arguments.planning.plan:
-        return TrainResult(folder, "checked", 0)
+        return TrainResult(run_dir, "checked", step=0)
     if evaluation.eval_only:
-        found = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-        return TrainResult(folder, "done", found["step"], None, found["loss"])
+        result = json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))
+        return TrainResult(run_dir, "done", step=result["step"], val_loss=result["loss"])
     if evaluation.self_check:
-        if code:
-            raise RunError(f"the ways to split a window do not agree: see {folder / 'self_check.json'}")
-        return TrainResult(folder, "done", 0)
-    state: Literal["done", "stopped"] = "stopped" if code else "done"
-    newest = checkpoints.newest_checkpoint(folder)
+        if exit_code:
+            raise RunError(f"the ways to split a window do not agree: see {run_dir / 'self_check.json'}")
+        return TrainResult(run_dir, "done", step=0)
+    ending: Literal["done", "stopped"] = "stopped" if exit_code else "done"
+    newest = checkpoints.newest_checkpoint(run_dir)
     if newest is None:  # a signal came before the first step
-        return TrainResult(folder, state, 0)
-    saved = checkpoints.read_trainer_json(newest).state
-    best = checkpoints.best_checkpoint(folder)
-    return TrainResult(folder, state, saved.step, saved.train_loss, saved.val_loss, newest, best)
+        return TrainResult(run_dir, ending, step=0)
+    state = checkpoints.read_trainer_json(newest).state
+    return TrainResult(
+        folder=run_dir,
+        state=ending,
+        step=state.step,
+        train_loss=state.train_loss,
+        val_loss=state.val_loss,
+        checkpoint=newest,
+        best=checkpoints.best_checkpoint(run_dir),
+    )
 
 
 @dataclass(frozen=True)
@@ -268,21 +287,21 @@ def load_run(path: "str | os.PathLike[str]") -> Run:
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"load_run: expected the path of a run folder, got {reprlib.repr(path)}")
     (files,) = open_runs([os.fsdecode(path)])
-    folder = files.folder
+    run_dir = files.folder
     metrics: dict[str, list[float | None]] = {}
-    if (folder / "metrics.csv").is_file():
-        table = files.metrics
-        of_columns = {name: column.tolist() for name, column in table.columns.items() if name != "step"}
-        metrics = {name: [None if math.isnan(one) else one for one in of] for name, of in of_columns.items()}
-        metrics = {"step": table.steps.tolist(), **metrics}
-    report = folder / PAGE
+    if (run_dir / "metrics.csv").is_file():
+        metrics["step"] = files.metrics.steps.tolist()
+        for name, values in files.metrics.columns.items():
+            if name != "step":
+                metrics[name] = [None if math.isnan(value) else value for value in values.tolist()]
+    report = run_dir / PAGE
     return Run(
-        folder,
-        files.config if (folder / "config.yaml").is_file() else {},
-        metrics,
-        files.checkpoints,
-        best_checkpoint(folder),
-        report if report.is_file() else None,
+        folder=run_dir,
+        arguments=files.config if (run_dir / "config.yaml").is_file() else {},
+        metrics=metrics,
+        checkpoints=files.checkpoints,
+        best=best_checkpoint(run_dir),
+        report=report if report.is_file() else None,
     )
 
 
@@ -318,22 +337,24 @@ class ConvertResult:
         return export.verification
 
 
-def convert(**given: Any) -> ConvertResult:
+def convert(**arguments: Any) -> ConvertResult:
     """Convert checkpoints to verified Hugging Face folders, as ``convert_to_hf.py`` does.
 
     Raises:
         InputError: the arguments or the checkpoints cannot be used.
         RunError: an export does not match its checkpoint, or a push failed. Of several, the others are finished.
     """
-    arguments = build_arguments(convert_to_hf.ConvertArguments, given)
-    with _called():
-        targets, damaged, request = convert_to_hf.plan_exports(arguments)
+    convert_arguments = build_arguments(convert_to_hf.ConvertArguments, arguments)
+    with _restored_process():
+        targets, damaged, request = convert_to_hf.plan_exports(convert_arguments)
         exports: list[Export] = []
         faults = [f"{name}: damaged" for name in damaged]
         for target, source in targets.items():
             try:
-                report, is_new = convert_to_hf.export(source, target, arguments)
-                url = convert_to_hf.publish(source, target, request, arguments) if request else None
+                report, is_new = convert_to_hf.export(source, target, convert_arguments)
+                url = None
+                if request:
+                    url = convert_to_hf.publish(source, target, request, convert_arguments)
             except (RunError, InputError, OSError) as error:
                 if len(targets) == 1 and not damaged:
                     raise
@@ -342,10 +363,10 @@ def convert(**given: Any) -> ConvertResult:
                 exports.append(Export(target, source.describe(), report, is_new, url))
     if faults:
         raise RunError(f"not exported or not pushed: {'; '.join(faults)}")
-    return ConvertResult(Path(arguments.output_dir), exports)
+    return ConvertResult(Path(convert_arguments.output_dir), exports)
 
 
-def evaluate(**given: Any) -> dict[str, Any]:
+def evaluate(**arguments: Any) -> dict[str, Any]:
     """Compare models by their loss on texts, or evaluate each checkpoint of a run, as ``evaluate.py`` does.
 
     Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs`` or ``needle``, what
@@ -355,28 +376,35 @@ def evaluate(**given: Any) -> dict[str, Any]:
         InputError: the arguments, the models and the texts do not fit together; nothing is written.
         RunError: a model's loss is not finite, or a checkpoint cannot be evaluated; the others are.
     """
-    arguments = build_arguments(EvaluateArguments, given)
-    folder = Path(arguments.output_dir or Path(arguments.watch or "", "evaluation"))
-    found: dict[str, Any] = {}
-    with _called():
-        if arguments.watch is None:
+    evaluate_arguments = build_arguments(EvaluateArguments, arguments)
+    if evaluate_arguments.output_dir:
+        output_dir = Path(evaluate_arguments.output_dir)
+    else:
+        output_dir = Path(evaluate_arguments.watch or "", "evaluation")
+    with _restored_process():
+        if evaluate_arguments.watch is None:
             from fabric_train.evaluation.compare_models import compare_models
 
-            compare_models(arguments, prints=False)
+            compare_models(evaluate_arguments, prints=False)
         else:
             from fabric_train.evaluation.watch import watch_run
 
-            watch_run(arguments, prints=False)
-    if arguments.watch is None or arguments.texts is not None:
-        kind = next((name for name in ("pairs", "needle") if getattr(arguments, name) is not None), "evaluation")
-        found |= json.loads((folder / f"{kind}.json").read_text(encoding="utf-8"))
-    if arguments.tasks is not None:
-        with (folder / "scores.csv").open(encoding="utf-8", newline="") as rows:
-            found["scores"] = list(csv.DictReader(rows))
-    return found
+            watch_run(evaluate_arguments, prints=False)
+
+    results: dict[str, Any] = {}
+    if evaluate_arguments.watch is None or evaluate_arguments.texts is not None:
+        file_name = "evaluation.json"
+        for kind in ("needle", "pairs"):
+            if getattr(evaluate_arguments, kind) is not None:
+                file_name = f"{kind}.json"
+        results |= json.loads((output_dir / file_name).read_text(encoding="utf-8"))
+    if evaluate_arguments.tasks is not None:
+        with (output_dir / "scores.csv").open(encoding="utf-8", newline="") as file:
+            results["scores"] = list(csv.DictReader(file))
+    return results
 
 
-def generate(**given: Any) -> list[str]:
+def generate(**arguments: Any) -> list[str]:
     """Continue a prompt, answer it as a chat, or write texts for many prompts, as ``generate.py`` does.
 
     Return the new text after each prompt. ``prompts`` may also be a list: each one a text, or a mapping with
@@ -385,28 +413,26 @@ def generate(**given: Any) -> list[str]:
     Raises:
         InputError: the arguments, the prompts and the model do not fit together.
     """
-    listed = given.get("prompts")
-    is_listed = isinstance(listed, Iterable) and not isinstance(listed, str | bytes | os.PathLike | Mapping)
-    with TemporaryDirectory() as folder, _called():
-        file = Path(folder, "prompts.jsonl")
-        output = given.get("output") or Path(folder, "texts.jsonl")
-        if is_listed:
-            file.write_text("".join(_prompt_lines(listed or ())), encoding="utf-8")
-            given = {**given, "prompts": file}
-        if listed is not None:
-            given = {**given, "output": output}
-        arguments = build_arguments(GenerateArguments, given)
+    prompts = arguments.get("prompts")
+    with TemporaryDirectory() as temporary_dir, _restored_process():
+        output = arguments.get("output") or Path(temporary_dir, "texts.jsonl")
+        if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | os.PathLike | Mapping):
+            prompts_file = Path(temporary_dir, "prompts.jsonl")
+            prompts_file.write_text("".join(_prompt_lines(prompts)), encoding="utf-8")
+            arguments = {**arguments, "prompts": prompts_file}
+        if prompts is not None:
+            arguments = {**arguments, "output": output}
+        generate_arguments = build_arguments(GenerateArguments, arguments)
         from fabric_train.inference.conversation import continue_prompt
         from fabric_train.inference.text_file import write_texts
 
-        if arguments.prompts is None:
-            if arguments.prompt is None:
-                raise InputError(
-                    "--prompt is required, or --prompts: a chat in the terminal is of fabric-train generate"
-                )
-            return [continue_prompt(arguments)[1].text]
-        write_texts(arguments)
-        return [json.loads(line)["text"] for line in Path(output).read_text(encoding="utf-8").splitlines()]
+        if generate_arguments.prompts is not None:
+            write_texts(generate_arguments)
+            lines = Path(output).read_text(encoding="utf-8").splitlines()
+            return [json.loads(line)["text"] for line in lines]
+        if generate_arguments.prompt is None:
+            raise InputError("--prompt is required, or --prompts: a chat in the terminal is of fabric-train generate")
+        return [continue_prompt(generate_arguments)[1].text]
 
 
 def _prompt_lines(prompts: Iterable[Any]) -> Iterator[str]:
@@ -422,12 +448,15 @@ def _prompt_lines(prompts: Iterable[Any]) -> Iterator[str]:
 
 def _set_signatures(functions: Mapping[str, Any]) -> None:
     """Give the functions the names and defaults of their arguments, for ``help`` and the completion in notebooks."""
-    for name, kind in ARGUMENTS.items():
-        fields = [field for group in groups_of(kind).values() for field in dataclasses.fields(group)]
-        none = inspect.Parameter.empty
-        defaults = {field.name: none if is_required(field) else default_of(field) for field in fields}
-        named = {**defaults, "config": None}.items()
-        parameters = [inspect.Parameter(one, inspect.Parameter.KEYWORD_ONLY, default=default) for one, default in named]
+    for name, arguments_class in ARGUMENTS.items():
+        defaults: dict[str, Any] = {}
+        for group in groups_of(arguments_class).values():
+            for field in dataclasses.fields(group):
+                defaults[field.name] = inspect.Parameter.empty if is_required(field) else default_of(field)
+        defaults["config"] = None
+        parameters = []
+        for argument, default in defaults.items():
+            parameters.append(inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY, default=default))
         functions[name].__signature__ = inspect.Signature(parameters)
 
 

@@ -50,9 +50,10 @@ MetricName = Annotated[str, NameIn(METRICS)]
 LoggerName = Annotated[str, NameIn(LOGGERS)]
 PROJECT = "fabric_llama"
 _TRACKERS = {"wandb", "trackio", "mlflow"}
-_OF_TRACKERS = ("project", "run_name", "tags", "group", "notes")
-_OF_MIXTURES = ("shares", "token_shares", "phases")
-SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
+_TRACKER_ARGUMENTS = ("project", "run_name", "tags", "group", "notes")
+_MAX_NAME_LENGTHS = {"project": 128, "run_name": 128, "group": 128, "tags": 64}
+_MIXTURE_ARGUMENTS = ("shares", "token_shares", "phases")
+OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
@@ -64,8 +65,8 @@ SETTINGS_OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
 """The arguments that each objective uses."""
 PARTS = ("train_only", "freeze")
 _SCALING = r"(llama3|yarn|linear):([0-9]{1,6}(?:\.[0-9]{1,6})?)"
-_SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
-_FURTHER_SIZES = ("num_key_value_heads", "architecture")
+_REQUIRED_SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "architecture")
 
 
 @dataclass(frozen=True)
@@ -150,19 +151,21 @@ class DataArguments:
 
     def faults(self) -> list[str]:
         """Return missing data, and sources that cannot be streamed."""
-        faults = self._faults_of_shares() + self._faults_of_folders()
+        faults = self._check_shares() + self._check_folders()
         if self.streaming_dataset is None:
             if self.shuffle_buffer:
                 faults.append(
                     "--shuffle_buffer is of --streaming_dataset; the rows of a token dataset are shuffled anyway"
                 )
-            missing = "--train_data_dir is required, or --streaming_dataset"
-            return faults if self.data_dirs else [missing, *faults]
-        faults += [
-            f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with fabric-train tokenize"
-            for name in self.streaming_dataset
-            if "://" in name
-        ]
+            if not self.data_dirs:
+                faults.insert(0, "--train_data_dir is required, or --streaming_dataset")
+            return faults
+        for name in self.streaming_dataset:
+            if "://" in name:
+                faults.append(
+                    f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with fabric-train "
+                    "tokenize"
+                )
         if not self.streaming_dataset:
             faults.append("--streaming_dataset names nothing: give files or hub names")
         if self.max_length < 2:
@@ -172,45 +175,56 @@ class DataArguments:
     @property
     def data_dirs(self) -> list[str]:
         """The folders of --train_data_dir."""
-        given = self.train_data_dir or []
-        return [given] if isinstance(given, str) else given
+        if self.train_data_dir is None:
+            return []
+        if isinstance(self.train_data_dir, str):
+            return [self.train_data_dir] if self.train_data_dir else []
+        return self.train_data_dir
 
     @property
     def mixes(self) -> bool:
         """Whether rows of token datasets come from several, or from a share of one, which may change."""
-        has_shares = self.streaming_dataset is None and any(getattr(self, name) is not None for name in _OF_MIXTURES)
-        return len(self.data_dirs) > 1 or has_shares
+        if len(self.data_dirs) > 1:
+            return True
+        has_shares = any(getattr(self, name) is not None for name in _MIXTURE_ARGUMENTS)
+        return has_shares and self.streaming_dataset is None
 
     @property
     def shares_of_epochs(self) -> Shares:
         """What --shares or --token_shares says, or that an epoch reads every row once."""
-        of_tokens = self.token_shares is not None
-        given = self.token_shares if of_tokens else self.shares
-        return Shares("--token_shares" if of_tokens else "--shares", given, of_tokens)
+        if self.token_shares is not None:
+            return Shares("--token_shares", self.token_shares, of_tokens=True)
+        return Shares("--shares", self.shares, of_tokens=False)
 
-    def _faults_of_folders(self) -> list[str]:
-        """Return a fault for a folder of --train_data_dir that is given again, also by another path."""
-        advice = "--shares {}=2 reads its rows twice in an epoch"
-        return [f"--train_data_dir: {fault}, {advice.format(name)}" for name, fault in given_twice(self.data_dirs)]
+    def _check_folders(self) -> list[str]:
+        """Return a fault for each folder of --train_data_dir that is given again, also by another path."""
+        return [
+            f"--train_data_dir: {fault}, --shares {name}=2 reads its rows twice in an epoch"
+            for name, fault in given_twice(self.data_dirs)
+        ]
 
-    def _faults_of_shares(self) -> list[str]:
+    def _check_shares(self) -> list[str]:
+        """Return what is wrong with --shares and --token_shares."""
         if self.shares is not None and self.token_shares is not None:
             return ["--shares and --token_shares contradict each other: give one of them"]
-        places = self.data_dirs
-        option = "folders of --train_data_dir"
+        num_sources = len(self.data_dirs)
+        sources = "folders of --train_data_dir"
         if self.streaming_dataset is not None:
-            places = self.streaming_dataset
-            option = "places of --streaming_dataset"
+            num_sources = len(self.streaming_dataset)
+            sources = "places of --streaming_dataset"
             if self.token_shares is not None:
                 return ["--token_shares: how many tokens a stream has is known when it is read; give --shares"]
             if self.phases is not None:
                 return ["--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir"]
         shares = self.shares_of_epochs
+        if shares.given is None:
+            return []
         try:
-            if shares.given is not None and shares.by_name() is None and len(shares.given) != len(places):
-                return [f"{shares.option} has {len(shares.given)} numbers for {len(places)} {option}; give one each"]
+            has_names = shares.by_name() is not None
         except InputError as error:
             return list(error.faults)
+        if not has_names and len(shares.given) != num_sources:
+            return [f"{shares.option} has {len(shares.given)} numbers for {num_sources} {sources}; give one each"]
         return []
 
 
@@ -275,42 +289,54 @@ class ModelArguments:
         if self.rope_scaling is not None and self.scaling is None:
             expected = "llama3:FACTOR, yarn:FACTOR or linear:FACTOR with a factor above 1, or none"
             faults.append(f"--rope_scaling: expected {expected}; got {self.rope_scaling!r}")
-        return faults + self._faults_of_sizes()
+        return faults + self._check_sizes()
 
     @property
     def scaling(self) -> tuple[str, float] | None:
         """Kind and factor of --rope_scaling, 1 for none; None if it is not given or wrong."""
         if self.rope_scaling == "none":
             return "none", 1.0
-        found = re.fullmatch(_SCALING, self.rope_scaling or "")
-        return (found[1], float(found[2])) if found and float(found[2]) > 1 else None
+        match = re.fullmatch(_SCALING, self.rope_scaling or "")
+        if match is None:
+            return None
+        kind = match[1]
+        factor = float(match[2])
+        return (kind, factor) if factor > 1 else None
 
-    def _faults_of_sizes(self) -> list[str]:
+    def _check_sizes(self) -> list[str]:
+        """Return sizes of a new model that are missing, or do not fit together."""
         if self.family is None:
             return []
-        given = [f"--{name}" for name in (*_SIZES, *_FURTHER_SIZES) if self._has(name)]
-        missing = [f"--{name}" for name in _SIZES if not self._has(name)]
+        missing = [f"--{name}" for name in _REQUIRED_SIZES if getattr(self, name) is None]
         if missing and self.from_scratch is None:
-            return [f"{given[0]} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
+            option = self._list_sizes()[0]
+            return [f"{option} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
         if missing:
             return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
+
         assert self.hidden_width is not None
         assert self.num_heads is not None
-        heads = self.num_key_value_heads or self.num_heads
+        num_key_value_heads = self.num_key_value_heads or self.num_heads
         faults = []
         if self.hidden_width % self.num_heads:
             faults.append(f"--hidden_width {self.hidden_width} is not a multiple of --num_heads {self.num_heads}")
-        if self.num_heads % heads:
-            faults.append(f"--num_heads {self.num_heads} is not a multiple of --num_key_value_heads {heads}")
+        if self.num_heads % num_key_value_heads:
+            faults.append(
+                f"--num_heads {self.num_heads} is not a multiple of --num_key_value_heads {num_key_value_heads}"
+            )
         return faults
 
     @property
     def family(self) -> str | None:
         """Family of the new model; None for a pretrained one."""
-        return self.from_scratch or ("llama" if any(map(self._has, (*_SIZES, *_FURTHER_SIZES))) else None)
+        if self.from_scratch:
+            return self.from_scratch
+        return "llama" if self._list_sizes() else None
 
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
+    def _list_sizes(self) -> list[str]:
+        """Return the options of the new model that the user has given."""
+        names = (*_REQUIRED_SIZES, *_OPTIONAL_SIZES)
+        return [f"--{name}" for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -344,10 +370,13 @@ class AdapterArguments:
 
     def __post_init__(self) -> None:
         """Fill in values that depend on others, unless --init_adapter has them."""
-        if self.init_adapter is None and (self.adapter or self.lora_rank):
+        if self.init_adapter is not None:
+            return
+        if self.adapter or self.lora_rank:
             rank = self.lora_rank or 16
-            for name, default in (("adapter", "lora"), ("lora_rank", rank), ("lora_alpha", 2.0 * rank)):
-                object.__setattr__(self, name, getattr(self, name) or default)
+            object.__setattr__(self, "adapter", self.adapter or "lora")
+            object.__setattr__(self, "lora_rank", rank)
+            object.__setattr__(self, "lora_alpha", self.lora_alpha or 2.0 * rank)
 
     @property
     def is_given(self) -> bool:
@@ -355,13 +384,17 @@ class AdapterArguments:
         return self.adapter is not None or self.init_adapter is not None
 
     def faults(self) -> list[str]:
-        """Return values that are of an adapter where there is none, and values that no adapter has."""
-        faults = ["--lora_dropout must be below 1"] if self.lora_dropout == 1 else []
-        faults += ["--lora_targets names nothing: give layers, or leave it out"] if not self.lora_targets else []
+        """Return values that belong to an adapter where there is none, and values that no adapter has."""
+        faults = []
+        if self.lora_dropout == 1:
+            faults.append("--lora_dropout must be below 1")
+        if not self.lora_targets:
+            faults.append("--lora_targets names nothing: give layers, or leave it out")
         if not self.is_given:
             defaults = asdict(AdapterArguments())
-            given = [name for name, value in asdict(self).items() if value != defaults[name]]
-            faults += [f"--{name} needs --adapter lora or dora: without it all weights train" for name in given]
+            for name, value in asdict(self).items():
+                if value != defaults[name]:
+                    faults.append(f"--{name} needs --adapter lora or dora: without it all weights train")
         return faults
 
 
@@ -399,23 +432,25 @@ class PreferenceArguments:
     @property
     def needs_pairs(self) -> bool:
         """Whether the objective is one of this project's that train on preference pairs."""
-        return self.objective != "sft" and self.objective in SETTINGS_OF_OBJECTIVES
+        return self.objective != "sft" and self.objective in OBJECTIVE_ARGUMENTS
 
     @property
     def needs_reference(self) -> bool:
         """Whether the objective compares with a reference model."""
-        return "reference" in SETTINGS_OF_OBJECTIVES.get(self.objective, ())
+        return "reference" in OBJECTIVE_ARGUMENTS.get(self.objective, ())
 
     def faults(self) -> list[str]:
         """Return values that the objective does not use."""
-        faults = [] if self.label_smoothing < 0.5 else ["--label_smoothing must be below 0.5"]
-        faults += _faults_of_settings(OBJECTIVES, self.objective, self.objective_settings)
+        faults = []
+        if self.label_smoothing >= 0.5:
+            faults.append("--label_smoothing must be below 0.5")
+        faults += _check_settings(OBJECTIVES, self.objective, self.objective_settings)
         defaults = asdict(PreferenceArguments())
-        used = ("objective", "objective_settings", *SETTINGS_OF_OBJECTIVES.get(self.objective, ()))
+        used = ("objective", "objective_settings", *OBJECTIVE_ARGUMENTS.get(self.objective, ()))
         for name, value in asdict(self).items():
             if name not in used and value != defaults[name]:
-                users = ", ".join(one for one, names in SETTINGS_OF_OBJECTIVES.items() if name in names)
-                faults.append(f"--{name} is of --objective {users}, not {self.objective}; leave it out")
+                objectives = [objective for objective, names in OBJECTIVE_ARGUMENTS.items() if name in names]
+                faults.append(f"--{name} is of --objective {', '.join(objectives)}, not {self.objective}; leave it out")
         return faults
 
 
@@ -492,26 +527,30 @@ class FSDPArguments:
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.activation_offload and self.activation_checkpointing != "full":
             faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
-        faults += self._faults_of_tiles()
+        faults += self._check_tiles()
         if self.gradient_reduction == "micro_batch" and self.parallelism in ("ddp", "single"):
             faults.append(f"--gradient_reduction micro_batch needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.parallelism == "fsdp2" and self.sharding_strategy == "NO_SHARD":
             faults.append("--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2")
         for name in ("tensor_parallel_size", "context_parallel_size"):
-            if self.parallelism != "fsdp2" and (size := getattr(self, name)) > 1:
+            size = getattr(self, name)
+            if self.parallelism != "fsdp2" and size > 1:
                 faults.append(f"--{name} {size} needs --parallelism fsdp2, not {self.parallelism}")
         return faults
 
-    def _faults_of_tiles(self) -> list[str]:
-        given = f"--mlp_tile_size {self.mlp_tile_size}"
+    def _check_tiles(self) -> list[str]:
+        """Return what --mlp_tile_size does not work with."""
         if not isinstance(self.mlp_tile_size, int):
             return []
-        faults = [f"{given} does not work with --compile true; leave one out"] if self.compile is True else []
+        option = f"--mlp_tile_size {self.mlp_tile_size}"
+        faults = []
+        if self.compile is True:
+            faults.append(f"{option} does not work with --compile true; leave one out")
         if self.activation_checkpointing == "selective":
-            faults.append(f"{given} does not work with --activation_checkpointing selective; give full or none")
+            faults.append(f"{option} does not work with --activation_checkpointing selective; give full or none")
         if self.tensor_parallel_size > 1:
             faults.append(
-                f"{given} does not work with --tensor_parallel_size {self.tensor_parallel_size}; leave one out"
+                f"{option} does not work with --tensor_parallel_size {self.tensor_parallel_size}; leave one out"
             )
         return faults
 
@@ -627,20 +666,24 @@ class TrainingArguments:
             faults.append(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}")
         if self.lr_schedule == "exponential" and self.lr_decay and self.min_lr == 0:
             faults.append("--lr_schedule exponential never reaches 0: give a --min_lr above 0")
-        faults += self._faults_of_wsd()
+        faults += self._check_decay()
         if self.max_step is not None and self.warmup_steps > self.max_step:
             faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
         faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
-        faults += _faults_of_settings(OPTIMIZERS, self.optimizer, self.optimizer_settings)
-        wrong = any(not name or not rate for name, rate in named_numbers(self.lr_of or [])) or self.lr_of == []
-        return faults + [f"--lr_of: expected PATTERN=RATE, rates above 0; got {self.lr_of}"] * wrong
+        faults += _check_settings(OPTIMIZERS, self.optimizer, self.optimizer_settings)
+        if self.lr_of is not None:
+            rates = list(named_numbers(self.lr_of))
+            if not rates or any(not name or not rate for name, rate in rates):
+                faults.append(f"--lr_of: expected PATTERN=RATE, rates above 0; got {self.lr_of}")
+        return faults
 
     @property
     def rates_of_parts(self) -> dict[str, float]:
         """The peak learning rates of --lr_of by pattern."""
         return {name: rate for name, rate in named_numbers(self.lr_of or []) if rate}
 
-    def _faults_of_wsd(self) -> list[str]:
+    def _check_decay(self) -> list[str]:
+        """Return what is wrong with the arguments of the wsd schedule."""
         names = [name for name in ("decay_steps", "decay_share", "decay_form") if getattr(self, name) is not None]
         if self.lr_schedule != "wsd":
             return [f"--{name} needs --lr_schedule wsd, not {self.lr_schedule}" for name in names]
@@ -698,8 +741,9 @@ class EvaluationArguments:
 
     def faults(self) -> list[str]:
         """Return contradictions."""
-        both = self.eval_only and self.self_check
-        return ["--eval_only true and --self_check true: give one of them"] if both else []
+        if self.eval_only and self.self_check:
+            return ["--eval_only true and --self_check true: give one of them"]
+        return []
 
 
 @dataclass(frozen=True)
@@ -759,26 +803,40 @@ class LoggingArguments:
         chosen: list[LoggerName] = ["csv", "tensorboard", *LOGGERS.registered]
         if self.loggers is not None:
             chosen = self.loggers
-        uploads = self.log_model != "none" and not _TRACKERS & set(chosen)
-        return [*chosen, "wandb"] if uploads or (self._turns_wandb_on and "wandb" not in chosen) else chosen
+        uploads_without_tracker = self.log_model != "none" and not _TRACKERS & set(chosen)
+        if uploads_without_tracker or (self._wandb_options and "wandb" not in chosen):
+            return [*chosen, "wandb"]
+        return chosen
 
     @property
     def note(self) -> str | None:
         """Why --loggers has wandb, or which arguments no logger uses; else None."""
-        if self._turns_wandb_on and self.log_model == "none":
-            words = " ".join(self._turns_wandb_on)
-            return f"{words}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
+        if self._wandb_options and self.log_model == "none":
+            options = " ".join(self._wandb_options)
+            return f"{options}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
         opened = set(self.opened_loggers)
-        used = {*(_OF_TRACKERS if _TRACKERS & opened else ()), *(["entity"] if "wandb" in opened else [])}
-        given = [name for name in ("entity", *_OF_TRACKERS) if getattr(self, name) not in (None, PROJECT)]
-        unused = ", ".join(f"--{name}" for name in given if name not in used)
-        return f"{unused}: no logger uses this; add wandb to --loggers" if unused else None
+        used = set[str]()
+        if "wandb" in opened:
+            used.add("entity")
+        if _TRACKERS & opened:
+            used.update(_TRACKER_ARGUMENTS)
+        unused = []
+        for name in ("entity", *_TRACKER_ARGUMENTS):
+            if name not in used and getattr(self, name) not in (None, PROJECT):
+                unused.append(f"--{name}")
+        return f"{', '.join(unused)}: no logger uses this; add wandb to --loggers" if unused else None
 
     @property
-    def _turns_wandb_on(self) -> list[str]:
-        entity = [] if self.entity is None else [f"--entity {self.entity}"]
-        project = [] if self.project == PROJECT else [f"--project {self.project}"]
-        return [*entity, *project] if self.loggers is None else []
+    def _wandb_options(self) -> list[str]:
+        """The options that turn Weights & Biases on, if --loggers does not say which loggers to use."""
+        if self.loggers is not None:
+            return []
+        options = []
+        if self.entity is not None:
+            options.append(f"--entity {self.entity}")
+        if self.project != PROJECT:
+            options.append(f"--project {self.project}")
+        return options
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
@@ -787,21 +845,28 @@ class LoggingArguments:
 
     def faults(self) -> list[str]:
         """Return invalid steps, and names that Weights & Biases, Trackio or MLflow refuses."""
-        faults = [
-            f"--{name}: expected a name of 1 to {longest} characters on one line, got {value!r}"
-            for name, longest in (("project", 128), ("run_name", 128), ("group", 128), ("tags", 64))
-            for value in self._values_of(name)
-            if not value.strip() or len(value) > longest or not value.isprintable()
-        ]
-        if found := re.findall(r"[/\\#?%:]", self.project):
-            faults.append(f"--project {self.project!r}: a project has no {found[0]} in its name; leave it out")
+        faults = []
+        for option, max_length in _MAX_NAME_LENGTHS.items():
+            for name in self._list_names(option):
+                if not name.strip() or len(name) > max_length or not name.isprintable():
+                    faults.append(
+                        f"--{option}: expected a name of 1 to {max_length} characters on one line, got {name!r}"
+                    )
+        refused_character = re.search(r"[/\\#?%:]", self.project)
+        if refused_character:
+            faults.append(
+                f"--project {self.project!r}: a project has no {refused_character[0]} in its name; leave it out"
+            )
         if self.profile is not None and self.profiled_steps is None:
             faults.append(f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}")
         return faults
 
-    def _values_of(self, name: str) -> list[str]:
-        value: str | list[str] | None = getattr(self, name)
-        return [] if value is None else [value] if isinstance(value, str) else value
+    def _list_names(self, option: str) -> list[str]:
+        """Return the names that an option gives: one, several tags, or none."""
+        value: str | list[str] | None = getattr(self, option)
+        if value is None:
+            return []
+        return [value] if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -847,14 +912,15 @@ class PlanArguments:
     def faults(self) -> list[str]:
         """Return invalid sizes, and arguments that need --plan."""
         examples = {"device_memory": "80GB", "interconnect": "450GB/s", "network": "50GB/s"}
-        given = {name: getattr(self, name) for name in examples if getattr(self, name) is not None}
-        faults = [
-            f"--{name}: expected a size such as {examples[name]}, got {value!r}"
-            for name, value in given.items()
-            if parse_size(value) is None
-        ]
-        given |= {} if self.mtbf_hours is None else {"mtbf_hours": self.mtbf_hours}
-        faults += [f"--{name} needs --plan true" for name in given if not self.plan]
+        faults = []
+        for name, example in examples.items():
+            size = getattr(self, name)
+            if size is not None and parse_size(size) is None:
+                faults.append(f"--{name}: expected a size such as {example}, got {size!r}")
+        if not self.plan:
+            for name in (*examples, "mtbf_hours"):
+                if getattr(self, name) is not None:
+                    faults.append(f"--{name} needs --plan true")
         return faults
 
 
@@ -888,7 +954,7 @@ class TrainArguments:
             object.__setattr__(self, "model", replace(self.model, precision=precision))
 
 
-def _faults_of_settings(table: Table[Any], name: str, settings: dict[str, Any] | None) -> list[str]:
+def _check_settings(table: Table[Any], name: str, settings: dict[str, Any] | None) -> list[str]:
     """Return what is wrong with the settings of a part that was registered."""
     try:
         resolve_settings(table, name, settings)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -40,27 +40,28 @@ _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 """NVIDIA's oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
 
-_SHARED_MEMORY = 2**30
-_LEAST_SHARED_MEMORY = 2**27  # with several GPUs, NCCL needs more than the 64 MB that a container has by default
-_OPEN_FILES = 1024
-_LEAST_OPEN_FILES = 256
-# threads count; half of it is what one process starts on its own
-_PROCESSES_PER_GPU = 256
-_LEAST_PROCESSES = 128
-_FREE_FOR_MODELS = 20e9  # a Llama-3-8B takes 16 GB
-_FREE_FOR_RUNS = 50e9  # one of its checkpoints in bf16, with the optimizer's state, takes 48 GB
-_FREE_FOR_CACHES = 1e9
-_LEAST_FREE = 100e6
+# Below the first number a run may be slow or stop, below the second it does not work.
+_USUAL_SHARED_MEMORY = 2**30
+_MIN_SHARED_MEMORY = 2**27  # with several GPUs, NCCL needs more than the 64 MB that a container has by default
+_USUAL_OPEN_FILES = 1024
+_MIN_OPEN_FILES = 256
+_USUAL_PROCESSES_PER_GPU = 256  # threads count too
+_MIN_PROCESSES = 128  # as many threads as one rank starts
+_USUAL_MODEL_BYTES = 20e9  # a Llama-3-8B takes 16 GB
+_USUAL_RUN_BYTES = 50e9  # one of its checkpoints in bf16, with the optimizer's state, takes 48 GB
+_USUAL_CACHE_BYTES = 1e9
+_MIN_FREE_BYTES = 100e6
 _RESOLVE_SECONDS = 2.0
 _CAP_IPC_LOCK = 14  # linux/capability.h: locks memory beyond the limit
+_CUDA_ERROR_NO_DEVICE = 100
 _CUDA_FIXES = {
-    100: "check that /dev/nvidia* exist and that this user may open them",  # CUDA_ERROR_NO_DEVICE
+    _CUDA_ERROR_NO_DEVICE: "check that /dev/nvidia* exist and that this user may open them",
     802: "start NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",  # CUDA_ERROR_SYSTEM_NOT_READY
     803: "reboot if the driver was updated, or remove another libcuda.so.1 from LD_LIBRARY_PATH",  # …_DRIVER_MISMATCH
     804: "install a newer driver; this GPU cannot use CUDA's compatibility package",
     999: "load the rest of the driver (nvidia-modprobe -u -c 0), or reboot",  # CUDA_ERROR_UNKNOWN
 }
-_IN_A_CONTAINER = "in a container, start it with the GPUs (docker --gpus all, podman --device nvidia.com/gpu=all, --nv)"
+_CONTAINER_FIX = "in a container, start it with the GPUs (docker --gpus all, podman --device nvidia.com/gpu=all, --nv)"
 
 
 @dataclass(frozen=True)
@@ -82,55 +83,73 @@ Level = Literal["ok", "warning", "fault"]
 
 
 @dataclass(frozen=True)
-class NodeCheck:
-    """A finding: a "fault" stops a run or leaves its GPUs unused, a "warning" slows it down or stops some, or "ok"."""
+class Finding:
+    """The result of a check."""
 
-    name: str
     level: Level
+    """A "fault" stops a run or leaves its GPUs unused, a "warning" slows it down or stops some runs, or "ok"."""
     found: str
     fix: str = ""
+    """How to repair it."""
 
 
-Finding = tuple[Level, str] | tuple[Level, str, str]
-"""What a :class:`NodeCheck` has after its name."""
+@dataclass(frozen=True)
+class _FolderNeed:
+    """A folder that runs write into."""
+
+    folder: str | Path | None
+    """None if nothing names it."""
+    usual_bytes: float
+    """Bytes that runs usually need there."""
+    level: Level
+    """The level of a finding that it cannot be written to."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print one line for each check, or all of them as JSON; exit with 1 if a fault would stop a run."""
     arguments = parse_arguments(DoctorArguments, argv)
-    checks = [NodeCheck(name, *finding) for name, finding in check_node(arguments.output_dir)]
-    counts = Counter[str](check.level for check in checks)
-    console = open_console()
-    summary = f"{len(checks)} checks, nothing wrong"
+    findings = dict(check_node(arguments.output_dir))
+    counts = Counter[str](finding.level for finding in findings.values())
     if counts["fault"] or counts["warning"]:
         stops = f"{counts['fault']} would stop a run"
         slows = f"{counts['warning']} might slow or stop one"
-        summary = f"{len(checks)} checks: {stops}, {slows}"
+        summary = f"{len(findings)} checks: {stops}, {slows}"
+    else:
+        summary = f"{len(findings)} checks, nothing wrong"
+
+    console = open_console()
     if arguments.json:
-        content = {"faults": counts["fault"], "warnings": counts["warning"]}
-        print(json.dumps({**content, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
+        checks = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
+        print(json.dumps({"faults": counts["fault"], "warnings": counts["warning"], "checks": checks}, indent=2))
     elif console.is_terminal:
-        table = Table(box=box.SIMPLE)
-        for header in ("", "check"):
-            table.add_column(header, no_wrap=True, header_style="dim")
-        for header in ("found", "how to fix it"):
-            table.add_column(header, overflow="fold", header_style="dim")
-        for check in checks:
-            table.add_row(Text(check.level, _STYLES[check.level]), *map(Text, (check.name, check.found, check.fix)))
-        console.print(table)
+        console.print(_to_table(findings))
         console.print(summary, soft_wrap=True, highlight=False)
     else:  # for logs and grep: every line begins with its level and is whole
-        for check in checks:
-            print(f"{check.level:<8} {check.name}: {check.found}" + (f"; {check.fix}" if check.fix else ""))
-        print(f"{next(level for level in ('fault', 'warning', 'ok') if counts[level]):<8} {summary}")
+        for name, finding in findings.items():
+            fix = f"; {finding.fix}" if finding.fix else ""
+            print(f"{finding.level:<8} {name}: {finding.found}{fix}")
+        worst_level = next(level for level in ("fault", "warning", "ok") if counts[level])
+        print(f"{worst_level:<8} {summary}")
     if counts["fault"]:
         sys.exit(FAILURE)
+
+
+def _to_table(findings: Mapping[str, Finding]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for header in ("", "check"):
+        table.add_column(header, no_wrap=True, header_style="dim")
+    for header in ("found", "how to fix it"):
+        table.add_column(header, overflow="fold", header_style="dim")
+    for name, finding in findings.items():
+        level = Text(finding.level, _STYLES[finding.level])
+        table.add_row(level, Text(name), Text(finding.found), Text(finding.fix))
+    return table
 
 
 def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
     """Yield the name and the finding of every check, in a fixed order; ``output_dir`` need not exist yet."""
     num_gpus = _count_gpus()
-    cuda = None
+    cuda = None  # the library of the driver
     with suppress(OSError):
         cuda = ctypes.CDLL("libcuda.so.1")
     infiniband = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
@@ -143,96 +162,126 @@ def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
     yield "network", _check_interfaces()
     yield "host name", _check_host_name()
     yield "InfiniBand", _check_infiniband(infiniband)
+    for name, need in _list_folders(output_dir).items():
+        if need.folder:
+            yield name, _check_folder(Path(need.folder), need.usual_bytes, need.level)
+
+
+def _list_folders(output_dir: str | None) -> dict[str, _FolderNeed]:
+    """Return the folders that runs write into, by the name of the variable or option that decides them."""
+    environment = os.environ
     home = Path(os.path.expanduser("~"))  # Path.home fails for a user without a home
-    caches = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    folders: dict[str, tuple[str | Path | None, float, Level]] = {
-        "working folder": (Path.cwd(), _FREE_FOR_CACHES, "warning"),
-        "HF_HOME": (os.environ.get("HF_HOME") or f"{caches}/huggingface", _FREE_FOR_MODELS, "warning"),
-        "TRITON_CACHE_DIR": (os.environ.get("TRITON_CACHE_DIR") or home / ".triton/cache", _FREE_FOR_CACHES, "warning"),
-        # by default it is in TMPDIR
-        "TORCHINDUCTOR_CACHE_DIR": (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), _FREE_FOR_CACHES, "warning"),
+    cache_dir = environment.get("XDG_CACHE_HOME") or home / ".cache"
+    hugging_face_dir = environment.get("HF_HOME") or f"{cache_dir}/huggingface"
+    triton_dir = environment.get("TRITON_CACHE_DIR") or home / ".triton/cache"
+    inductor_dir = environment.get("TORCHINDUCTOR_CACHE_DIR")  # by default it is in TMPDIR
+    temporary_dir = environment.get("TMPDIR") or "/tmp"
+    return {
+        "working folder": _FolderNeed(Path.cwd(), _USUAL_CACHE_BYTES, "warning"),
+        "HF_HOME": _FolderNeed(hugging_face_dir, _USUAL_MODEL_BYTES, "warning"),
+        "TRITON_CACHE_DIR": _FolderNeed(triton_dir, _USUAL_CACHE_BYTES, "warning"),
+        "TORCHINDUCTOR_CACHE_DIR": _FolderNeed(inductor_dir, _USUAL_CACHE_BYTES, "warning"),
         # if it cannot be written to, Python takes /tmp in its place, and other programs fail
-        "TMPDIR": (os.environ.get("TMPDIR") or "/tmp", _FREE_FOR_CACHES, "fault"),
-        "--output_dir": (output_dir, _FREE_FOR_RUNS, "fault"),
+        "TMPDIR": _FolderNeed(temporary_dir, _USUAL_CACHE_BYTES, "fault"),
+        "--output_dir": _FolderNeed(output_dir, _USUAL_RUN_BYTES, "fault"),
     }
-    for name, (folder, wanted, level) in folders.items():
-        if folder:
-            yield name, _check_folder(Path(folder), wanted, level)
 
 
 def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
-    found_torch = find_spec("torch")
-    if found_torch is None or found_torch.origin is None:
-        return "fault", "torch is not installed in this Python", "pip install -r requirements.txt"
-    # its version alone: importing torch takes seconds
-    torch = runpy.run_path(str(Path(found_torch.origin).with_name("version.py")))
-    built_for = torch["cuda"]
-    built = f"torch {torch['__version__']} is built "
-    wanted = built_for and f"for CUDA {built_for}"
+    """Check that the driver is loaded and new enough for the CUDA version of torch."""
+    # The version of torch alone: importing torch takes seconds.
+    torch_spec = find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
+        return Finding("fault", "torch is not installed in this Python", "pip install -r requirements.txt")
+    torch_version = runpy.run_path(str(Path(torch_spec.origin).with_name("version.py")))
+    version = torch_version["__version__"]
+    cuda_version = torch_version["cuda"]  # None without CUDA
+    built = f"torch {version} is built for CUDA {cuda_version}"
+    if not cuda_version:
+        built = f"torch {version} is built without CUDA"
     if not num_gpus:
-        return "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}"
-    if wanted is None:
-        kind = f"without CUDA, and {counted(num_gpus, 'GPU')} would not be used"
-        return "fault", built + kind, f"pip install torch=={torch['__version__'].split('+')[0]} from PyPI"
-    major = int(built_for.split(".")[0])
-    newer = f"driver {_MIN_DRIVER.get(major, 'of CUDA ' + built_for)} or newer"
+        return Finding("ok", f"no NVIDIA GPU here, runs use the CPU; {built}")
+    if not cuda_version:
+        found = f"{built}, and {counted(num_gpus, 'GPU')} would not be used"
+        return Finding("fault", found, f"pip install torch=={version.split('+')[0]} from PyPI")
+
+    # The kernel's part of the driver.
+    torch_cuda_major = int(cuda_version.split(".")[0])
+    newer_driver = f"driver {_MIN_DRIVER.get(torch_cuda_major, 'of CUDA ' + cuda_version)} or newer"
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        return "fault", f"{counted(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer}"
-    numbers = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    loaded = numbers[0] if numbers else "of an unknown version"
+        return Finding("fault", f"{counted(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer_driver}")
+    match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    driver_version = match[0] if match else "of an unknown version"
+
+    # Its library, which says up to which CUDA version it works.
     if cuda is None:
-        return "fault", f"driver {loaded} is loaded, but its libcuda.so.1 is not found here", _IN_A_CONTAINER
-    version = ctypes.c_int()
-    error = cuda.cuDriverGetVersion(ctypes.byref(version))
+        found = f"driver {driver_version} is loaded, but its libcuda.so.1 is not found here"
+        return Finding("fault", found, _CONTAINER_FIX)
+    driver_cuda = ctypes.c_int()  # 1000 * major + 10 * minor
+    error = cuda.cuDriverGetVersion(ctypes.byref(driver_cuda))
     if error:
-        return "fault", f"driver {loaded} is loaded and does not answer (CUDA error {error})", f"install {newer}"
-    driver_major, rest = divmod(version.value, 1000)
-    found = f"driver {loaded} is for CUDA {driver_major}.{rest // 10}, {built}{wanted}"
-    if driver_major < major:
-        return "fault", found, f"install {newer} on the host, or a torch for CUDA {driver_major}"
-    return "ok", found
+        found = f"driver {driver_version} is loaded and does not answer (CUDA error {error})"
+        return Finding("fault", found, f"install {newer_driver}")
+    driver_cuda_major, remainder = divmod(driver_cuda.value, 1000)
+    found = f"driver {driver_version} is for CUDA {driver_cuda_major}.{remainder // 10}, {built}"
+    if driver_cuda_major < torch_cuda_major:
+        fix = f"install {newer_driver} on the host, or a torch for CUDA {driver_cuda_major}"
+        return Finding("fault", found, fix)
+    return Finding("ok", found)
 
 
 def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    setting = "" if listed is None else f"CUDA_VISIBLE_DEVICES is {listed!r}"
+    """Check that CUDA starts, and that it sees the GPUs that CUDA_VISIBLE_DEVICES names."""
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    setting = "" if visible_devices is None else f"CUDA_VISIBLE_DEVICES is {visible_devices!r}"
     if not num_gpus:
-        if listed:
-            return "warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it"
-        return "ok", "none"
-    here = f"this machine has {counted(num_gpus, 'GPU')}"
-    if listed is not None and listed.strip() in ("", "-1", "NoDevFiles"):
-        found = f"{setting}, so runs use the CPU; {here}"
-        return "warning", found, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)"
+        if visible_devices:
+            return Finding("warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it")
+        return Finding("ok", "none")
+    machine = f"this machine has {counted(num_gpus, 'GPU')}"
+    if visible_devices is not None and visible_devices.strip() in ("", "-1", "NoDevFiles"):
+        found = f"{setting}, so runs use the CPU; {machine}"
+        return Finding("warning", found, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)")
     if cuda is None:
-        return "fault", f"{here}, none can be used without libcuda.so.1", _IN_A_CONTAINER
-    count = ctypes.c_int()
-    if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return Finding("fault", f"{machine}, none can be used without libcuda.so.1", _CONTAINER_FIX)
+
+    num_visible = ctypes.c_int()
+    error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(num_visible))
+    if error:
+        if visible_devices and error == _CUDA_ERROR_NO_DEVICE:
+            return Finding("fault", f"{setting}, and none of these exists; {machine}", "correct or unset it")
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(error, ctypes.byref(text))
-        if listed and error == 100:  # no device
-            return "fault", f"{setting}, and none of these exists; {here}", "correct or unset it"
-        found = f"CUDA does not start: {(text.value or b'unknown error').decode()} ({error}); {here}"
-        return "fault", found, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM")
-    visible = f"{count.value} of {num_gpus} visible"
-    names = [item.strip() for item in listed.split(",")] if listed else []
-    if count.value < len(names):
-        found = f"{setting}, but {names[count.value]} does not exist, so only {count.value} can be used; {here}"
-        return "fault", found, "correct or unset it"
-    return "ok", f"{visible}; {setting}" if setting else visible
+        reason = (text.value or b"unknown error").decode()
+        found = f"CUDA does not start: {reason} ({error}); {machine}"
+        return Finding("fault", found, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM"))
+
+    # CUDA ends the list at the first device that does not exist.
+    names = [name.strip() for name in visible_devices.split(",")] if visible_devices else []
+    if num_visible.value < len(names):
+        missing = names[num_visible.value]
+        found = f"{setting}, but {missing} does not exist, so only {num_visible.value} can be used; {machine}"
+        return Finding("fault", found, "correct or unset it")
+    found = f"{num_visible.value} of {num_gpus} visible"
+    if setting:
+        found += f"; {setting}"
+    return Finding("ok", found)
 
 
 def _count_gpus() -> int:
     """Return the number of this machine's NVIDIA GPUs, with or without a driver, visible or not."""
-    on_bus = 0
+    num_on_bus = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
-        with suppress(OSError):  # a device may go away
+        with suppress(OSError):  # a device may disappear
             vendor = (device / "vendor").read_text().strip()
-            kind = (device / "class").read_text()
-            on_bus += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA, display controller
-    return on_bus or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+            device_class = (device / "class").read_text()
+            if vendor == "0x10de" and device_class.startswith("0x03"):  # NVIDIA, display controller
+                num_on_bus += 1
+    if num_on_bus:
+        return num_on_bus
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _check_shared_memory(num_gpus: int) -> Finding:
@@ -243,147 +292,181 @@ def _check_shared_memory(num_gpus: int) -> Finding:
         with tempfile.TemporaryFile(dir="/dev/shm"):
             pass
     except OSError as error:
-        return "fault", f"cannot be written to: {error.strerror}", fix
+        return Finding("fault", f"cannot be written to: {error.strerror}", fix)
     size = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
     found = f"{show_size(free)} of {show_size(size)} free"
-    if free < _LEAST_SHARED_MEMORY and num_gpus > 1:
-        return "fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix
-    if free < _SHARED_MEMORY:
-        return "warning", f"{found}, little for data workers and NCCL", fix
-    return "ok", found
+    if free < _MIN_SHARED_MEMORY and num_gpus > 1:
+        return Finding("fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix)
+    if free < _USUAL_SHARED_MEMORY:
+        return Finding("warning", f"{found}, little for data workers and NCCL", fix)
+    return Finding("ok", found)
 
 
 def _check_locked_memory(infiniband: list[str]) -> Finding:
     """InfiniBand registers memory, which counts as locked; CUDA's pinned memory does not."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
-    effective = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    may_lock = effective is not None and bool(int(effective[1], 16) >> _CAP_IPC_LOCK & 1)
+    status = Path("/proc/self/status").read_text()
+    capabilities = re.search(r"^CapEff:\s*(\w+)$", status, re.MULTILINE)
+    may_lock = capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1)
     if limit == resource.RLIM_INFINITY or not infiniband or may_lock:
-        return "ok", found
+        return Finding("ok", found)
     fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"
-    return "fault", f"{found}, too little for InfiniBand ({', '.join(infiniband)})", fix
+    return Finding("fault", f"{found}, too little for InfiniBand ({', '.join(infiniband)})", fix)
 
 
 def _check_open_files() -> Finding:
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"limit of {limit:,} for each process"
-    if limit >= _OPEN_FILES:
-        return "ok", found
-    fix = f"docker run --ulimit nofile=65536; otherwise ulimit -n {max(min(highest, 65536), _OPEN_FILES)}"
-    return "fault" if limit < _LEAST_OPEN_FILES else "warning", found, fix
+    if limit >= _USUAL_OPEN_FILES:
+        return Finding("ok", found)
+    higher_limit = max(min(highest, 65536), _USUAL_OPEN_FILES)
+    fix = f"docker run --ulimit nofile=65536; otherwise ulimit -n {higher_limit}"
+    level: Level = "fault" if limit < _MIN_OPEN_FILES else "warning"
+    return Finding(level, found, fix)
 
 
 def _check_processes(num_ranks: int) -> Finding:
-    files = [folder / "pids.max" for folder in control_groups("pids")]
-    texts = [file.read_text().strip() for file in files if file.is_file()]
-    limits = [(int(text), "for this container or job") for text in texts if text.isdigit()]
-    of_user = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if os.geteuid() and of_user != resource.RLIM_INFINITY:  # root has no limit of its own
-        limits.append((of_user, "for this user"))
+    """Check the limits of processes and threads, of the control group and of the user; the lower one counts."""
+    limits: list[tuple[int, str]] = []  # with what they are for
+    for group_dir in control_groups("pids"):
+        file = group_dir / "pids.max"
+        if file.is_file():
+            text = file.read_text().strip()
+            if text.isdigit():  # not "max"
+                limits.append((int(text), "for this container or job"))
+    user_limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    is_root = os.geteuid() == 0  # root has no limit of its own
+    if not is_root and user_limit != resource.RLIM_INFINITY:
+        limits.append((user_limit, "for this user"))
     if not limits:
-        return "ok", "unlimited"
-    limit, of = min(limits)
-    found = f"limit of {limit:,} processes and threads {of}"
-    if limit >= num_ranks * _PROCESSES_PER_GPU:
-        return "ok", found
+        return Finding("ok", "unlimited")
+    limit, scope = min(limits)
+    found = f"limit of {limit:,} processes and threads {scope}"
+    if limit >= num_ranks * _USUAL_PROCESSES_PER_GPU:
+        return Finding("ok", found)
     fix = "docker run --pids-limit=-1; for a user: ulimit -u unlimited"
-    return "fault" if limit < _LEAST_PROCESSES else "warning", found, fix
+    level: Level = "fault" if limit < _MIN_PROCESSES else "warning"
+    return Finding(level, found, fix)
 
 
 def _check_interfaces() -> Finding:
-    addresses = _interfaces()
-    here = ", ".join(f"{interface} {address}" for interface, address in addresses.items())
+    """Check that interfaces which variables choose are up, and that NCCL has no choice among several."""
+    addresses = _list_interfaces()
+    description = ", ".join(f"{interface} {address}" for interface, address in addresses.items())
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        wanted = os.environ.get(variable)
-        if wanted and not _matches(wanted, [*addresses, "lo"], is_prefix=variable.startswith("NCCL")):
-            found = f"{variable}={wanted}: no such interface is up"
-            return "fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it"
+        patterns = os.environ.get(variable)
+        has_prefixes = variable.startswith("NCCL")
+        if patterns and not _matches_interface(patterns, [*addresses, "lo"], has_prefixes=has_prefixes):
+            found = f"{variable}={patterns}: no such interface is up"
+            return Finding("fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
     if not addresses:
-        return "ok", "no interface except loopback: runs on this machine alone"
+        return Finding("ok", "no interface except loopback: runs on this machine alone")
     candidates = [interface for interface in addresses if not interface.startswith("docker")]
     if len(candidates) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
-        found = f"{len(candidates)} interfaces: {here}; NCCL takes the first that it finds"
+        found = f"{len(candidates)} interfaces: {description}; NCCL takes the first that it finds"
         fix = f"for runs on several machines set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, e.g. to {candidates[0]}"
-        return "warning", found, fix
-    return "ok", here
+        return Finding("warning", found, fix)
+    return Finding("ok", description)
 
 
 def _check_host_name() -> Finding:
     """gloo listens on the address of the host's name, so other machines must be able to reach that."""
     host = socket.gethostname()
-    others = list(_interfaces())
-    if not others:
-        return "ok", f"{host}; not needed without a network"
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return "ok", f"{host}; not needed with GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}"
-    fix = f"for runs on several machines set GLOO_SOCKET_IFNAME={others[0]}, or correct /etc/hosts"
-    found: list[str] = []
+    interfaces = list(_list_interfaces())
+    if not interfaces:
+        return Finding("ok", f"{host}; not needed without a network")
+    gloo_interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if gloo_interface is not None:
+        return Finding("ok", f"{host}; not needed with GLOO_SOCKET_IFNAME={gloo_interface}")
+    fix = f"for runs on several machines set GLOO_SOCKET_IFNAME={interfaces[0]}, or correct /etc/hosts"
+    addresses = _resolve(host)
+    description = ", ".join(addresses)
+    if not addresses:
+        return Finding("warning", f"{host} has no address (or none within {_RESOLVE_SECONDS:g} s)", fix)
+    if all(address.startswith("127.") or address == "::1" for address in addresses):
+        return Finding("warning", f"{host} is {description}, which other machines cannot reach", fix)
+    return Finding("ok", f"{host} is {description}")
+
+
+def _resolve(host: str) -> list[str]:
+    """Return the addresses of a host name that are known within two seconds."""
+    addresses: list[str] = []
 
     def resolve() -> None:
         with suppress(OSError):
-            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            addresses.extend(str(socket_address[0]) for *_, socket_address in entries)
 
     thread = threading.Thread(target=resolve, daemon=True)  # a name server that does not answer takes half a minute
     thread.start()
     thread.join(_RESOLVE_SECONDS)
-    addresses = ", ".join(dict.fromkeys(found))
-    if not addresses:
-        return "warning", f"{host} has no address (or none within {_RESOLVE_SECONDS:g} s)", fix
-    if all(address.startswith("127.") or address == "::1" for address in found):
-        return "warning", f"{host} is {addresses}, which other machines cannot reach", fix
-    return "ok", f"{host} is {addresses}"
+    return list(dict.fromkeys(addresses))
 
 
 def _check_infiniband(devices: list[str]) -> Finding:
     """NCCL needs libibverbs and the device files; without them it falls back to TCP, several times slower."""
     if not devices:
-        return "ok", "none"
-    here = ", ".join(devices)
+        return Finding("ok", "none")
+    names = ", ".join(devices)
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
-        return "warning", f"{here}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1"
+        return Finding("warning", f"{names}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1")
     if not any(os.access(file, os.R_OK | os.W_OK) for file in Path("/dev/infiniband").glob("uverbs*")):
-        found = f"{here}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
-        return "warning", found, "docker run --device /dev/infiniband; or add the user to its group"
-    return "ok", here
+        found = f"{names}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
+        return Finding("warning", found, "docker run --device /dev/infiniband; or add the user to its group")
+    return Finding("ok", names)
 
 
-def _interfaces() -> dict[str, str]:
+def _list_interfaces() -> dict[str, str]:
     """Return an address of each network interface that is up, except loopback; IPv4 if it has one."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup and "loopback" not in state.flags}
-    found: dict[str, str] = {}
+    interfaces = {}
+    states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
-        usable = [item for item in addresses if item.family in (socket.AF_INET, socket.AF_INET6)]
-        usable = [item for item in usable if not item.address.startswith("fe80:")]  # reaches the same wire only
-        usable.sort(key=lambda item: item.family != socket.AF_INET)
-        if name in up and usable:
-            found[name] = usable[0].address
-    return found
+        state = states.get(name)
+        if state is None or not state.isup or "loopback" in state.flags:
+            continue
+        ipv4 = []
+        ipv6 = []
+        for entry in addresses:
+            if entry.family == socket.AF_INET:
+                ipv4.append(entry.address)
+            elif entry.family == socket.AF_INET6 and not entry.address.startswith("fe80:"):  # link-local
+                ipv6.append(entry.address)
+        usable = ipv4 + ipv6
+        if usable:
+            interfaces[name] = usable[0]
+    return interfaces
 
 
-def _matches(wanted: str, interfaces: list[str], is_prefix: bool) -> bool:
-    """Whether a variable's list names an interface: NCCL's has prefixes, ``=`` for whole names, ``^`` for others."""
-    excluded = wanted.startswith("^")
-    words = [word for word in wanted.lstrip("^").split(",") if word]
-    is_exact = words[0].startswith("=") if words else True
-    words = [word.lstrip("=") for word in words]
-    named = [
-        any(interface.startswith(word) if is_prefix and not is_exact else interface == word for word in words)
-        for interface in interfaces
-    ]
-    return any(one != excluded for one in named)
+def _matches_interface(patterns: str, interfaces: list[str], *, has_prefixes: bool) -> bool:
+    """Return whether the value of a variable chooses one of the interfaces.
+
+    NCCL's has prefixes (``has_prefixes``), ``=`` for whole names, and ``^`` for all others; gloo's has whole names.
+    """
+    is_exclusion = patterns.startswith("^")
+    names = [name for name in patterns.lstrip("^").split(",") if name]
+    is_exact = not has_prefixes or not names or names[0].startswith("=")
+    names = [name.lstrip("=") for name in names]
+    for interface in interfaces:
+        if is_exact:
+            is_named = interface in names
+        else:
+            is_named = any(interface.startswith(name) for name in names)
+        if is_named != is_exclusion:
+            return True
+    return False
 
 
-def _check_folder(folder: Path, wanted: float, level: Level) -> Finding:
+def _check_folder(folder: Path, usual_bytes: float, level: Level) -> Finding:
     """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
 
-    Runs usually need ``wanted`` bytes. ``level`` is the level of a folder that cannot be written to.
+    For ``usual_bytes`` and ``level`` see ``_FolderNeed``.
     """
     folder = folder.expanduser().absolute()
-    existing = next(above for above in (folder, *folder.parents) if os.path.exists(above))
+    existing = next(ancestor for ancestor in (folder, *folder.parents) if os.path.exists(ancestor))
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")
@@ -393,14 +476,14 @@ def _check_folder(folder: Path, wanted: float, level: Level) -> Finding:
         fix = "choose another folder"
         if isinstance(error, PermissionError):
             fix += f", or give it to this user: chown {os.geteuid()} {existing}"
-        return level, f"{existing} cannot be written to: {error.strerror}", fix
+        return Finding(level, f"{existing} cannot be written to: {error.strerror}", fix)
     found = f"{folder}, {show_size(disk.free)} free"
-    if disk.free < _LEAST_FREE:
-        return level, found, "free some space there, or choose a folder on another disk"
-    if disk.free < wanted:
-        fix = f"free some space there: less than {show_size(wanted)} is often too little"
-        return "warning", found, fix
-    return "ok", found
+    if disk.free < _MIN_FREE_BYTES:
+        return Finding(level, found, "free some space there, or choose a folder on another disk")
+    if disk.free < usual_bytes:
+        fix = f"free some space there: less than {show_size(usual_bytes)} is often too little"
+        return Finding("warning", found, fix)
+    return Finding("ok", found)
 
 
 if __name__ == "__main__":

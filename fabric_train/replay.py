@@ -62,9 +62,13 @@ class ReplayArguments:
         return range_of_steps(self.steps)
 
     def faults(self) -> list[str]:
-        steps = [f"--steps: expected a first and a last step such as 120:125, got {self.steps!r}"]
-        devices = [] if self.devices is None else DeviceArguments(devices=self.devices).faults()
-        return [*([] if self.first_and_last else steps), *devices]
+        """Return steps and devices that are not valid."""
+        faults = []
+        if self.first_and_last is None:
+            faults.append(f"--steps: expected a first and a last step such as 120:125, got {self.steps!r}")
+        if self.devices is not None:
+            faults += DeviceArguments(devices=self.devices).faults()
+        return faults
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,10 +77,12 @@ def main(argv: list[str] | None = None) -> None:
     set_memory_advice("use more --devices")
     start_log()
     arguments = parse(ReplayArguments, argv)
-    folder = Path(arguments.run)
-    if re.fullmatch(r"best|latest|step-[0-9]{1,18}", folder.name):  # a checkpoint means its run
-        folder = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
-    given = _read_config(folder, arguments.extensions or [])
+    run_dir = Path(arguments.run)
+    if re.fullmatch(r"best|latest|step-[0-9]{1,18}", run_dir.name):  # a checkpoint means its run
+        run_dir = run_dir.parent
+        if run_dir.name == "checkpoints":
+            run_dir = run_dir.parent
+    train_arguments = _read_config(run_dir, arguments.extensions or [])
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
 
@@ -91,18 +97,19 @@ def main(argv: list[str] | None = None) -> None:
 
     quiet_libraries()
     progress.info("checking run, data and model")
+    device = train_arguments.device
     device = replace(
-        given.device,
-        devices=arguments.devices or given.device.devices,
-        num_nodes=arguments.num_nodes or given.device.num_nodes,
-        accelerator=arguments.accelerator or given.device.accelerator,
+        device,
+        devices=arguments.devices or device.devices,
+        num_nodes=arguments.num_nodes or device.num_nodes,
+        accelerator=arguments.accelerator or device.accelerator,
     )
     assert arguments.first_and_last is not None  # parsing has refused it
 
     with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
-        replay = prepare_replay(folder, arguments.first_and_last, given, device, Path(temporary))
+        replay = prepare_replay(run_dir, arguments.first_and_last, train_arguments, device, Path(temporary))
         if replay.faults:
-            _report(Certificate(replay, []))
+            _report(Certificate(replay, steps=[]))  # which ends the program
         for line in replay.other_versions:
             note(f"another version than in the run: {line}")
         run = replay.run
@@ -111,8 +118,10 @@ def main(argv: list[str] | None = None) -> None:
         heartbeat = Heartbeat()
         with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
             progress.info("checking the checkpoint")
-            if run.start.checkpoint and (damage := wrong_content(run.start.checkpoint, fabric)):
-                raise InputError(f"{run.start.checkpoint} is damaged: {damage}; replay steps after another checkpoint")
+            checkpoint = run.start.checkpoint
+            damage = wrong_content(checkpoint, fabric) if checkpoint else None
+            if damage:
+                raise InputError(f"{checkpoint} is damaged: {damage}; replay steps after another checkpoint")
             if fabric.device.type == "cpu":  # fabric run gives each rank more threads than Fabric's own start does
                 use_threads_of(replay.there[0].device)
             steps = repeat_steps(fabric, run, replay.steps[1], heartbeat)
@@ -123,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report(certificate: "Certificate") -> None:
+    """Show and write the result; end the program with ``FAILURE`` if something differs."""
     show(certificate.describe())
     if global_rank() == 0:
         log.info("written %s", certificate.write())
@@ -130,21 +140,24 @@ def _report(certificate: "Certificate") -> None:
         raise SystemExit(FAILURE)
 
 
-def _read_config(run: Path, extensions: Sequence[str]) -> TrainArguments:
+def _read_config(run_dir: Path, extensions: Sequence[str]) -> TrainArguments:
     """Read the arguments of a run; only ``extensions`` are imported for the parts that it has registered."""
-    config = run / "config.yaml"
+    config = run_dir / "config.yaml"
     if not config.is_file():
-        reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)
-        raise InputError(f"{run}: {reason}; give the --output_dir of training")
-    named = (yaml_core.load_file(str(config), "--config") or {}).get("extensions") or []
-    missing = [name for name in named if name not in extensions]
+        reason = "no run folder, it has no config.yaml" if run_dir.is_dir() else missing_folder(run_dir)
+        raise InputError(f"{run_dir}: {reason}; give the --output_dir of training")
+    content = yaml_core.load_file(str(config), "--config") or {}
+    run_extensions = content.get("extensions") or []
+    missing = [name for name in run_extensions if name not in extensions]
     if missing:
         raise InputError(
             f"{config}: the run has parts of {', '.join(missing)}, whose code replay imports only if you name it; give "
-            f"--extensions {' '.join(named)}"
+            f"--extensions {' '.join(run_extensions)}"
         )
-    chosen = ["--extensions", *extensions] if extensions else []
-    return parse_arguments(TrainArguments, ["--config", str(config), *chosen])
+    options = ["--config", str(config)]
+    if extensions:
+        options += ["--extensions", *extensions]
+    return parse_arguments(TrainArguments, options)
 
 
 if __name__ == "__main__":

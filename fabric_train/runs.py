@@ -15,10 +15,11 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,19 +35,21 @@ from fabric_train.cli.output import ago, open_console
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.regular_file import open_regular, read_json
 
-_PARTS = ("config.yaml", "metrics.csv", "checkpoints")
-_CHECKPOINT = re.compile(r"step-[0-9]{8,18}")
+_RUN_ENTRIES = ("config.yaml", "metrics.csv", "checkpoints")
+_CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")
 _LOG_LINE = re.compile(r"[0-9-]{10} [0-9:]{8}\S* .* rank [0-9]+: (.*)")
-_ENDS = {"Done": "done", "early stopping": "done", "stopped by": "stopped", "error": "failed"}
-"""How the last line of a session in run.log begins, and the state of its run."""
-_TAIL = 1 << 18  # bytes that are read from the end of metrics.csv and run.log
-_RECENT = 600.0  # seconds
+_STATES_BY_LAST_LINE = {"Done": "done", "early stopping": "done", "stopped by": "stopped", "error": "failed"}
+"""The state of a run by the beginning of the last line of its last session in run.log."""
+_LINES_AFTER_LAST = ("warning: ", "note: ", "written ")
+"""Lines that may follow it."""
+_TAIL_BYTES = 1 << 18  # read from the end of metrics.csv and run.log
+_RECENT_SECONDS = 600.0
 _COLOURS = {"running": "bold green", "running?": "green", "failed": "bold red", "stopped": "yellow"}
-_FALLING = ("step", "speed", "changed")
-_LEFT_OUT_FIRST = ("data", "model", "tokens/s", "changed")
-"""The columns that a narrow terminal does not show, in this order."""
-_WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
-_BETWEEN_COLUMNS = 2
+_DESCENDING = ("step", "speed", "changed")
+_OPTIONAL_COLUMNS = ("data", "model", "tokens/s", "changed")
+"""The columns that a narrow terminal does not show, in the order in which they are left out."""
+_REDIRECTED_WIDTH = 200  # of a table in redirected output, which rich would cut to 80
+_COLUMN_GAP = 2
 
 
 @dataclass(frozen=True)
@@ -74,28 +77,40 @@ class RunsArguments:
 
 @dataclass(frozen=True)
 class Run:
-    """One run; None is not known. ``best`` is the loss or figure of ``best_by``, ``speed`` is in tokens/s,
-    ``code`` the version and commit of its newest checkpoint.
-
-    ``state`` is running, done, stopped (by a signal, or it has not begun) or failed. ``running?`` and ``stopped?``: the
-    lock file of a run is there, but nobody on this machine holds it. Then the run was killed, the folder is a copy, or
-    another machine holds it on a file system without locks; if it changed recently, that is more likely.
-    """
+    """One run; None is not known."""
 
     run: str
+    """Its folder."""
     state: str
+    """running, done, stopped (by a signal, or it has not begun) or failed. ``running?`` and ``stopped?``: the run has a
+    lock file, but nobody on this machine holds it. Then the run was killed, the folder is a copy, or another machine
+    holds it on a file system without locks; if it changed recently, that is more likely.
+    """
     step: int | None
     num_steps: int | None
     best_by: str
     best: float | None
+    """The best loss or figure of ``best_by``."""
     best_step: int | None
     speed: float | None
+    """Tokens per second."""
     data: str | None
     model: str | None
     code: str | None
+    """Version and commit of its newest checkpoint."""
     changed: float
+    """Seconds since 1970."""
     damage: tuple[str, ...]
+    """A line for each file that cannot be read."""
     arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The best value of a loss or figure, and the step of its evaluation."""
+
+    value: float
+    step: int
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -104,71 +119,96 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(arguments.folder).expanduser()
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give a folder with runs in it")
-    runs = [run for run in map(read_run, find_runs(folder)) if _matches(run, arguments.filter or ())]
+    runs = []
+    for run_dir in find_runs(folder):
+        run = read_run(run_dir)
+        if _matches(run, arguments.filter or ()):
+            runs.append(run)
     _check_columns(arguments.columns or [], runs)
     runs.sort(key=lambda run: run.run)
     runs.sort(key=lambda run: _sort_key(run, arguments.sort))
     if arguments.json:
-        print(json.dumps([_as_json(run) for run in runs], indent=2, ensure_ascii=False))
+        print(json.dumps([_to_json(run) for run in runs], indent=2, ensure_ascii=False))
     elif runs:
         _print_table(runs, folder, arguments.columns)
+    elif arguments.filter:
+        print(f"no runs that match below {folder}")
     else:
-        print(f"no runs {'that match ' if arguments.filter else ''}below {folder}")
+        print(f"no runs below {folder}")
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
     """Yield the run folders at and below a folder; hidden folders and links are left out."""
-    for place, folders, files in os.walk(folder):
-        if sum(part in files or part in folders for part in _PARTS) >= 2:
-            yield Path(place)
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    for current, subfolders, files in os.walk(folder):
+        names = {*files, *subfolders}
+        if len(names.intersection(_RUN_ENTRIES)) >= 2:
+            yield Path(current)
+            subfolders.clear()  # ``os.walk`` does not enter them
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
 
 
-def read_run(folder: Path) -> Run:
+def read_run(run_dir: Path) -> Run:
     """Return what the files of a run folder say; ``damage`` has a line for each that cannot be read."""
     damage: list[str] = []
-    config = _try(damage, {}, folder / "config.yaml", _read_config)
-    rows = _try(damage, [], folder / "metrics.csv", read_last_rows)
-    checkpoints = _read_checkpoints(folder / "checkpoints", damage)
+    checkpoints_dir = run_dir / "checkpoints"
+    config = _try(lambda: _read_config(run_dir / "config.yaml"), {}, damage, "config.yaml")
+    rows = _try(lambda: read_last_rows(run_dir / "metrics.csv"), [], damage, "metrics.csv")
+    checkpoints = _read_checkpoints(checkpoints_dir, damage)
     newest = checkpoints[-1] if checkpoints else {"arguments": {}}
-    given = config or newest["arguments"]
-    steps = [int(row["step"]) for row in rows[-1:]] + [checkpoint["step"] for checkpoint in checkpoints[-1:]]
-    num_steps = _try(damage, None, folder / "checkpoints", lambda _: _num_steps(given, newest))
-    best_by = str(given.get("best_by") or "all")
-    best = _try(damage, None, folder / "checkpoints", lambda _: _best(best_by, checkpoints, rows))
+    arguments = config or newest["arguments"]
+
+    # Numbers of a trainer.json may be damaged although the file can be read.
+    num_steps = _try(lambda: _plan_steps(arguments, newest), None, damage, "checkpoints")
+    best_by = str(arguments.get("best_by") or "all")
+    best = _try(lambda: _find_best(best_by, checkpoints, rows), None, damage, "checkpoints")
+    code = _try(lambda: newest.get("versions", {}).get("fabric-train"), None, damage, "checkpoints")
+
+    steps = []
+    if rows:
+        steps.append(int(rows[-1]["step"]))
+    if checkpoints:
+        steps.append(newest["step"])
     speeds = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
-    changed = _last_change(folder)
-    state = _state(folder, changed)
+
+    changed = _find_last_change(run_dir)
+    state = _find_state(run_dir, changed)
     if state.startswith("stopped") and _has_ended(newest, num_steps):
         state = "done"
-    sources = given.get("streaming_dataset") or given.get("train_data_dir")
+    model_name = arguments.get("model_name")
     return Run(
-        run=str(folder),
+        run=str(run_dir),
         state=state,
         step=max(steps, default=None),
         num_steps=num_steps,
         best_by=best_by,
-        best=best[0] if best else None,
-        best_step=best[1] if best else None,
+        best=best.value if best else None,
+        best_step=best.step if best else None,
         speed=speeds[-1] if speeds else None,
-        data=", ".join(map(str, sources)) if isinstance(sources, list) else sources and str(sources),
-        model=given.get("model_name") and str(given["model_name"]),
-        code=_try(damage, None, folder / "checkpoints", lambda _: newest.get("versions", {}).get("fabric-train")),
+        data=_describe_data(arguments),
+        model=str(model_name) if model_name else model_name,
+        code=code,
         changed=changed,
         damage=tuple(dict.fromkeys(damage)),
-        arguments=given,
+        arguments=arguments,
     )
 
 
-def _try(damage: list[str], instead: Any, file: Path, read: Any) -> Any:
-    """Return what ``read`` finds in a file, or add to ``damage`` why it cannot."""
+def _describe_data(arguments: dict[str, Any]) -> str | None:
+    """Return the places of the data, joined."""
+    sources = arguments.get("streaming_dataset") or arguments.get("train_data_dir")
+    if isinstance(sources, list):
+        return ", ".join(str(source) for source in sources)
+    return str(sources) if sources else sources
+
+
+def _try(read: Callable[[], Any], default: Any, damage: list[str], file_name: str) -> Any:
+    """Return what ``read`` returns; if it fails, add to ``damage`` why, and return the default."""
     try:
-        return read(file)
+        return read()
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "damaged"
-        damage.append(f"{file.name}: {reason}")
-        return instead
+        damage.append(f"{file_name}: {reason}")
+        return default
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -185,29 +225,36 @@ def read_last_rows(file: Path) -> list[dict[str, float]]:
         names = next(csv.reader(iter(lines.readline, "")), [])  # names of sources may have line breaks
         begin = lines.tell()
         end = opened.seek(0, os.SEEK_END)
-        opened.seek(max(begin, end - _TAIL))
-        text = opened.read(_TAIL).decode()
-    tail = text[: text.rfind("\n") + 1].splitlines()[int(end - begin > _TAIL) :]
-    cells_by_name = [dict(zip(names, row, strict=True)) for row in csv.reader(tail)]
-    rows = [
-        {name: float(cell) for name, cell in cells.items() if cell and name != "rows_hash"} for cells in cells_by_name
-    ]
-    if not all(math.isfinite(row.get("step", math.nan)) for row in rows):
-        raise ValueError(f"{file}: a row without a step")
+        opened.seek(max(begin, end - _TAIL_BYTES))
+        text = opened.read(_TAIL_BYTES).decode()
+    complete_lines = text[: text.rfind("\n") + 1].splitlines()
+    if end - begin > _TAIL_BYTES:
+        complete_lines = complete_lines[1:]  # the first one is cut
+    rows = []
+    for cells in csv.reader(complete_lines):
+        row = {}
+        for name, cell in zip(names, cells, strict=True):
+            if cell and name != "rows_hash":
+                row[name] = float(cell)
+        if not math.isfinite(row.get("step", math.nan)):
+            raise ValueError(f"{file}: a row without a step")
+        rows.append(row)
     return rows
 
 
 def _read_checkpoints(folder: Path, damage: list[str]) -> list[dict[str, Any]]:
     """Return the trainer.json of the checkpoints that can be read, by step."""
-    found = []
-    for checkpoint in sorted(path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name)):
+    contents = []
+    for checkpoint in sorted(folder.glob("step-*")):
+        if not _CHECKPOINT_NAME.fullmatch(checkpoint.name):
+            continue
         faults: list[str] = []
-        content = _try(faults, None, checkpoint / "trainer.json", _read_trainer_json)
+        content = _try(partial(_read_trainer_json, checkpoint / "trainer.json"), None, faults, "trainer.json")
         if content is not None:
-            found.append(content)
+            contents.append(content)
         elif checkpoint.is_dir():  # it was not removed meanwhile
-            damage += (f"{checkpoint.name}/{fault}" for fault in faults)
-    return found
+            damage += [f"{checkpoint.name}/{fault}" for fault in faults]
+    return contents
 
 
 def _read_trainer_json(file: Path) -> dict[str, Any]:
@@ -215,80 +262,117 @@ def _read_trainer_json(file: Path) -> dict[str, Any]:
     return content | {"step": int(content["step"]), "arguments": dict(content["arguments"])}
 
 
-def _num_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | None:
+def _plan_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | None:
     """Return the steps that a run has planned, as far as they are known without torch, see ``TrainerJson``."""
     data = checkpoint.get("data") or {}
-    lineage = checkpoint.get("lineage") or ()
-    rows = (data["num_rows"], data["rows_per_window"]) if "num_rows" in data and not data.get("phases") else None
-    begins = max((branch["step"] for branch in lineage if not branch["continues_data"]), default=0)
-    steps = planned_steps(arguments.get("max_step"), arguments.get("number_epochs"), rows, begins)
+    rows = None
+    if "num_rows" in data and not data.get("phases"):
+        rows = (data["num_rows"], data["rows_per_window"])
+    data_starts_after = 0
+    for branch in checkpoint.get("lineage") or ():
+        if not branch["continues_data"]:
+            data_starts_after = max(data_starts_after, branch["step"])
+    steps = planned_steps(arguments.get("max_step"), arguments.get("number_epochs"), rows, data_starts_after)
     return None if math.isinf(steps) else int(steps)
 
 
 def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
-    """Whether a checkpoint is the last step's, or early stopping ends the run there."""
-    patience = str(checkpoint["arguments"].get("early_stopping") or "").rpartition(":")[2]
+    """Return whether a checkpoint is the last step's, or early stopping ends the run there."""
+    if num_steps is not None and checkpoint.get("step") == num_steps:
+        return True
+    early_stopping = str(checkpoint["arguments"].get("early_stopping") or "")
+    patience = early_stopping.rpartition(":")[2]
     progress = checkpoint.get("progress") or {}
-    ends_early = patience.isdigit() and progress.get("num_since", 0) >= int(patience)
-    return ends_early or (num_steps is not None and checkpoint.get("step") == num_steps)
+    return patience.isdigit() and progress.get("num_since", 0) >= int(patience)
 
 
-def _best(
-    source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[dict[str, float]]
-) -> tuple[float, int] | None:
-    """Return the best loss (or figure) of a source and its step, in checkpoints and the last rows of metrics.csv.
+def _find_best(source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[dict[str, float]]) -> _Best | None:
+    """Return the best loss (or figure) of a source, in checkpoints and the last rows of metrics.csv.
 
-    With ``--save_best``, the best of all rows has a checkpoint. Those validated on other rows than the last are left
-    out.
+    With ``--save_best``, the best of all rows has a checkpoint. Checkpoints that were validated on other rows than the
+    last one are left out.
     """
-    evaluated = [checkpoint["evaluation"] for checkpoint in checkpoints if checkpoint.get("evaluation")]
-    same = [each for each in evaluated if each.get("rows") == evaluated[-1].get("rows")]
-    figure, _, of_source = source.partition("/")
-    is_figure = any(figure in each["whole"].get("further", {}) for each in same)
-    column = f"val_{source}" if is_figure else "val_loss" if source == "all" else f"val_loss/{source}"
-    found = [(row[column], int(row["step"])) for row in rows if column in row]
-    for each in same:
-        part = {**each["sources"], "all": each["whole"]}.get((of_source or "all") if is_figure else source)
-        value = part and (part["further"][figure] if is_figure else part["nats"] / part["num_tokens"])
-        found += [] if value is None else [(value, each["step"])]
+    evaluations = [checkpoint["evaluation"] for checkpoint in checkpoints if checkpoint.get("evaluation")]
+    comparable = [evaluation for evaluation in evaluations if evaluation.get("rows") == evaluations[-1].get("rows")]
+    figure, _, figure_source = source.partition("/")
+    is_figure = any(figure in evaluation["whole"].get("further", {}) for evaluation in comparable)
+
+    # values of metrics.csv
+    if is_figure:
+        column = f"val_{source}"
+    elif source == "all":
+        column = "val_loss"
+    else:
+        column = f"val_loss/{source}"
+    candidates = [_Best(row[column], int(row["step"])) for row in rows if column in row]
+
+    # values of checkpoints
+    source_name = (figure_source or "all") if is_figure else source
+    for evaluation in comparable:
+        losses = {**evaluation["sources"], "all": evaluation["whole"]}
+        loss = losses.get(source_name)
+        if not loss:
+            continue
+        value = loss["further"][figure] if is_figure else loss["nats"] / loss["num_tokens"]
+        if value is not None:
+            candidates.append(_Best(value, evaluation["step"]))
+
+    finite = [candidate for candidate in candidates if math.isfinite(candidate.value)]
     sign = -1 if is_figure and figure in HIGHER_IS_BETTER else 1
-    return min((pair for pair in found if math.isfinite(pair[0])), key=lambda pair: sign * pair[0], default=None)
+    return min(finite, key=lambda candidate: sign * candidate.value, default=None)
 
 
-def _last_change(folder: Path) -> float:
+def _find_last_change(run_dir: Path) -> float:
     """Return when the newest of the files that a run writes was changed, in seconds since 1970."""
-    newest = folder.stat().st_mtime
-    for file in (*(folder / name for name in (*_PARTS, "run.log")), *folder.glob("checkpoints/step-*")):
+    files = [run_dir / name for name in (*_RUN_ENTRIES, "run.log")]
+    files += run_dir.glob("checkpoints/step-*")
+    newest = run_dir.stat().st_mtime
+    for file in files:
         with suppress(FileNotFoundError):
             newest = max(newest, file.stat().st_mtime)
     return newest
 
 
-def _state(folder: Path, changed: float) -> str:
-    lock = folder / ".lock"
+def _find_state(run_dir: Path, changed: float) -> str:
+    """Return the state of a run, see :class:`Run`, from its lock file and its log."""
+    lock = run_dir / ".lock"
     if lock.is_file() and not lock.is_symlink():
         if _is_held(lock):
             return "running"
         _, _, host = lock.read_text(encoding="utf-8", errors="replace").strip().partition(" on ")
         is_elsewhere = host != socket.gethostname()
-        return "running?" if is_elsewhere and time.time() - changed < _RECENT else "stopped?"
-    log = folder / "run.log"
+        is_recent = time.time() - changed < _RECENT_SECONDS
+        return "running?" if is_elsewhere and is_recent else "stopped?"
+
+    last_message = _read_last_message(run_dir / "run.log")
+    for beginning, state in _STATES_BY_LAST_LINE.items():
+        if last_message.startswith(beginning):
+            return state
+    return "stopped"
+
+
+def _read_last_message(log: Path) -> str:
+    """Return the last line of run.log that says how a session has ended; an empty text without one."""
     if not log.is_file():
-        return "stopped"
+        return ""
     with open_regular(log, "") as opened:
-        opened.seek(max(0, log.stat().st_size - _TAIL))
-        lines = opened.read(_TAIL).decode(errors="replace").splitlines()
-    messages = [found[1] for line in lines if (found := _LOG_LINE.fullmatch(line))]
-    after = ("warning: ", "note: ", "written ")  # which may follow the last line
-    last = next((line for line in reversed(messages) if not line.startswith(after)), "")
-    return next((state for begin, state in _ENDS.items() if last.startswith(begin)), "stopped")
+        opened.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        lines = opened.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    for line in reversed(lines):
+        match = _LOG_LINE.fullmatch(line)
+        if match and not match[1].startswith(_LINES_AFTER_LAST):
+            return match[1]
+    return ""
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process holds a lock file. To try it could disturb a start, so not if its process has ended here."""
+    """Return whether a process holds a lock file.
+
+    To try the lock could disturb a run that starts, so it is not tried if the process has ended on this machine.
+    """
     with lock.open(encoding="utf-8", errors="replace") as file:
-        found = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", file.readline().strip())
-        if found and found[2] == socket.gethostname() and not psutil.pid_exists(int(found[1])):
+        match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", file.readline().strip())
+        if match and match[2] == socket.gethostname() and not psutil.pid_exists(int(match[1])):
             return False
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -300,7 +384,9 @@ def _is_held(lock: Path) -> bool:
 
 
 def _matches(run: Run, words: Sequence[str]) -> bool:
-    text = " ".join(filter(None, (run.run, run.state, run.data, run.model))).lower()
+    """Return whether a run has each of some words in its name, state, data or model."""
+    texts = [run.run, run.state, run.data or "", run.model or ""]
+    text = " ".join(texts).lower()
     return all(word.lower() in text for word in words)
 
 
@@ -311,67 +397,83 @@ def _sort_key(run: Run, column: str) -> tuple[bool, Any]:
         return True, 0
     if column == "best":
         figure = run.best_by.partition("/")[0]
-        return False, (run.best_by, -value if figure in HIGHER_IS_BETTER else value)
-    return False, -value if column in _FALLING else value
+        sign = -1 if figure in HIGHER_IS_BETTER else 1
+        return False, (run.best_by, sign * value)
+    if column in _DESCENDING:
+        return False, -value
+    return False, value
 
 
 def _check_columns(columns: Sequence[str], runs: Sequence[Run]) -> None:
     """Raise an InputError for each column that is an argument of no run."""
-    known = {name for run in runs for name in run.arguments}
-    unknown = [name for name in columns if name not in known]
-    if runs and unknown:
-        raise InputError(
-            *(f"--columns {name}: no run has this argument{nearest_name(name, known)}" for name in unknown)
-        )
+    argument_names = set[str]()
+    for run in runs:
+        argument_names.update(run.arguments)
+    faults = []
+    for name in columns:
+        if name not in argument_names:
+            hint = nearest_name(name, argument_names)
+            faults.append(f"--columns {name}: no run has this argument{hint}")
+    if runs and faults:
+        raise InputError(*faults)
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _to_json(run: Run) -> dict[str, Any]:
     changed = datetime.fromtimestamp(run.changed, timezone.utc).isoformat(timespec="seconds")
     return dataclasses.asdict(run) | {"changed": changed}
 
 
 def _print_table(runs: Sequence[Run], folder: Path, columns: Sequence[str] | None) -> None:
     """Print a row for each run. Columns for which a terminal has no room are named below the table instead."""
-    console = open_console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    rows = [_cells(run, folder, columns) for run in runs]
+    console = open_console(width=None if sys.stdout.isatty() else _REDIRECTED_WIDTH)
+    rows = [_build_cells(run, folder, columns) for run in runs]
     names = list(rows[0])
     if not any(row["cannot be read"].plain for row in rows):
         names.remove("cannot be read")
-    left_out: list[str] = []
-    for name in _LEFT_OUT_FIRST:
-        widths = [max(cell_len(name), *(row[name].cell_len for row in rows)) for name in names]
-        if sum(widths) + _BETWEEN_COLUMNS * (len(names) - 1) <= console.width:
+
+    # Leave columns out until the table fits.
+    hidden_names: list[str] = []
+    for name in _OPTIONAL_COLUMNS:
+        if _table_width(names, rows) <= console.width:
             break
         if name in names:
             names.remove(name)
-            left_out.append(name)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _BETWEEN_COLUMNS, 0, 0))
+            hidden_names.append(name)
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _COLUMN_GAP, 0, 0))
     for name in names:
         is_text = name in ("run", "state", "data", "model", "cannot be read")
-        style = "red" if name == "cannot be read" else ""
-        # the name of a run and its damage have no bound; other cells are never broken
         table.add_column(
             name,
             justify="left" if is_text else "right",
             overflow="fold",
-            style=style,
+            style="red" if name == "cannot be read" else "",
+            # the name of a run and its damage have no bound; other cells are never broken
             no_wrap=name not in ("run", "cannot be read"),
         )
     for row in rows:
         table.add_row(*(row[name] for name in names))
     console.print(table)
-    if left_out:
-        console.print(f"no room for {', '.join(left_out)}: use a wider terminal, or --json", style="dim")
+    if hidden_names:
+        console.print(f"no room for {', '.join(hidden_names)}: use a wider terminal, or --json", style="dim")
 
 
-def _cells(run: Run, folder: Path, columns: Sequence[str] | None) -> dict[str, Text]:
+def _table_width(names: Sequence[str], rows: Sequence[dict[str, Text]]) -> int:
+    """Return the width of a table with these columns."""
+    width = _COLUMN_GAP * (len(names) - 1)
+    for name in names:
+        width += max(cell_len(name), *(row[name].cell_len for row in rows))
+    return width
+
+
+def _build_cells(run: Run, folder: Path, columns: Sequence[str] | None) -> dict[str, Text]:
     """Return the cells of a run's row by the titles of their columns."""
     name = os.path.relpath(run.run, folder)
-    of_all = f"/{run.num_steps:,}" if run.num_steps else ""
+    planned = f"/{run.num_steps:,}" if run.num_steps else ""
     cells = {
         "run": Text(folder.resolve().name if name == "." else name),
         "state": Text(run.state, _COLOURS.get(run.state, "")),
-        "step": Text("" if run.step is None else f"{run.step:,}{of_all}"),
+        "step": Text("" if run.step is None else f"{run.step:,}{planned}"),
         "best": Text("" if run.best is None else f"{run.best:.4f} at {run.best_step:,}"),
     }
     if columns is None:
@@ -379,13 +481,14 @@ def _cells(run: Run, folder: Path, columns: Sequence[str] | None) -> dict[str, T
         cells["data"] = Text(run.data or "")
         cells["model"] = Text(run.model or "")
     else:
-        cells |= {name: Text(_shown(run.arguments.get(name))) for name in columns}
+        for column in columns:
+            cells[column] = Text(_format_argument(run.arguments.get(column)))
     cells["changed"] = Text(ago(time.time() - run.changed))
     cells["cannot be read"] = Text("; ".join(run.damage))
     return cells
 
 
-def _shown(value: Any) -> str:
+def _format_argument(value: Any) -> str:
     """Return an argument's value as a command line takes it; '' for null."""
     if value is None:
         return ""
@@ -393,7 +496,9 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 if __name__ == "__main__":

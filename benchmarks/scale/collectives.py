@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.scale.series import Point, Series
 from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.distributed.ranks import StepSync, first_text, sum_over_data_ranks, sync_step
-from fabric_train.training.step import LocalLoss, exchange_step, gather_losses
+from fabric_train.training.source_losses import SourceLosses
+from fabric_train.training.step import gather_losses
+from fabric_train.training.step_exchange import LocalLoss, RankReport, exchange_step
 
 _SIZES = (16, 128, 1024, 8192)
 _MICRO_BATCHES = 8
@@ -62,7 +64,8 @@ def _step(fabric: Any) -> None:
     model.weight.grad = torch.ones(1, 1)
     norm = clip_grad_norm(fabric, model, None, 1.0)
     dist.all_reduce(norm)  # of a model whose parameters are sharded; this one is whole
-    exchange_step(fabric, _loss(), norm, 1, 1.0, 1.0, StepSync())
+    report = RankReport(_loss(), num_tokens=1, flops=1.0, own_seconds=1.0, sync=StepSync())
+    exchange_step(fabric, report, norm)
 
 
 def _find_fault(fabric: Any) -> None:
@@ -80,10 +83,14 @@ def _loss() -> LocalLoss:
     counts = torch.ones(_MICRO_BATCHES, dtype=torch.int64)
     numbers = torch.ones(_MICRO_BATCHES, dtype=torch.float64)
     nothing = numbers[:0]
-    of_sources = torch.ones(_SOURCES, dtype=torch.float64)
-    return LocalLoss(
-        numbers, counts, counts.sum(), nothing, nothing, of_sources, of_sources, numbers.new_zeros(0, _SOURCES)
+    source_losses = torch.ones(_SOURCES, dtype=torch.float64)
+    sources = SourceLosses(
+        piece_losses=nothing,
+        losses=source_losses,
+        metrics=numbers.new_zeros(0, _SOURCES),
+        counts=torch.ones(_SOURCES, dtype=torch.float64),
     )
+    return LocalLoss(summed=numbers, counts=counts, window_count=counts.sum(), metrics=nothing, sources=sources)
 
 
 class _Sent(TorchDispatchMode):

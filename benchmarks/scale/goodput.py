@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.measure import ROOT
 from benchmarks.scale.series import Point, Series
 from fabric_train.cli.errors import STOPPED
-from fabric_train.preflight.steps import LLAMA_3_HOURS, Costs
+from fabric_train.preflight.save_interval import LLAMA_3_HOURS, Costs
 from fabric_train.training.run_times import RunTimes, read_times
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Training

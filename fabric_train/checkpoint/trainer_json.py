@@ -106,7 +106,7 @@ class PhaseSchedule:
     num_steps: PositiveInt
     """Length of the schedule: longer than the steps if it is cut short, shorter if the rate stays at its last value."""
     arguments: dict[str, Any]
-    """The values of ``optim.optimizer.RATE_ARGUMENTS``."""
+    """The values of ``optim.learning_rate.RATE_ARGUMENTS``."""
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,13 @@ class Table(MutableMapping[str, T]):
 OBJECTIVES: Table[Any] = Table(
     "objective",
     {
-        "sft": "fabric_train.training.objective:cross_entropy",
+        "sft": "fabric_train.training.objective:build_cross_entropy",
         **dict.fromkeys(
-            ("dpo", "ipo", "simpo", "orpo", "apo_zero", "dpop"), "fabric_train.training.objective:preference"
+            ("dpo", "ipo", "simpo", "orpo", "apo_zero", "dpop"), "fabric_train.training.preference:build_preference"
         ),
     },
 )
-"""Factories of objectives (``training.objective.MakeObjective``)."""
+"""Factories of objectives (``training.objective.BuildObjective``)."""
 OPTIMIZERS: Table[Any] = Table("optimizer", {"adamw": "fabric_train.optim.optimizer:build_adamw"})
 """Factories of optimizers (``optim.optimizer.BuildOptimizer``)."""
 METRICS: Table[Any] = Table("metrics", {})

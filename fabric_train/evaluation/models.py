@@ -377,7 +377,7 @@ def score_chunk(
             documents=predicted.documents.to(model.device) if predicted.documents else None,
             targets=predicted.targets.to(model.device),
         )
-        token_losses = CrossEntropy().loss(model, batch).of_tokens
+        token_losses = CrossEntropy().loss(model, batch).token_losses
         assert token_losses is not None
         losses[predicted.token_indices - chunk.tokens.start] = token_losses.float().cpu().numpy()
         advance(len(predicted.token_indices))

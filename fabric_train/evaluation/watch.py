@@ -24,7 +24,7 @@ from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.requirements import check_package
-from fabric_train.training.evaluation import parse_early_stopping
+from fabric_train.training.early_stopping import parse_early_stopping
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 

@@ -22,7 +22,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig, PretrainedConfig
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.arguments import SETTINGS_OF_OBJECTIVES, TrainingArguments
+from fabric_train.arguments import OBJECTIVE_ARGUMENTS, TrainingArguments
 from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
@@ -36,7 +36,8 @@ from fabric_train.export.verification_report import REPORT_NAME, OutputReport, V
 from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import STAGES, ModelOrigin, TrainingStage, legal_files
 from fabric_train.pages.markdown import Markdown, code, link, render
-from fabric_train.training.curves import PICTURE, draw_loss_curves, read_lineage
+from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
+from fabric_train.training.metrics_table import read_lineage
 
 _HASHES = "training_data.sha256"
 _CARD = Path(__file__).with_name("templates") / "model_card.md.j2"
@@ -297,7 +298,7 @@ def _hyperparameters(saved: checkpoints.TrainerJson) -> dict[str, Any]:
     objective = saved.component("objective")
     names = [*(_ADAPTER_ARGUMENTS if saved.adapter_base else _TRAINED_PARTS_ARGUMENTS), *_HYPERPARAMETERS]
     if objective.is_own and objective.name != "sft":
-        names += ["objective", *SETTINGS_OF_OBJECTIVES.get(objective.name, ())]
+        names += ["objective", *OBJECTIVE_ARGUMENTS.get(objective.name, ())]
     values = {}
     for name in names:
         if name not in _UNLISTED_ARGUMENTS and saved.arguments.get(name) is not None:

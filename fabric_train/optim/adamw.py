@@ -7,107 +7,34 @@ the rank's stream of random numbers, so its replicas would drift apart, and a re
 """
 
 import functools
-import hashlib
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
 from fabric_train.distributed.ranks import to_device_async
-from fabric_train.distributed.sharded_parameters import FlatShard, local_part
-from fabric_train.optim.states import (
-    BLOCK,
-    Blockwise8Bit,
-    DeclaredStates,
-    Row,
-    State,
-    Storage,
-    TensorTable,
-    flat_local,
-    is_aligned,
-    tensor_table,
+from fabric_train.distributed.sharded_parameters import local_part
+from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
+from fabric_train.optim.states import DeclaredStates, State, flat_local
+from fabric_train.optim.stochastic_rounding import (
+    LocalElements,
+    lower_half,
+    random_bits,
+    round_stochastically,
+    salt,
+    upper_half,
 )
+from fabric_train.optim.tensor_table import Row, StepFactors, Storage, TensorTable, are_aligned, tensor_table
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}
-assert not any(size % BLOCK for size in _CHUNK.values())
+assert all(size % BLOCK == 0 for size in _CHUNK.values())
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
-@dataclass(frozen=True)
-class LocalElements:
-    """The elements of a tensor that a rank has: runs of ``width``, ``stride`` apart, the first at ``begin``."""
-
-    begin: int
-    width: int
-    stride: int
-
-    def indices(self, first: int, count: int, device: torch.device) -> torch.Tensor:
-        """Return the indices modulo 2³² of ``count`` local elements from number ``first`` on: int32 [count]."""
-        if self.width == self.stride:
-            return torch.arange(count, dtype=torch.int32, device=device).add_(_wrapped(self.begin + first))
-        local = torch.arange(first, first + count, device=device)
-        indices = local // self.width * (self.stride - self.width) + local + self.begin
-        return indices.to(torch.int32)
-
-
-def local_elements(parameter: nn.Parameter, cuts: Mapping[int, FlatShard]) -> LocalElements:
-    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``flat_shards``."""
-    if id(parameter) in cuts:
-        cut = cuts[id(parameter)]
-        begin, end = cut.range(cut.rank)
-        return LocalElements(begin, max(end - begin, 1), max(end - begin, 1))
-    full = parameter.shape
-    if not isinstance(parameter, DTensor):
-        return LocalElements(0, full.numel(), full.numel())
-    shape, offsets = compute_local_shape_and_global_offset(full, parameter.device_mesh, parameter.placements)
-    begin = sum(offset * math.prod(full[axis + 1 :]) for axis, offset in enumerate(offsets))
-    sharded_dims = [dim for dim, (local, size) in enumerate(zip(shape, full, strict=True)) if dim and local != size]
-    dim = sharded_dims[-1] if sharded_dims else 0
-    assert len(sharded_dims) < 2, f"a parameter is sharded along {len(sharded_dims)} dimensions besides its first"
-    width = math.prod(shape[dim:])
-    return LocalElements(begin, width, math.prod(full[dim:]) if sharded_dims else width)
-
-
-def salt(seed: int, name: str) -> int:
-    """Return a hash of a seed and a parameter's name, in the range of int32."""
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
-    """Return 32 random bits for each of the int32 ``indices``, with the same shape and dtype.
-
-    The hash is Chris Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31). int32 products wrap. Right shifts
-    copy the sign bit, so the result is masked.
-    """
-    bits = indices ^ key
-    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
-    bits *= 0x7FEB352D
-    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
-    bits *= _wrapped(0x846CA68B)
-    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
-    return bits
-
-
-def round_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Round finite fp32 ``values`` in place to one of the two nearest bfloat16 numbers, and return them.
-
-    The mean of many roundings is the value. bfloat16 keeps the upper 16 of the 32 bits; the lower 16 bits, divided by
-    2¹⁶, are the probability of rounding away from zero. ``random`` is int32, uniform from 0 to 2¹⁶ - 1.
-    """
-    return values.view(torch.int32).add_(random).bitwise_and_(-0x10000).view(torch.float32)
-
-
-def _wrapped(number: int) -> int:
-    """Return the int32 that is equal to ``number`` modulo 2³²."""
-    return (number + 2**31) % 2**32 - 2**31
+ParameterInGroup = tuple[nn.Parameter, dict[str, Any]]
+"""A parameter and its parameter group of ``torch.optim``."""
 
 
 class AdamW(DeclaredStates, torch.optim.AdamW):
@@ -115,7 +42,7 @@ class AdamW(DeclaredStates, torch.optim.AdamW):
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
         """Return both moments and the number of steps."""
-        return _declared(parameter.dtype)
+        return _declare_adamw_states(parameter.dtype)
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
         """Set a parameter's moments, each sharded like the parameter, and its number of steps."""
@@ -124,20 +51,25 @@ class AdamW(DeclaredStates, torch.optim.AdamW):
             self.state[parameter]["step"] = states["step"].cpu()
 
 
-def _declared(dtype: torch.dtype, held_bytes: int | None = None) -> tuple[State, ...]:
-    moments = (State(name, dtype, held_bytes=held_bytes) for name in MOMENTS)
-    return *moments, State("step", torch.float32, torch.Size())
+def _declare_adamw_states(moments_dtype: torch.dtype, held_bytes: int | None = None) -> tuple[State, ...]:
+    """Return both moments and the number of steps; ``held_bytes`` is as in ``State``."""
+    moments = [State(name, moments_dtype, held_bytes=held_bytes) for name in MOMENTS]
+    num_steps = State("step", torch.float32, torch.Size())
+    return (*moments, num_steps)
 
 
-def step_factors(step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> list[float]:
-    """Return the factors of ``adamw_step`` in step ``step``, counted from 1 (arXiv:1711.05101).
-
-    These are: decay of the weights, gain of the first moment, decay and gain of the second moment, bias-corrected
-    learning rate, bias correction of the second moment's root, and epsilon.
-    """
+def step_factors(step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> StepFactors:
+    """Return the factors of ``adamw_step`` in step ``step``, counted from 1 (arXiv:1711.05101)."""
     beta1, beta2 = betas
-    root_scale = (1 - beta2**step) ** -0.5
-    return [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), root_scale, eps]
+    return StepFactors(
+        weight_factor=1 - lr * weight_decay,
+        first_gain=1 - beta1,
+        second_decay=beta2,
+        second_gain=1 - beta2,
+        rate=lr / (1 - beta1**step),
+        root_factor=(1 - beta2**step) ** -0.5,
+        eps=eps,
+    )
 
 
 @functools.cache
@@ -153,22 +85,38 @@ def adamw_step(
     indices: torch.Tensor | None,
     key: torch.Tensor,
 ) -> None:
-    """Update weights, first and second moment (``tensors``, flat, fp32 or bfloat16) in place, computing in fp32.
+    """Update weights, first and second moment in place, computing in fp32.
 
-    ``factors`` are fp32 [7], from :func:`step_factors`. ``indices``, int32, of the elements in the full tensor are for
-    stochastic rounding; None rounds to the nearest. ``key``, 0-dim int32, belongs to this step and parameter.
+    Args:
+        tensors: These three, flat, fp32 or bfloat16.
+        gradient: Flat.
+        factors: fp32 [7], from :func:`step_factors`.
+        indices: Indices of the elements in the full tensor, int32, for stochastic rounding; None rounds to the nearest.
+        key: Key of the random bits of this step and parameter, int32 [].
     """
-    decay, first_gain, second_decay, second_gain, rate, root_scale, eps = factors.unbind()
-    weights, first, second = (tensor.float() for tensor in tensors)
+    weight_factor, first_gain, second_decay, second_gain, rate, root_factor, eps = factors.unbind()
+    weights, exp_avg, exp_avg_sq = (tensor.float() for tensor in tensors)
     gradient = gradient.float()
-    first = first + (gradient - first) * first_gain
-    second = second * second_decay + gradient * gradient * second_gain
-    weights = weights * decay - rate * first / (second.sqrt() * root_scale + eps)
-    bits = None if indices is None else random_bits(indices, key)
-    for tensor, values, shift in zip(tensors, (weights, first, second), (16, 0, 0), strict=True):
-        if bits is not None and tensor.dtype != torch.float32:
-            values = round_stochastically(values, (bits >> shift) & 0xFFFF)
+    exp_avg = exp_avg + (gradient - exp_avg) * first_gain
+    exp_avg_sq = exp_avg_sq * second_decay + gradient * gradient * second_gain
+    weights = weights * weight_factor - rate * exp_avg / (exp_avg_sq.sqrt() * root_factor + eps)
+
+    random: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if indices is not None:
+        random = _split_random_bits(random_bits(indices, key))
+    for tensor, values, random_16_bits in zip(tensors, (weights, exp_avg, exp_avg_sq), random, strict=True):
+        if random_16_bits is not None and tensor.dtype != torch.float32:
+            values = round_stochastically(values, random_16_bits)
         tensor.copy_(values)
+
+
+def _split_random_bits(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the random bits for the rounding of weights, first and second moment.
+
+    Both moments have the same bits: each rounding is unbiased on its own.
+    """
+    lower = lower_half(bits)
+    return upper_half(bits), lower, lower
 
 
 class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
@@ -188,175 +136,243 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         seed: int,
         compiles: bool = False,
     ) -> None:
-        """Set up the optimizer with parameter groups, each with its weight decay.
+        """Set up the optimizer.
 
-        ``moments_dtype`` is float32 or bfloat16; the moments of ``in_8bit`` are stored in 8 bits instead.
-        ``stochastic_rounding`` rounds to bfloat16, with ``seed``. ``names`` are the parameters' names before anything
-        wrapped the model, ``elements`` the elements of each parameter that this rank has. ``compiles``: parameters are
-        updated in one compiled kernel, except parameters in 8 bits.
+        Args:
+            groups: Parameter groups, each with its weight decay.
+            lr: Learning rate of groups without one.
+            betas: Decay rates of the moments.
+            moments_dtype: float32 or bfloat16.
+            in_8bit: Parameters whose moments are stored in 8 bits instead.
+            stochastic_rounding: Round to bfloat16 stochastically.
+            names: The parameters' names before anything wrapped the model.
+            elements: The elements of each parameter that this rank has.
+            seed: Of the stochastic rounding.
+            compiles: Update each parameter in one compiled kernel, except parameters in 8 bits.
         """
         super().__init__(groups, lr=lr, betas=betas)
         self.launch: Callable[[TensorTable], None] | None = None
         """A function that updates all parameters of a table in one kernel launch; None updates them one by one."""
         self.moments_dtype = moments_dtype
         self.rounds_stochastically = stochastic_rounding
-        self.in_8bit = {id(each) for each in in_8bit}
+        self.in_8bit = {id(parameter) for parameter in in_8bit}
         self._elements = elements
         self._compiles = compiles
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
-        self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
+        self._num_steps: dict[nn.Parameter, int] = {}  # on the host, so that no step waits for the device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        updated = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        updated: list[ParameterInGroup] = []
+        for group in self.param_groups:
+            updated.extend((parameter, group) for parameter in group["params"] if parameter.grad is not None)
         if not updated:
             return
         for parameter, _ in updated:
             if not self.state[parameter]:
-                self.state[parameter] = self._new_state(parameter)
-        (self._update_one_by_one if self.launch is None else self._update_together)(updated)
+                self.state[parameter] = self._create_state(parameter)
+
+        if self.launch is None:
+            self._update_one_by_one(updated)
+        else:
+            self._update_together(updated, self.launch)
+
         torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in updated], 1)
         for parameter, _ in updated:
-            self._counts[parameter] = self._counts.get(parameter, 0) + 1
+            self._num_steps[parameter] = self._num_steps.get(parameter, 0) + 1
 
     def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
         """Return both moments and the number of steps. A checkpoint holds moments in 8 bits as fp32."""
-        return _declared(self.moments_dtype, 1 if id(parameter) in self.in_8bit else None)
+        held_bytes = 1 if id(parameter) in self.in_8bit else None
+        return _declare_adamw_states(self.moments_dtype, held_bytes)
 
     def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return this rank's part of a parameter's states, flat; moments in 8 bits are fp32 copies on the CPU."""
-        kept = self.state.get(parameter, {})
-        return {
-            name: stored.read(0, len(stored)).cpu() if isinstance(stored, Blockwise8Bit) else flat_local(stored)
-            for name, stored in kept.items()
-        }
+        """Return this rank's shard of a parameter's states, flat; moments in 8 bits are fp32 copies on the CPU."""
+        states = {}
+        for name, stored in self.state.get(parameter, {}).items():
+            if isinstance(stored, Blockwise8Bit):
+                states[name] = stored.read(0, len(stored)).cpu()
+            else:
+                states[name] = flat_local(stored)
+        return states
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
         """Set a parameter's moments, each sharded like the parameter, and its number of steps."""
         super().restore_states(parameter, states)
         if id(parameter) in self.in_8bit:
-            for name, stored in self._new_state(parameter).items():
+            for name, stored in self._create_state(parameter).items():
                 if isinstance(stored, Blockwise8Bit):
                     stored.write(0, flat_local(states[name]).float())
                     self.state[parameter][name] = stored
-        self._counts[parameter] = int(states["step"])
+        self._num_steps[parameter] = int(states["step"])
 
-    def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the random key of each parameter's next step: int32 [parameters], on the CPU."""
-        counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
-        salts = torch.tensor([self._salts[parameter] for parameter in parameters], dtype=torch.int32)
-        return random_bits(counts, salts)
-
-    def _factors(self, parameter: nn.Parameter, group: dict[str, Any]) -> list[float]:
-        step = self._counts.get(parameter, 0) + 1
-        return step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
-
-    def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _create_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter before its first step."""
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-        for key in MOMENTS:
+        for name in MOMENTS:
             if id(parameter) in self.in_8bit:
                 local = local_part(parameter)
-                state[key] = Blockwise8Bit(local.numel(), signed=key == "exp_avg", device=local.device)
+                is_signed = name == "exp_avg"  # the second moment is a mean of squares
+                state[name] = Blockwise8Bit(local.numel(), signed=is_signed, device=local.device)
             else:
-                state[key] = torch.zeros_like(parameter, dtype=self.moments_dtype)
+                state[name] = torch.zeros_like(parameter, dtype=self.moments_dtype)
         return state
 
-    def _update_together(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+    def _random_keys(self, updated: Sequence[ParameterInGroup]) -> torch.Tensor:
+        """Return the random key of each parameter's next step: int32 [parameters], on the CPU."""
+        num_steps = [self._num_steps.get(parameter, 0) for parameter, _ in updated]
+        salts = [self._salts[parameter] for parameter, _ in updated]
+        return random_bits(torch.tensor(num_steps, dtype=torch.int32), torch.tensor(salts, dtype=torch.int32))
+
+    def _step_factors(self, parameter: nn.Parameter, group: dict[str, Any]) -> StepFactors:
+        step = self._num_steps.get(parameter, 0) + 1
+        return step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
+
+    def _update_together(self, updated: Sequence[ParameterInGroup], launch: Callable[[TensorTable], None]) -> None:
         """Update parameters with one launch for all that are stored in the same way."""
-        assert self.launch is not None
-        tables: dict[Storage, list[tuple[Row, list[float]]]] = {}
+        tables: dict[Storage, list[tuple[Row, StepFactors]]] = {}
         gradients = []  # a contiguous copy of a gradient must exist until its launch
-        keys = self._keys([parameter for parameter, _ in updated]).tolist()
+        keys = self._random_keys(updated).tolist()
         for (parameter, group), key in zip(updated, keys, strict=True):
-            gradients.append(local_part(parameter.grad).contiguous())
-            if gradients[-1].numel():
-                row, storage = self._row(parameter, gradients[-1], key)
-                tables.setdefault(storage, []).append((row, self._factors(parameter, group)))
+            gradient = local_part(parameter.grad).contiguous()
+            gradients.append(gradient)
+            if gradient.numel():
+                row, storage = self._table_row(parameter, gradient, key)
+                tables.setdefault(storage, []).append((row, self._step_factors(parameter, group)))
         for storage, rows in tables.items():
-            self.launch(tensor_table(storage, rows, gradients[0].device))
+            launch(tensor_table(storage, rows, gradients[0].device))
 
-    def _row(self, parameter: nn.Parameter, gradient: torch.Tensor, key: int) -> tuple[Row, Storage]:
+    def _table_row(self, parameter: nn.Parameter, gradient: torch.Tensor, key: int) -> tuple[Row, Storage]:
+        """Return the row of a parameter, without its first program, and how it is stored."""
         weights = local_part(parameter)
-        elements = self._elements[parameter]
-        moments = [self.state[parameter][each] for each in MOMENTS]
-        if isinstance(moments[0], Blockwise8Bit):
-            stored = [each.codes for each in moments]
-            scales = [each.scales.data_ptr() for each in moments]
+        exp_avg, exp_avg_sq = (self.state[parameter][name] for name in MOMENTS)
+        exp_avg_scales = 0
+        exp_avg_sq_scales = 0
+        if isinstance(exp_avg, Blockwise8Bit):
+            exp_avg_scales = exp_avg.scales.data_ptr()
+            exp_avg_sq_scales = exp_avg_sq.scales.data_ptr()
+            exp_avg = exp_avg.codes
+            exp_avg_sq = exp_avg_sq.codes
         else:
-            stored = [local_part(each) for each in moments]
-            scales = [0, 0]
-        tensors = [weights, gradient, *stored]
-        assert all(each.is_contiguous() for each in tensors)
-        addresses = [each.data_ptr() for each in tensors]
-        place = [elements.begin, elements.width, elements.stride - elements.width]
-        row = Row._make([*addresses, *scales, weights.numel(), 0, *place, key])
-        dtypes = (weights.dtype, gradient.dtype, stored[0].dtype)
-        return row, Storage(*dtypes, self.rounds_stochastically, is_aligned(addresses))
+            exp_avg = local_part(exp_avg)
+            exp_avg_sq = local_part(exp_avg_sq)
 
-    def _update_one_by_one(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        tensors = [weights, gradient, exp_avg, exp_avg_sq]
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        elements = self._elements[parameter]
+        row = Row(
+            weights=weights.data_ptr(),
+            gradient=gradient.data_ptr(),
+            exp_avg=exp_avg.data_ptr(),
+            exp_avg_sq=exp_avg_sq.data_ptr(),
+            exp_avg_scales=exp_avg_scales,
+            exp_avg_sq_scales=exp_avg_sq_scales,
+            numel=weights.numel(),
+            first_program=0,  # ``tensor_table`` sets it
+            begin=elements.begin,
+            width=elements.width,
+            gap=elements.stride - elements.width,
+            key=key,
+        )
+        storage = Storage(
+            weights=weights.dtype,
+            gradient=gradient.dtype,
+            moments=exp_avg.dtype,
+            rounds_stochastically=self.rounds_stochastically,
+            is_aligned=are_aligned([tensor.data_ptr() for tensor in tensors]),
+        )
+        return row, storage
+
+    def _update_one_by_one(self, updated: Sequence[ParameterInGroup]) -> None:
+        """Update parameters one after another, each in chunks."""
         device = local_part(updated[0][0]).device
-        keys = to_device_async(self._keys([parameter for parameter, _ in updated]), device).unbind()
-        factors: dict[tuple[float, ...], torch.Tensor] = {}
+        keys = to_device_async(self._random_keys(updated), device).unbind()
+        factors_on_device: dict[StepFactors, torch.Tensor] = {}  # most parameters have the same
         for (parameter, group), key in zip(updated, keys, strict=True):
             if self._compiles and id(parameter) not in self.in_8bit:
-                numbers = tuple(self._factors(parameter, group))
-                if numbers not in factors:
-                    factors[numbers] = to_device_async(torch.tensor(numbers), device)
-                self._update_compiled(parameter, factors[numbers], key)
+                factors = self._step_factors(parameter, group)
+                if factors not in factors_on_device:
+                    factors_on_device[factors] = to_device_async(torch.tensor(factors), device)
+                self._update_compiled(parameter, factors_on_device[factors], key)
             else:
-                self._update(parameter, group, key)
+                self._update_by_torch(parameter, group, key)
 
     def _update_compiled(self, parameter: nn.Parameter, factors: torch.Tensor, key: torch.Tensor) -> None:
+        """Update a parameter with one compiled kernel for each chunk."""
         state = self.state[parameter]
-        stored = (flat_local(parameter), *(flat_local(state[each]) for each in MOMENTS))
+        tensors = [flat_local(parameter), flat_local(state["exp_avg"]), flat_local(state["exp_avg_sq"])]
         gradient = local_part(parameter.grad).reshape(-1)
-        for begin in range(0, len(gradient), _CHUNK["cuda"]):  # in chunks, because the elements' indices take memory
-            chunk = slice(begin, begin + _CHUNK["cuda"])
-            part = gradient[chunk]
+        size = _CHUNK["cuda"]
+        for begin in range(0, len(gradient), size):  # in chunks, because the elements' indices take memory
+            gradient_chunk = gradient[begin : begin + size]
+            chunks = [tensor[begin : begin + size] for tensor in tensors]
             indices = None
             if self.rounds_stochastically:
-                indices = self._elements[parameter].indices(begin, len(part), part.device)
-            compiled_adamw_step()([each[chunk] for each in stored], part, factors, indices, key)
+                indices = self._elements[parameter].indices(begin, len(gradient_chunk), gradient_chunk.device)
+            compiled_adamw_step()(chunks, gradient_chunk, factors, indices, key)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: torch.Tensor) -> None:
+    def _update_by_torch(self, parameter: nn.Parameter, group: dict[str, Any], key: torch.Tensor) -> None:
+        """Update a parameter with torch's fused kernel, in fp32 copies of its chunks."""
         state = self.state[parameter]
-        weights = flat_local(parameter)
+        tensors: list[torch.Tensor | Blockwise8Bit] = [flat_local(parameter)]  # weights, first and second moment
+        for name in MOMENTS:
+            moment = state[name]
+            tensors.append(moment if isinstance(moment, Blockwise8Bit) else flat_local(moment))
         gradient = local_part(parameter.grad).reshape(-1)
-        moments = [state[key] if isinstance(state[key], Blockwise8Bit) else flat_local(state[key]) for key in MOMENTS]
-        size = _CHUNK[weights.device.type]
-        for begin in range(0, weights.numel(), size):
-            count = min(size, weights.numel() - begin)
-            computed = [_read(each, begin, count) for each in (weights, *moments)]
-            _adamw(computed, gradient[begin : begin + count].float(), state["step"], group)
+        device = gradient.device
+        size = _CHUNK[device.type]
+        for begin in range(0, len(gradient), size):
+            gradient_chunk = gradient[begin : begin + size].float()
+            count = len(gradient_chunk)
+            chunks = [_read_fp32(tensor, begin, count) for tensor in tensors]
+            _fused_adamw_step(chunks, gradient_chunk, state["step"], group)
             random: tuple[torch.Tensor | None, ...] = (None, None, None)
             if self.rounds_stochastically:
-                bits = random_bits(self._elements[parameter].indices(begin, count, weights.device), key)
-                lower = bits & 0xFFFF
-                random = ((bits >> 16).bitwise_and_(0xFFFF), lower, lower)
-            for stored, values, bits_of_each in zip((weights, *moments), computed, random, strict=True):
-                _write(stored, begin, values, bits_of_each)
+                indices = self._elements[parameter].indices(begin, count, device)
+                random = _split_random_bits(random_bits(indices, key))
+            for tensor, values, random_16_bits in zip(tensors, chunks, random, strict=True):
+                _write_fp32(tensor, begin, values, random_16_bits)
 
 
-def _read(stored: torch.Tensor | Blockwise8Bit, begin: int, count: int) -> torch.Tensor:
+def _read_fp32(stored: torch.Tensor | Blockwise8Bit, begin: int, count: int) -> torch.Tensor:
     """Return ``count`` elements in fp32. If they are stored in fp32, it is a view of the storage."""
-    return stored.read(begin, count) if isinstance(stored, Blockwise8Bit) else stored[begin : begin + count].float()
+    if isinstance(stored, Blockwise8Bit):
+        return stored.read(begin, count)
+    return stored[begin : begin + count].float()
 
 
-def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tensor, random: torch.Tensor | None) -> None:
-    """Store the fp32 values that ``_read`` returned. With ``random``, round to bfloat16 stochastically."""
+def _write_fp32(
+    stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tensor, random: torch.Tensor | None
+) -> None:
+    """Store the fp32 values that ``_read_fp32`` returned. With ``random``, round to bfloat16 stochastically."""
     if isinstance(stored, Blockwise8Bit):
         stored.write(begin, values)
-    elif stored.dtype != torch.float32:
+    elif stored.dtype != torch.float32:  # in fp32 the values are a view of the storage already
         if random is not None:
             round_stochastically(values, random)
         stored[begin : begin + len(values)] = values
 
 
-def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
+def _fused_adamw_step(
+    tensors: Sequence[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]
+) -> None:
+    """Update fp32 weights, first and second moment in place with torch's fused kernel."""
+    weights, exp_avg, exp_avg_sq = tensors
     beta1, beta2 = group["betas"]
-    weights, first, second = tensors
-    steps = [num_steps.clone()]  # the kernel adds 1 to it
-    given = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    given |= {"beta1": beta1, "beta2": beta2, "fused": True, "amsgrad": False, "maximize": False}
-    adamw([weights], [gradient], [first], [second], [], steps, **given)
+    adamw(
+        [weights],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],  # maxima of the second moment, of amsgrad
+        [num_steps.clone()],  # the kernel adds 1 to it
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

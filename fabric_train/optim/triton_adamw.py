@@ -1,8 +1,8 @@
 """AdamW's step over many parameters as one Triton kernel, which reads and writes each number once.
 
-It computes the formula of ``adamw.adamw_step`` and rounds with the random bits there; in
-Triton's interpreter its results are theirs bit for bit. Numbers in bfloat16 are read and written as the upper
-halves of fp32 numbers, so that the rounding is the one written here.
+It computes the formula of ``adamw.adamw_step`` and rounds with the same random bits: in Triton's interpreter the
+results are equal bit for bit. Numbers in bfloat16 are read and written as the upper halves of fp32 numbers, so that the
+rounding is the one written here.
 """
 
 import torch
@@ -10,9 +10,33 @@ import triton
 import triton.language as tl
 
 # ruff: noqa: N803 - constants are in capitals, as is usual in Triton
-from fabric_train.optim.states import BLOCK, CHUNK, Row, TensorTable, levels_and_midpoints
+from fabric_train.optim.blockwise_8bit import BLOCK, levels_and_midpoints
+from fabric_train.optim.tensor_table import CHUNK, Row, StepFactors, TensorTable
 
-_FIELDS = tl.constexpr(len(Row._fields))
+# columns of ``TensorTable.rows``
+_NUM_FIELDS = tl.constexpr(len(Row._fields))
+_WEIGHTS = tl.constexpr(Row._fields.index("weights"))
+_GRADIENT = tl.constexpr(Row._fields.index("gradient"))
+_EXP_AVG = tl.constexpr(Row._fields.index("exp_avg"))
+_EXP_AVG_SQ = tl.constexpr(Row._fields.index("exp_avg_sq"))
+_EXP_AVG_SCALES = tl.constexpr(Row._fields.index("exp_avg_scales"))
+_EXP_AVG_SQ_SCALES = tl.constexpr(Row._fields.index("exp_avg_sq_scales"))
+_NUMEL = tl.constexpr(Row._fields.index("numel"))
+_FIRST_PROGRAM = tl.constexpr(Row._fields.index("first_program"))
+_BEGIN = tl.constexpr(Row._fields.index("begin"))
+_WIDTH = tl.constexpr(Row._fields.index("width"))
+_GAP = tl.constexpr(Row._fields.index("gap"))
+_KEY = tl.constexpr(Row._fields.index("key"))
+# columns of ``TensorTable.factors``
+_NUM_FACTORS = tl.constexpr(len(StepFactors._fields))
+_WEIGHT_FACTOR = tl.constexpr(StepFactors._fields.index("weight_factor"))
+_FIRST_GAIN = tl.constexpr(StepFactors._fields.index("first_gain"))
+_SECOND_DECAY = tl.constexpr(StepFactors._fields.index("second_decay"))
+_SECOND_GAIN = tl.constexpr(StepFactors._fields.index("second_gain"))
+_RATE = tl.constexpr(StepFactors._fields.index("rate"))
+_ROOT_FACTOR = tl.constexpr(StepFactors._fields.index("root_factor"))
+_EPS = tl.constexpr(StepFactors._fields.index("eps"))
+
 _CHUNK = tl.constexpr(CHUNK)
 _COLUMNS = tl.constexpr(BLOCK)  # so that the 8-bit numbers with one scale are a row
 _ROWS = tl.constexpr(4)  # with 4 warps, a thread has 8 elements: 16 bytes of bfloat16, which is the widest load
@@ -28,11 +52,13 @@ def launch(table: TensorTable) -> None:
     """Update the parameters of a table in one launch. The host does not wait for it."""
     storage = table.storage
     device = table.rows.device
-    _adamw_kernel[(len(table.owners),)](
+    num_programs = len(table.owners)
+    _adamw_kernel[(num_programs,)](
         table.rows,
         table.factors,
         table.owners,
-        *(levels_and_midpoints(signed, device) for signed in (True, False)),
+        levels_and_midpoints(True, device),
+        levels_and_midpoints(False, device),
         WEIGHTS=_KINDS[storage.weights],
         GRADIENT=_KINDS[storage.gradient],
         MOMENTS=_KINDS[storage.moments],
@@ -58,21 +84,22 @@ def _adamw_kernel(
 ):
     """Update one chunk of one parameter. The tensors are from ``TensorTable``."""
     owner = tl.load(owners + tl.program_id(0))
-    row = rows + owner * _FIELDS  # has the fields of ``Row``, in order
-    count = tl.load(row + 6)
-    chunk = (tl.program_id(0) - tl.load(row + 7)) * _CHUNK
-    end = tl.minimum(chunk + _CHUNK, count)
-    rest = end - (end - chunk) % (_ROWS * _COLUMNS)
-    begin = chunk
-    while begin < rest:  # whole blocks without a mask, so that loads are wide
+    row = rows + owner * _NUM_FIELDS  # has the fields of ``Row``, in order
+    row_factors = factors + owner * _NUM_FACTORS
+    numel = tl.load(row + _NUMEL)
+    begin = (tl.program_id(0) - tl.load(row + _FIRST_PROGRAM)) * _CHUNK
+    end = tl.minimum(begin + _CHUNK, numel)
+    # Whole blocks are updated without a mask, so that loads are wide; the rest with one.
+    masked_begin = end - (end - begin) % (_ROWS * _COLUMNS)
+    while begin < masked_begin:
         _update(
-            row, factors + owner * 7, signed_levels, unsigned_levels, begin, None,
+            row, row_factors, signed_levels, unsigned_levels, begin, None,
             WEIGHTS, GRADIENT, MOMENTS, STOCHASTIC, ALIGNED,
         )  # fmt: skip
         begin += _ROWS * _COLUMNS
-    if rest < end:
+    if masked_begin < end:
         _update(
-            row, factors + owner * 7, signed_levels, unsigned_levels, rest, end,
+            row, row_factors, signed_levels, unsigned_levels, masked_begin, end,
             WEIGHTS, GRADIENT, MOMENTS, STOCHASTIC, ALIGNED,
         )  # fmt: skip
 
@@ -92,38 +119,50 @@ def _update(
     ALIGNED: tl.constexpr,
 ):
     """Update the [_ROWS, _COLUMNS] elements from ``begin`` on; those before ``end`` if it is not None."""
-    weights = _read(tl.load(row), 0, signed_levels, begin, end, WEIGHTS, ALIGNED)
-    gradient = _read(tl.load(row + 1), 0, signed_levels, begin, end, GRADIENT, ALIGNED)
-    first = _read(tl.load(row + 2), tl.load(row + 4), signed_levels, begin, end, MOMENTS, ALIGNED)
-    second = _read(tl.load(row + 3), tl.load(row + 5), unsigned_levels, begin, end, MOMENTS, ALIGNED)
-    first = first + (gradient - first) * tl.load(factors + 1)
-    second = second * tl.load(factors + 2) + gradient * gradient * tl.load(factors + 3)
-    root = tl.sqrt_rn(second) * tl.load(factors + 5) + tl.load(factors + 6)
-    weights = weights * tl.load(factors) - tl.div_rn(tl.load(factors + 4) * first, root)
+    weights_address = tl.load(row + _WEIGHTS)
+    first_address = tl.load(row + _EXP_AVG)
+    second_address = tl.load(row + _EXP_AVG_SQ)
+    first_scales = tl.load(row + _EXP_AVG_SCALES)
+    second_scales = tl.load(row + _EXP_AVG_SQ_SCALES)
+
+    # read
+    weights = _read(weights_address, 0, signed_levels, begin, end, WEIGHTS, ALIGNED)
+    gradient = _read(tl.load(row + _GRADIENT), 0, signed_levels, begin, end, GRADIENT, ALIGNED)
+    first = _read(first_address, first_scales, signed_levels, begin, end, MOMENTS, ALIGNED)
+    second = _read(second_address, second_scales, unsigned_levels, begin, end, MOMENTS, ALIGNED)
+
+    # the formula of ``adamw.adamw_step``
+    first = first + (gradient - first) * tl.load(factors + _FIRST_GAIN)
+    second = second * tl.load(factors + _SECOND_DECAY) + gradient * gradient * tl.load(factors + _SECOND_GAIN)
+    root = tl.sqrt_rn(second) * tl.load(factors + _ROOT_FACTOR) + tl.load(factors + _EPS)
+    weights = weights * tl.load(factors + _WEIGHT_FACTOR) - tl.div_rn(tl.load(factors + _RATE) * first, root)
+
+    # round and write
     lower = None
     upper = None
     if STOCHASTIC:
         bits = _random_bits(row, begin)
         lower = bits & 0xFFFF
         upper = bits >> 16
-    _write(tl.load(row), 0, signed_levels, begin, end, weights, upper, WEIGHTS, ALIGNED)
-    _write(tl.load(row + 2), tl.load(row + 4), signed_levels, begin, end, first, lower, MOMENTS, ALIGNED)
-    _write(tl.load(row + 3), tl.load(row + 5), unsigned_levels, begin, end, second, lower, MOMENTS, ALIGNED)
+    _write(weights_address, 0, signed_levels, begin, end, weights, upper, WEIGHTS, ALIGNED)
+    _write(first_address, first_scales, signed_levels, begin, end, first, lower, MOMENTS, ALIGNED)
+    _write(second_address, second_scales, unsigned_levels, begin, end, second, lower, MOMENTS, ALIGNED)
 
 
 @triton.jit
 def _read(address, scales, levels, begin, end, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    at = _offsets()
+    """Return the [_ROWS, _COLUMNS] elements from ``begin`` on in fp32."""
+    offsets = _offsets()
     mask = None
     if end is not None:
-        mask = begin + at < end
+        mask = begin + offsets < end
     if KIND == _FP32:
-        numbers = tl.load(_pointer(address, begin, tl.float32, ALIGNED) + at, mask=mask)
+        numbers = tl.load(_pointer(address, begin, tl.float32, ALIGNED) + offsets, mask=mask)
     elif KIND == _BF16:
-        upper = tl.load(_pointer(address, begin, tl.uint16, ALIGNED) + at, mask=mask)
+        upper = tl.load(_pointer(address, begin, tl.uint16, ALIGNED) + offsets, mask=mask)
         numbers = (upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        codes = tl.load(_pointer(address, begin, tl.uint8, ALIGNED) + at, mask=mask)
+        codes = tl.load(_pointer(address, begin, tl.uint8, ALIGNED) + offsets, mask=mask)
         numbers = tl.load(levels + codes.to(tl.int32)) * _load_scales(scales, begin, end)
     return numbers
 
@@ -131,18 +170,18 @@ def _read(address, scales, levels, begin, end, KIND: tl.constexpr, ALIGNED: tl.c
 @triton.jit
 def _write(address, scales, levels, begin, end, numbers, random, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Store fp32 numbers; round to bfloat16 with ``random``, uint32 below 2¹⁶, or to the nearest if it is None."""
-    at = _offsets()
+    offsets = _offsets()
     mask = None
     if end is not None:
-        mask = begin + at < end
+        mask = begin + offsets < end
     if KIND == _FP32:
-        tl.store(_pointer(address, begin, tl.float32, ALIGNED) + at, numbers, mask=mask)
+        tl.store(_pointer(address, begin, tl.float32, ALIGNED) + offsets, numbers, mask=mask)
     elif KIND == _BF16:
         bits = numbers.to(tl.uint32, bitcast=True)
         if random is None:
             random = 0x7FFF + ((bits >> 16) & 1)  # halves go to the even neighbour
         upper = ((bits + random) >> 16).to(tl.uint16)
-        tl.store(_pointer(address, begin, tl.uint16, ALIGNED) + at, upper, mask=mask)
+        tl.store(_pointer(address, begin, tl.uint16, ALIGNED) + offsets, upper, mask=mask)
     else:
         sizes = tl.abs(numbers)
         if end is not None:
@@ -150,11 +189,12 @@ def _write(address, scales, levels, begin, end, numbers, random, KIND: tl.conste
         scale = tl.max(sizes, axis=1, keep_dims=True)
         _store_scales(scales, begin, end, scale)
         normalized = tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0))
-        codes = tl.zeros_like(at)  # the number of midpoints below, by bisection; the midpoints follow the 256 levels
+        # The code is the number of midpoints below, found by bisection; the midpoints follow the 256 levels.
+        codes = tl.zeros_like(offsets)
         for power in tl.static_range(8):
             half = 128 >> power
             codes += tl.where(tl.load(levels + 255 + codes + half) < normalized, half, 0)
-        tl.store(_pointer(address, begin, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=mask)
+        tl.store(_pointer(address, begin, tl.uint8, ALIGNED) + offsets, codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -195,12 +235,12 @@ def _pointer(address, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _random_bits(row, begin):
     """Return 32 random bits for each element from ``begin`` on; see ``adamw.random_bits``."""
-    local = begin + _offsets()
-    index = tl.load(row + 8) + local
-    gap = tl.load(row + 10)
+    local_indices = begin + _offsets()
+    indices = tl.load(row + _BEGIN) + local_indices
+    gap = tl.load(row + _GAP)
     if gap != 0:
-        index += local // tl.load(row + 9) * gap
-    bits = index.to(tl.uint32) ^ tl.load(row + 11).to(tl.uint32)
+        indices += local_indices // tl.load(row + _WIDTH) * gap
+    bits = indices.to(tl.uint32) ^ tl.load(row + _KEY).to(tl.uint32)
     bits ^= bits >> 16
     bits *= 0x7FEB352D
     bits ^= bits >> 15

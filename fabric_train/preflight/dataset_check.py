@@ -28,7 +28,7 @@ from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers
 from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_template
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
-from fabric_train.training.evaluation import EarlyStopping, parse_early_stopping
+from fabric_train.training.early_stopping import EarlyStopping, parse_early_stopping
 from fabric_train.training.objective import Objective
 
 if TYPE_CHECKING:

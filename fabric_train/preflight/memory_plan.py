@@ -30,11 +30,13 @@ from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
 from fabric_train.preflight.memory_layout import why_no_tiles
-from fabric_train.preflight.steps import describe_saves
+from fabric_train.preflight.save_interval import describe_saves
 from fabric_train.training.components import component
+from fabric_train.training.data_tables import describe_mixture, describe_phases
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 from fabric_train.training.run_log import note, show
-from fabric_train.training.summary import describe_mixture, describe_parts, describe_phases, facts_table
+from fabric_train.training.summary import describe_parts
+from fabric_train.training.tables import facts_table
 
 _BALANCED = 64  # micro-batches in which the work of ranks that share rows is compared
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
@@ -58,7 +60,7 @@ _PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 
 def print_plan(run: PreparedRun) -> None:
     """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; refuse what does not fit."""
-    faults = [fault for part in run.stretches for fault in _plan_part(part)]
+    faults = [fault for part in run.successive_runs for fault in _plan_part(part)]
     for line in run.notes:
         note(line)
     objective = component(run.components, "objective")
@@ -244,7 +246,7 @@ def _counts(forecast: Forecast, run: PreparedRun) -> Table:
     units = forecast.units
     layout = forecast.layout
     plan = run.plan
-    table = facts_table(f"Plan{run.steps_in_words}")
+    table = facts_table(f"Plan{run.steps_suffix}")
     trained = "" if units.trained == units.total else f"; {units.trained + units.adapter:,} train"
     if units.adapter:
         trained += f", {units.adapter:,} of them the adapter's"
@@ -259,7 +261,7 @@ def _counts(forecast: Forecast, run: PreparedRun) -> Table:
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
     tokens = plan.rows_per_window * plan.tokens_per_row
-    number = plan.num_steps if not run.steps_in_words else plan.last_step - plan.data_starts_after
+    number = plan.num_steps if not run.steps_suffix else plan.last_step - plan.data_starts_after
     table.add_row("steps", f"{number:,} of up to {tokens:,} tokens, {number * tokens:,} in all")
     table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP a step on each device")
     return table

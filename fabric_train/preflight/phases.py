@@ -14,7 +14,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape, with_parts
 from fabric_train.model.trained_parts import TrainedParts
-from fabric_train.optim.optimizer import RATE_ARGUMENTS, Schedule
+from fabric_train.optim.learning_rate import RATE_ARGUMENTS, Schedule
 from fabric_train.preflight.steps import fault_of_decay
 from fabric_train.training.prepared_run import RunPhase, TrainingData
 

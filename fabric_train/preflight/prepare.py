@@ -65,12 +65,12 @@ from fabric_train.training.components import (
     describe_other_component,
     find_other_components,
 )
-from fabric_train.training.evaluation import SamplePrompts
-from fabric_train.training.loggers import read_samples
 from fabric_train.training.metrics import find_lost_rows
-from fabric_train.training.objective import objective_of
+from fabric_train.training.objective import build_objective
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
-from fabric_train.training.reference import check_reference
+from fabric_train.training.reference_model import check_reference
+from fabric_train.training.sample_file import read_samples
+from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def prepare(
     if compares and arguments.adapter.init_adapter and (adapter_dir / "trainer.json").is_file():
         run = _with_notes(run, *_compare_objectives(run, adapter_dir))
     run = _with_following(run, stretches[place + 1 :])
-    goes_on = run.following is not None and run.start.state.step == run.plan.last_step and not run.ends_early
+    goes_on = run.next_run is not None and run.start.state.step == run.plan.last_step and not run.ends_early
     if checkpoint is not None and goes_on and not run.start.state.unlogged:
         return run.continued_from(checkpoint, run.start.state)
     return run
@@ -196,7 +196,7 @@ def _prepare_stretch(
         start, starts_after = replace(start, checkpoint=checkpoint), checkpoints.data_starts_after(start.lineage)
     version = order.version if isinstance(order, DataOrder) else SHUFFLED
     plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step, version)
-    objective = objective_of(arguments)
+    objective = build_objective(arguments)
     early_stopping = check_deciding_sources(arguments, data, objective)
     if faults := faults_of_validation(arguments, data, objective, early_stopping):
         raise InputError(*faults)
@@ -220,7 +220,7 @@ def _prepare_stretch(
         components=components_of(arguments, objective),
         adapter_base=base,
         models=models,
-    ).with_present_parts()
+    ).with_current_parts()
     _check_parts(run)
     check_reference(run)
     begins_with = arguments.adapter.init_adapter
@@ -249,13 +249,13 @@ def _with_following(run: PreparedRun, later: Sequence[Stretch]) -> PreparedRun:
     notes = [f"from step {stretch.first_step:,} on: {line}" for line in following.notes if line not in run.notes]
     following = _with_following(replace(following, notes=()), later[1:])
     kept = replace(following.start, schedule_steps=run.start.schedule_steps)
-    run = replace(run, following=replace(following, start=kept))
+    run = replace(run, next_run=replace(following, start=kept))
     return _with_notes(run, *notes, *following.notes)
 
 
 def _check_parts(run: PreparedRun) -> None:
     """Raise an InputError for rates of parts that do not train, and parts that do not train with FSDP1."""
-    rates_by_name(run.arguments.training.rates_of_parts, run.model.names, run.model.source, run.ever_trained)
+    rates_by_name(run.arguments.training.rates_of_parts, run.model.names, run.model.source, run.trained_in_any_phase)
     if run.devices.parallelism == "fsdp":
         _check_frozen_ties(run)
 

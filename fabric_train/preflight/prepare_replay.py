@@ -58,7 +58,7 @@ def prepare_replay(
     if last > run.plan.num_steps:
         its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
         raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
-    if last > (border := run.border):
+    if last > (border := run.last_loop_step):
         raise InputError(
             f"--steps {first}:{last}: other parts of the model train, or other data are read, after step {border}; "
             "give steps up to it, or steps after it, if its checkpoint is still there"
@@ -104,11 +104,11 @@ def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
     """Give the learning-rate schedules the lengths that a later checkpoint names."""
     saved = checkpoints.read_trainer_json(checkpoint)
     if math.isfinite(saved.schedule_steps):
-        run = run.keeping(replace(run.schedules.of_run, num_steps=int(saved.schedule_steps)))
+        run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
     lengths = {phase.first_step: phase.num_steps for phase in saved.phase_schedules}
     for phase in run.plan.phases:
         if phase.schedule and phase.first_step in lengths:
-            run = run.keeping(replace(phase.schedule, num_steps=lengths[phase.first_step]))
+            run = run.with_schedule(replace(phase.schedule, num_steps=lengths[phase.first_step]))
     return run
 
 

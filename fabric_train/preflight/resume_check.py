@@ -18,7 +18,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.optim.optimizer import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
+from fabric_train.optim.learning_rate import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
 from fabric_train.training.components import (
     describe_other_component,
     find_other_components,
@@ -26,7 +26,7 @@ from fabric_train.training.components import (
 )
 from fabric_train.training.metrics import read_metrics
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
-from fabric_train.training.reference import is_reference_of
+from fabric_train.training.reference_model import is_reference_of
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -241,7 +241,7 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     had_steps, kept, is_same = _schedule_there(run, now, saved)
     # a later phase may go on in the schedule of the run
     if now.last_step is not None and saved.schedule_steps != saved.num_steps:
-        run = run.keeping(replace(run.schedules.of_run, num_steps=int(saved.schedule_steps)))
+        run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
     last_step = now.last_step or run.plan.num_steps
     num_steps = now.num_steps
     if not is_same:
@@ -251,7 +251,7 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
         return run, []
     then = replace(now, num_steps=int(kept))
     keeps = then.rate(step) != now.rate(step) and not run.arguments.checkpoint.allow_changes
-    run = run.keeping(then) if keeps else run
+    run = run.with_schedule(then) if keeps else run
     if last_step <= step or (keeps and num_steps == had_steps):  # nothing to train, or noted by the start before
         return run, []
     of = "run" if now.last_step is None else "phase"

@@ -11,7 +11,7 @@ from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
 from fabric_train.pages.markdown import Section, code, escaped
 from fabric_train.report.run_files import RunFiles
-from fabric_train.training.curves import MetricsTable
+from fabric_train.training.metrics_table import MetricsTable
 
 _MAX_WAIT = 0.05  # for data, of a step's time
 _MAX_LAG = 0.1  # of a rank, of a step's time
@@ -62,7 +62,7 @@ def find_unusual(run: RunFiles) -> list[Finding]:
 
 def _check_data_wait(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if steps wait for data for much of their time."""
-    row_indices = table.known("data_wait")[1:]  # the first step starts the workers
+    row_indices = table.measured_rows("data_wait")[1:]  # the first step starts the workers
     if len(row_indices) < _MIN_ROWS:
         return
     mean_wait = float(table.columns["data_wait"][row_indices].mean())
@@ -76,7 +76,7 @@ def _check_data_wait(table: MetricsTable) -> Iterator[Finding]:
 
 def _check_norm_spikes(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if gradient norms are far above those of the steps around them."""
-    row_indices = table.known("grad_norm")
+    row_indices = table.measured_rows("grad_norm")
     if len(row_indices) < _MIN_ROWS:
         return
     norms = table.columns["grad_norm"][row_indices]  # [N]
@@ -103,7 +103,7 @@ def _check_rising_sources(table: MetricsTable) -> Iterator[Finding]:
     if not columns:
         columns = {"all": "val_loss"}
     for source, column in columns.items():
-        row_indices = table.known(column)
+        row_indices = table.measured_rows(column)
         if len(row_indices) < 4:
             continue
         losses = table.columns[column][row_indices]
@@ -127,7 +127,7 @@ def _check_rising_sources(table: MetricsTable) -> Iterator[Finding]:
 
 def _check_slow_rank(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if one rank is the slowest of most steps, by much of a step's time."""
-    row_indices = table.known("rank_lag")[1:]
+    row_indices = table.measured_rows("rank_lag")[1:]
     if len(row_indices) < _MIN_ROWS:
         return
     slowest_ranks = table.columns["slowest_rank"][row_indices]
@@ -146,7 +146,7 @@ def _check_slow_rank(table: MetricsTable) -> Iterator[Finding]:
 
 def _check_speed(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if the run is slower at its end than at its beginning."""
-    row_indices = table.known("tokens_per_second")[1:]
+    row_indices = table.measured_rows("tokens_per_second")[1:]
     if len(row_indices) < 4 * _MIN_ROWS:
         return
     speeds = table.columns["tokens_per_second"][row_indices]
@@ -163,7 +163,7 @@ def _check_speed(table: MetricsTable) -> Iterator[Finding]:
 
 def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if steps were left out."""
-    num_skipped = table.last("skipped_steps") or 0
+    num_skipped = table.last_value("skipped_steps") or 0
     if num_skipped:
         yield Finding(
             f"{num_skipped:,.0f} steps were left out, because their loss or gradient was not finite.",
@@ -173,7 +173,7 @@ def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
 
 def _check_has_evaluation(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if a run of some length was never evaluated."""
-    if len(table.steps) >= _LEARNING_STEPS and not len(table.known("val_loss")):
+    if len(table.steps) >= _LEARNING_STEPS and not len(table.measured_rows("val_loss")):
         yield Finding(
             "The run has no evaluation: nobody sees whether it learns by heart.", "docs/training.md#evaluation"
         )
@@ -198,7 +198,7 @@ def _check_near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]
         vocab_size = json.loads((checkpoint / "config.json").read_bytes())["vocab_size"]
     except (InputError, OSError, ValueError, KeyError, TypeError):  # then the loss is not judged
         return
-    row_indices = table.known("train_loss")
+    row_indices = table.measured_rows("train_loss")
     if len(row_indices) < _MIN_ROWS or table.steps[-1] < _LEARNING_STEPS or not isinstance(vocab_size, int):
         return
     mean_loss = table.columns["train_loss"][row_indices[-_MIN_ROWS:]].mean()

@@ -16,9 +16,10 @@ from fabric_train.cli.output import redact
 from fabric_train.export.card_facts import ModelRecord, read_record
 from fabric_train.pages.charts import Mark
 from fabric_train.pages.markdown import SHOWN_DIGITS
-from fabric_train.training.curves import MetricsTable, read_lineage
-from fabric_train.training.loggers import Sample, read_samples
+from fabric_train.training.logger import Sample
+from fabric_train.training.metrics_table import MetricsTable, read_lineage
 from fabric_train.training.run_times import RunTimes, read_times
+from fabric_train.training.sample_file import read_samples
 
 # numbers of at most 18 digits, as steps and ranks have: a damaged line may have thousands, which ``int`` refuses
 _LOG_LINE = re.compile(r"([0-9]{4}-[0-9-]{5} [0-9:]{8}[+-][0-9]{4}) (.*) rank ([0-9]{1,18}): (.*)")
@@ -150,7 +151,7 @@ class RunFiles:
     def _marks_of_skipped_steps(self, trainer: TrainerJson) -> Iterator[Mark]:
         """Yield the logged rows at which the number of skipped steps grew."""
         table = self.metrics
-        row_indices = table.known("skipped_steps")
+        row_indices = table.measured_rows("skipped_steps")
         if not len(row_indices):
             return
         # the column counts from the first step; a branch begins with the count of the run that it continues
@@ -177,7 +178,7 @@ class RunFiles:
 def best_step(run: RunFiles) -> int | None:
     """Return the step with the lowest validation loss in a run's metrics; None with fewer than two evaluations."""
     table = run.metrics
-    row_indices = table.known("val_loss")
+    row_indices = table.measured_rows("val_loss")
     if len(row_indices) < 2:
         return None
     best_index = table.columns["val_loss"][row_indices].argmin()

@@ -30,7 +30,7 @@ from fabric_train.files.regular_file import read_json
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, escaped, table
 from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles, best_step, content_hash
-from fabric_train.training.curves import metric_charts
+from fabric_train.training.metric_charts import metric_charts
 from fabric_train.training.run_times import TIMES, describe_seconds
 
 _MAX_SAMPLES = 4  # of each prompt
@@ -157,13 +157,13 @@ def _metric_rows(run: RunFiles) -> Rows:
     metrics = run.metrics
     rows: Rows = [("last logged step", int(metrics.steps[-1]) if len(metrics.steps) else "none yet")]
     for name, column in (("training loss", "train_loss"), ("validation loss", "val_loss")):
-        value = metrics.last(column)
+        value = metrics.last_value(column)
         if value is not None:
             rows.append((name, f"{value:.4f}"))
     best = best_step(run)
     if best:
         rows.append(("best validation", f"step {best:,}"))
-    row_indices = metrics.known("tokens_per_second")
+    row_indices = metrics.measured_rows("tokens_per_second")
     if len(row_indices):
         median_speed = np.median(metrics.columns["tokens_per_second"][row_indices])
         rows.append(("speed", f"{median_speed:,.0f} tokens/s, the median"))

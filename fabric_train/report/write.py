@@ -21,7 +21,8 @@ from fabric_train.pages.markdown import Section, WrittenPage, code, escaped, tab
 from fabric_train.report.health import health_section
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections
-from fabric_train.training.curves import MetricsTable, metric_charts, page_axis
+from fabric_train.training.metric_charts import metric_charts
+from fabric_train.training.metrics_table import MetricsTable
 
 T = TypeVar("T")
 PAGE = "report.html"
@@ -64,7 +65,7 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
         has_picture = draw(charts, picture, title=title, heights=heights)
 
     # write
-    axes = [page_axis(run.metrics) for run in runs if _has_metrics(run)]  # in the order in which charts number runs
+    axes = [run.metrics.page_axis() for run in runs if _has_metrics(run)]  # in the order in which charts number runs
     write_atomically(page, to_html(title, sections, axes))
     write_atomically(markdown, to_markdown(title, sections, picture.name if has_picture else ""))
 
@@ -226,7 +227,7 @@ def _result_cells(run: _ComparedRun, price_per_hour: float | None) -> dict[str, 
         cells["tokens"] = trainer.state.num_tokens
     if run.metrics is not None:
         for name, column in (("training loss", "train_loss"), ("tokens/s at the end", "tokens_per_second")):
-            value = run.metrics.last(column)
+            value = run.metrics.last_value(column)
             if value is not None:
                 cells[name] = f"{value:,.4g}"
     if run.evaluation is not None:

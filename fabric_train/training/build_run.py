@@ -1,10 +1,9 @@
 """Build the parts of a prepared run: model, optimizer, batches, evaluation, checkpoints, loggers."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning import Fabric
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
@@ -18,137 +17,195 @@ from fabric_train.data.row_documents import WorstDocuments
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import data_ranks, first_text
 from fabric_train.distributed.sharded_parameters import flat_shards
 from fabric_train.distributed.signals import Heartbeat
-from fabric_train.distributed.strategy import device_name
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.generation_settings import add_stop_tokens, read_generation_config
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
-from fabric_train.model.origin import (
-    SPLIT_ARGUMENTS,
-    ModelOrigin,
-    TrainingSession,
-    TrainingStage,
-    find_origin,
-    legal_files,
-    read_stages,
-)
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.trained_parts import TrainedParts, freeze_other_parts, rates_by_name, trained_parameters
 from fabric_train.model.untrained_rows import note_on_end_of_turn
 from fabric_train.optim.adamw import LowPrecisionAdamW
-from fabric_train.optim.optimizer import build_optimizer, decayed_names, use_triton
+from fabric_train.optim.kernel_trial import use_triton
+from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.training.checkpoint_description import describe_run
 from fabric_train.training.components import component
 from fabric_train.training.evaluation import Validation, select_metrics
-from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, open_loggers
-from fabric_train.training.loop import Loop, ProfiledWindows
-from fabric_train.training.metrics import further_columns
+from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger, Outputs
+from fabric_train.training.loggers import open_loggers
+from fabric_train.training.loop import Loop
+from fabric_train.training.metrics import extra_columns
 from fabric_train.training.objective import Objective, counts_pieces
+from fabric_train.training.own_time import OwnTime
 from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
+from fabric_train.training.profiling import ProfiledWindows
 from fabric_train.training.run_log import log, note, progress, warn
 from fabric_train.training.run_times import TIMES, TimesFile
-from fabric_train.training.step import OwnTime, StepGuard, Stepper
+from fabric_train.training.step import Stepper
+from fabric_train.training.step_guard import StepGuard
 
 
-def set_up_model(fabric: Fabric, run: PreparedRun, shows_notes: bool = True) -> tuple[Any, set[str]]:
-    """Return the model, and the names of its parameters with weight decay; mapped weight files are closed again."""
+def set_up_model(fabric: Fabric, run: PreparedRun, *, shows_notes: bool = True) -> tuple[_FabricModule, set[str]]:
+    """Return the model on its devices, and the names of its parameters with weight decay.
+
+    Weight files that are mapped into memory are closed again.
+    """
     arguments = run.arguments
+    data = run.data
     progress.info("building the model")
-    if run.adapter_base and run.adapter_base.fingerprint is None and fabric.is_global_zero and shows_notes:
-        start_hashing(run.adapter_base)  # while the model is read and the first steps are taken
-    meta_model = _open(run)
-    if shows_notes and fabric.is_global_zero and not isinstance(run.data, Stream):
-        for line in filter(None, (note_on_end_of_turn(meta_model, part) for part in run.data.parts)):
-            note(line)
-    model: Any = meta_model.model
+    shows_notes = shows_notes and fabric.is_global_zero
+    if run.adapter_base and run.adapter_base.fingerprint is None and shows_notes:
+        start_hashing(run.adapter_base)  # in the background, while the model is read and the first steps are taken
+
+    # The model without weights, on the meta device.
+    meta_model = _open_model(run)
+    model = meta_model.model
+    if shows_notes and not isinstance(data, Stream):
+        for dataset in data.parts:
+            line = note_on_end_of_turn(meta_model, dataset)
+            if line:
+                note(line)
     if not run.model.is_new:
         model.generation_config = read_generation_config(run.model.source, run.model.config)
     if model.generation_config is not None:
-        add_stop_tokens(model.generation_config, run.data.stop_token_ids)
+        add_stop_tokens(model.generation_config, data.stop_token_ids)
+
+    # Names with weight decay depend on the shapes, so they come before sharding makes parameters flat.
     freeze_other_parts(model, run.model.adapter, run.model.parts)
-    decayed = decayed_names(model)
-    data = run.data
-    lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
-    lengths |= data.validation.lengths() if data.validation else set()
-    any_length = arguments.evaluation.self_check or len(lengths) > MAX_STATIC_LENGTHS
-    model = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length=any_length)
-    return model, decayed
+    names_with_decay = decayed_names(model)
+
+    # Compiled layers take any length if rows have many.
+    row_lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
+    if data.validation:
+        row_lengths = row_lengths | data.validation.lengths()
+    any_length = arguments.evaluation.self_check or len(row_lengths) > MAX_STATIC_LENGTHS
+
+    wrapped = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length=any_length)
+    return wrapped, names_with_decay
 
 
-def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: PreparedRun) -> Any:
+def _open_model(run: PreparedRun) -> MetaModel:
+    """Open the model that a run starts from: an adapter, a checkpoint, a new or a pretrained model."""
+    arguments = run.arguments
+    checkpoint = run.start.checkpoint
+    dtype = weights_dtype(arguments.model.precision)
+    seed = arguments.data.seed
+    if run.adapter_base:
+        adapter_dir = None
+        if checkpoint is not None and is_adapter(checkpoint):
+            adapter_dir = checkpoint
+        elif arguments.adapter.init_adapter:
+            adapter_dir = Path(arguments.adapter.init_adapter)
+        return open_adapted(run.model, run.adapter_base, dtype, seed, adapter_dir)
+    if checkpoint:
+        return open_checkpoint(run.model, checkpoint, dtype)
+    if run.model.is_new:
+        return open_new(run.model, dtype, seed)
+    return open_pretrained(run.model, dtype)
+
+
+def set_up_optimizer(
+    fabric: Fabric, model: _FabricModule, names_with_decay: set[str], run: PreparedRun
+) -> _FabricOptimizer:
     """Return the optimizer, with its state from the checkpoint if the run resumes."""
     arguments = run.arguments
     progress.info("building the optimizer")
-    fused = arguments.model.precision != "16-mixed" and fabric.device.type != "xla"
-    named = trained_parameters(model)
-    seed = arguments.data.seed
-    compiles = arguments.fsdp.compile is True
-    rates = rates_by_name(arguments.training.rates_of_parts, run.model.names, run.model.source, run.ever_trained)
-    built = build_optimizer(named, decayed, arguments.training, fused, seed, flat_shards(model), compiles, rates)
-    optimizer: Any = fabric.setup_optimizers(built)
-    if isinstance(built, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
-        _choose_step(fabric, built)
+    named_parameters = trained_parameters(model)
+    rates = rates_by_name(
+        arguments.training.rates_of_parts, run.model.names, run.model.source, run.trained_in_any_phase
+    )
+    torch_optimizer = build_optimizer(
+        named_parameters,
+        names_with_decay,
+        arguments.training,
+        fused=arguments.model.precision != "16-mixed" and fabric.device.type != "xla",
+        seed=arguments.data.seed,
+        flat_shards=flat_shards(model),
+        compiles=arguments.fsdp.compile is True,
+        rates=rates,
+    )
+    optimizer = fabric.setup_optimizers(torch_optimizer)
+    assert isinstance(optimizer, _FabricOptimizer)
+    if isinstance(torch_optimizer, LowPrecisionAdamW) and named_parameters[0][1].device.type == "cuda":
+        _choose_update(fabric, torch_optimizer)
     if run.start.checkpoint and run.start.resumes:
-        if run.adapter_base and not is_adapter(run.start.checkpoint):
-            if fabric.is_global_zero:
-                note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
-            return optimizer
-        there = checkpoints.read_trainer_json(run.start.checkpoint).component("optimizer")
-        here = component(run.components, "optimizer")
-        if (there.name, there.module) != (here.name, here.module):
-            if fabric.is_global_zero:
-                note(f"the optimizer starts from zero: the checkpoint has the states of the {there}")
-            return optimizer
-        progress.info("loading the optimizer's state")
-        new = run.model.trained.keys() - _trained_there(run, run.start.checkpoint)
-        if new and fabric.is_global_zero:
-            note(f"the optimizer starts from zero for {counted(len(new), 'weight')}, frozen up to this step")
-        restore_optimizer(run.start.checkpoint, fabric, model, optimizer, new)
+        _restore_optimizer(fabric, model, optimizer, run, run.start.checkpoint)
     return optimizer
 
 
-def _trained_there(run: PreparedRun, checkpoint: Path) -> set[str]:
+def _restore_optimizer(
+    fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, run: PreparedRun, checkpoint: Path
+) -> None:
+    """Restore the optimizer's state from a checkpoint, as far as it has states of the parameters that train now."""
+    if run.adapter_base and not is_adapter(checkpoint):
+        if fabric.is_global_zero:
+            note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
+        return
+    saved_optimizer = checkpoints.read_trainer_json(checkpoint).component("optimizer")
+    current_optimizer = component(run.components, "optimizer")
+    if (saved_optimizer.name, saved_optimizer.module) != (current_optimizer.name, current_optimizer.module):
+        if fabric.is_global_zero:
+            note(f"the optimizer starts from zero: the checkpoint has the states of the {saved_optimizer}")
+        return
+    progress.info("loading the optimizer's state")
+    new_names = run.model.trained.keys() - _saved_trained_names(run, checkpoint)
+    if new_names and fabric.is_global_zero:
+        note(f"the optimizer starts from zero for {counted(len(new_names), 'weight')}, frozen up to this step")
+    restore_optimizer(checkpoint, fabric, model, optimizer, new_names)
+
+
+def _saved_trained_names(run: PreparedRun, checkpoint: Path) -> set[str]:
     """Return the names of the parameters that the step of a checkpoint trained."""
     if run.model.adapter:
         return set(run.model.trained)
-    return TrainedParts(*checkpoints.read_trainer_json(checkpoint).parts).choose(run.model.names, run.model.source)
+    saved_parts = TrainedParts(*checkpoints.read_trainer_json(checkpoint).parts)
+    return saved_parts.choose(run.model.names, run.model.source)
 
 
-def _choose_step(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
-    """Let the Triton kernel update the parameters if it works on every rank, and note which step runs."""
+def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
+    """Let the Triton kernel update the parameters if it works on every rank, and note which update runs."""
     progress.info("trying the optimizer's kernel")
     fault = first_text(fabric, use_triton(optimizer))
     if fault is not None:
         optimizer.launch = None  # all ranks must round in the same way
-    if fabric.is_global_zero:
-        step = "one Triton kernel updates all parameters"
-        note(f"AdamW: {step}" if fault is None else f"AdamW: parameters are updated one by one, not by Triton: {fault}")
+    if not fabric.is_global_zero:
+        return
+    if fault is None:
+        note("AdamW: one Triton kernel updates all parameters")
+    else:
+        note(f"AdamW: parameters are updated one by one, not by Triton: {fault}")
 
 
 def build_validation(
-    fabric: Fabric, model: Any, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
+    fabric: Fabric, model: _FabricModule, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
 ) -> Validation | None:
     """Return what evaluates this rank's share of the validation split, and samples; None without such a split."""
     rows = run.data.validation
-    limits = run.arguments.evaluation
-    given = run.arguments.data
     if rows is None:
         return None
+    arguments = run.arguments
     ranks = data_ranks(fabric)
-    size = limits.eval_batch_size
-    limit = limits.eval_iters
-    batches = validation_batches(rows, size, ranks.size, ranks.rank, limit, given.seed, given.num_workers)
+    batches = validation_batches(
+        rows,
+        arguments.evaluation.eval_batch_size,
+        ranks.size,
+        ranks.rank,
+        arguments.evaluation.eval_iters,
+        arguments.data.seed,
+        arguments.data.num_workers,
+    )
     return Validation(
         fabric=fabric,
         model=model,
         objective=objective,
-        metrics=select_metrics(limits.computed_metrics),
+        metrics=select_metrics(arguments.evaluation.computed_metrics),
         batches=batches,
         source_names=rows.source_names,
         prompts=run.sample_prompts,
@@ -160,33 +217,43 @@ def build_outputs(
     fabric: Fabric, run: PreparedRun, objective: Objective, console: Console, heartbeat: Heartbeat
 ) -> Outputs:
     """Return the loggers and the display of the progress on rank 0, nothing on other ranks."""
-    given = run.arguments.logging
+    arguments = run.arguments.logging
     state = run.start.state
     if not fabric.is_global_zero:
-        return Outputs([], given.log_model)
-    logged = LoggedRun(
+        return Outputs([], arguments.log_model)
+
+    # A run that starts at step 0 logs it, and so does one whose evaluation a signal interrupted.
+    logs_current_step = bool(state.unlogged) or state.step == 0
+    columns = extra_columns(
+        objective.metric_names,
+        run.arguments.evaluation.computed_metrics,
+        run.all_logged_sources,
+        counts_pieces=counts_pieces(objective),
+    )
+    logged_run = LoggedRun(
         folder=run.folder,
-        last_step=state.step - (bool(state.unlogged) or state.step == 0),  # a run that starts at step 0 logs it
+        last_step=state.step - 1 if logs_current_step else state.step,
         config=flatten(run.arguments),
-        columns=further_columns(
-            objective.metric_names,
-            run.arguments.evaluation.computed_metrics,
-            run.sources_ever_logged,
-            counts_pieces(objective),
-        ),
+        columns=columns,
         branched_after=[branch.step for branch in run.start.lineage if not branch.is_border_of(run.folder)],
     )
-    loggers = open_loggers(given.opened_loggers, logged)
-    num_steps = run.plan.num_steps
-    shown = GuardedLogger("progress", lambda: open_progress(run.folder.name, state.step, num_steps, console, heartbeat))
-    times = GuardedLogger(TIMES, lambda: TimesFile(run.folder / TIMES, heartbeat, state.step, fabric.world_size))
-    return Outputs([*loggers, shown, times], given.log_model)
+    loggers = open_loggers(arguments.opened_loggers, logged_run)
+
+    def open_display() -> Logger:
+        return open_progress(run.folder.name, state.step, run.plan.num_steps, console, heartbeat)
+
+    def open_times() -> Logger:
+        return TimesFile(run.folder / TIMES, heartbeat, state.step, fabric.world_size)
+
+    display = GuardedLogger("progress", open_display)
+    times = GuardedLogger(TIMES, open_times)
+    return Outputs([*loggers, display, times], arguments.log_model)
 
 
 def build_loop(
     fabric: Fabric,
-    model: Any,
-    optimizer: Any,
+    model: _FabricModule,
+    optimizer: _FabricOptimizer,
     objective: Objective,
     run: PreparedRun,
     heartbeat: Heartbeat,
@@ -196,21 +263,20 @@ def build_loop(
 ) -> Loop:
     """Return the loop of a run, whose ``outputs`` get every complete checkpoint of the ``manager``."""
 
-    def saved(path: Path) -> None:
-        log.info("saved %s", path)
-        outputs.saved(path)
+    def record_save(checkpoint: Path) -> None:
+        log.info("saved %s", checkpoint)
+        outputs.saved(checkpoint)
 
-    given = run.arguments
-    base = _base_model(run) if fabric.is_global_zero else (None, (), ())  # rank 0 writes it
-    saves = manager(
+    arguments = run.arguments
+    checkpoint_manager = manager(
         run.folder / "checkpoints",
         fabric,
         model,
         optimizer,
-        _description(run, fabric, *base),
-        given.save.keep_checkpoints,
-        given.save.async_save,
-        saved,
+        describe_run(run, fabric),
+        arguments.save.keep_checkpoints,
+        arguments.save.async_save,
+        record_save,
         run.start.state.step,
     )
     stepper = Stepper(
@@ -218,10 +284,10 @@ def build_loop(
         model=model,
         optimizer=optimizer,
         objective=objective,
-        arguments=given,
+        arguments=arguments,
         schedules=run.schedules,
-        guard=_guard(fabric, run.data),
-        checkpoints=saves,
+        guard=_build_guard(fabric, run.data),
+        checkpoints=checkpoint_manager,
         heartbeat=heartbeat,
         flops=run.model.flops,
         num_sources=len(run.logged_sources),
@@ -230,137 +296,74 @@ def build_loop(
     return Loop(
         run=run,
         stepper=stepper,
-        batches=_batches(fabric, run, heartbeat),
-        num_steps=run.border,
-        checkpoints=saves,
+        batches=_build_batches(fabric, run, heartbeat),
+        num_steps=run.last_loop_step,
+        checkpoints=checkpoint_manager,
         validation=validation,
         outputs=outputs,
-        peak_flops=peak_flops_of_run(fabric, given.model.precision),
+        peak_flops=peak_flops_of_run(fabric, arguments.model.precision),
     )
 
 
-def _guard(fabric: Fabric, data: TrainingData) -> StepGuard:
+def _build_guard(fabric: Fabric, data: TrainingData) -> StepGuard:
+    """Return the guard of a run's steps, which names rows as its data do."""
     if isinstance(data, Stream):
         return StepGuard(fabric, "the stream", warn)
-    worst = WorstDocuments(fabric, data).describe
+    worst_documents = WorstDocuments(fabric, data).describe
     if isinstance(data, TokenMixture):
-        return StepGuard(fabric, "the token datasets", warn, data.row_name, worst)
-    return StepGuard(fabric, f"{data.folder / 'train'}", warn, worst=worst)
+        return StepGuard(fabric, "the token datasets", warn, data.row_name, worst_documents)
+    return StepGuard(fabric, f"{data.folder / 'train'}", warn, worst=worst_documents)
 
 
-def _open(run: PreparedRun) -> MetaModel:
-    dtype = weights_dtype(run.arguments.model.precision)
-    given = run.arguments
-    if run.adapter_base:
-        checkpoint = run.start.checkpoint
-        goes_on = checkpoint is not None and is_adapter(checkpoint)
-        begins_with = checkpoint if goes_on else given.adapter.init_adapter and Path(given.adapter.init_adapter)
-        return open_adapted(run.model, run.adapter_base, dtype, given.data.seed, begins_with or None)
-    if run.start.checkpoint:
-        return open_checkpoint(run.model, run.start.checkpoint, dtype)
-    if run.model.is_new:
-        return open_new(run.model, dtype, given.data.seed)
-    return open_pretrained(run.model, dtype)
-
-
-def _description(
-    run: PreparedRun,
-    fabric: Fabric,
-    base_model: ModelOrigin | None,
-    stages: tuple[TrainingStage, ...],
-    licence: tuple[Path, ...],
-) -> checkpoints.Description:
-    arguments = run.arguments
-    data = run.data
-    start = run.start
-    given = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
-    split = given | {"parallelism": run.devices.parallelism}
-    session = TrainingSession(
-        start.state.step,
-        device_name(fabric.device),
-        fabric.world_size,
-        arguments={name: split[name] for name in (*SPLIT_ARGUMENTS, "log_step_interval")},
-    )
-    # if the run takes only a model's weights, that model's are not its own
-    earlier = checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
-    mixture = data if isinstance(data, TokenMixture) else None
-    return checkpoints.Description(
-        state_dict_type=arguments.fsdp.state_dict_type,
-        weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
-        data=run.order,
-        arguments=given,
-        versions=run.versions,
-        base_model=base_model,
-        attachments=(*run.data.attachments, *licence),
-        schedule_steps=run.schedule_steps,
-        lineage=tuple(
-            replace(one, run=checkpoints.OWN_RUN) if one.is_border_of(run.folder) else one for one in start.lineage
-        ),
-        phase_schedules=run.phase_schedules,
-        phase_parts=run.phase_parts,
-        trained_modules=run.model.describe_trained() if run.model.frozen else None,
-        device=session.device,
-        mixture_sources=tuple(source.name for source in mixture.sources) if mixture else (),
-        mixture_tokens=tuple(map(mixture.tokens_of, mixture.sources)) if mixture else (),
-        sessions=(*earlier, session),
-        stages=stages,
-        adapter_base=run.adapter_base,
-        reference=run.reference,
-        components=run.components,
-    )
-
-
-def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[TrainingStage, ...], tuple[Path, ...]]:
-    """Return the pretrained model that the run's weights come from, the stages since then, and its licence's files.
-
-    An export that is not on the hub is no base that others could find: its own base stands for it.
-    """
-    start = run.start
-    name = run.arguments.model.model_name
-    if start.checkpoint:
-        base = checkpoints.read_trainer_json(start.checkpoint).base_model
-        return base, start.stages, tuple(legal_files(start.checkpoint))
-    if run.model.is_new:
-        return None, (), ()
-    origin, licence = find_origin(name)
-    stages = read_stages(name)
-    base = stages[-1].base_model if stages else None
-    if base and origin.repository is None:
-        origin = replace(origin, name=base.name, repository=base.repository, revision=base.revision)
-    return origin, stages, licence
-
-
-def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
-    given = run.arguments.logging
-    on_gpu = fabric.device.type == "cuda"
-    batches = _untraced_batches(fabric, run)
-    if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
+def _build_batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
+    """Return the windows of a run, traced on this rank where ``--profile`` says so."""
+    arguments = run.arguments.logging
+    if isinstance(run.data, Stream):
+        batches: WindowSource = _build_stream_batches(fabric, run, run.data)
+    else:
+        batches = _build_row_batches(fabric, run, run.data)
+    if arguments.profiled_steps is None:
         return batches
-    folder = run.folder / "profile"
-    return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu, heartbeat)
+    if arguments.profile_ranks == "first" and fabric.global_rank:
+        return batches
+    first_step, last_step = arguments.profiled_steps
+    return ProfiledWindows(
+        batches,
+        first_step,
+        last_step,
+        run.folder / "profile",
+        fabric.global_rank,
+        on_gpu=fabric.device.type == "cuda",
+        heartbeat=heartbeat,
+    )
 
 
-def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
+def _build_row_batches(fabric: Fabric, run: PreparedRun, data: TokenDataset | TokenMixture) -> TrainBatches:
+    """Return this rank's micro-batches of token datasets."""
+    arguments = run.arguments.data
+    order = run.plan.window_order(arguments.seed, data_ranks(fabric).rank)
+    state = run.start.state
+    return TrainBatches(
+        data.train,
+        order,
+        arguments.num_workers,
+        pin_memory=fabric.device.type == "cuda",
+        starts_after=run.plan.data_starts_after,
+        known_step=state.step,
+        known_hash=state.rows_hash or "",
+    )
+
+
+def _build_stream_batches(fabric: Fabric, run: PreparedRun, data: Stream) -> StreamBatches:
+    """Return this rank's micro-batches of a stream, after the cursors of the checkpoint that the run resumes from."""
     arguments = run.arguments
     plan = run.plan
-    data = run.data
-    num_workers = arguments.data.num_workers
-    pins = fabric.device.type == "cuda"
     ranks = data_ranks(fabric)
-    if not isinstance(data, Stream):
-        order = plan.window_order(arguments.data.seed, ranks.rank)
-        return TrainBatches(
-            data.train,
-            order,
-            num_workers,
-            pins,
-            starts_after=plan.data_starts_after,
-            known_step=run.start.state.step,
-            known_hash=run.start.state.rows_hash or "",
-        )
     fabric.barrier()  # rank 0 has written the tokenizer
-    start = run.start
-    has_begun = start.checkpoint is not None and start.state.step > plan.data_starts_after
+    cursors = None
+    checkpoint = run.start.checkpoint
+    if checkpoint is not None and run.start.state.step > plan.data_starts_after:
+        cursors = read_cursors(checkpoint)
     return StreamBatches(
         read=data.documents.read,
         encode=data.open_encoder(),
@@ -368,7 +371,7 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
-        cursors=read_cursors(start.checkpoint) if start.checkpoint and has_begun else None,
-        num_workers=num_workers,
-        pin_memory=pins,
+        cursors=cursors,
+        num_workers=arguments.data.num_workers,
+        pin_memory=fabric.device.type == "cuda",
     )

@@ -1,7 +1,7 @@
 """The parts that a run uses by name, as its checkpoints have them, and what differs from another checkpoint's.
 
-A run goes on with the objective and the optimizer that it began with: a part that a script had registered would
-otherwise give way to the default without a word, and the loss with it.
+A run continues with the objective and the optimizer that it began with. Otherwise the default would silently replace
+a part that a script had registered, and the loss would change.
 """
 
 from collections.abc import Iterator
@@ -15,69 +15,77 @@ if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
     from fabric_train.checkpoint import TrainerJson
 
-_DECIDING = ("objective", "optimizer")
-"""Kinds of parts of which a run has one, and which decide its losses."""
+_DECIDING_KINDS = ("objective", "optimizer")
+"""Kinds of parts of which a run has exactly one, and which decide its losses."""
 
 
 def components_of(arguments: "TrainArguments", objective: Objective) -> tuple[Component, ...]:
     """Return the objective and the optimizer of a run, and the metrics and loggers that were registered."""
-    chosen = arguments.preference
+    preference = arguments.preference
     training = arguments.training
-    own_values = _plain_values(objective) if OBJECTIVES.module_of(chosen.objective) != PROJECT else {}
-    settings = own_values | resolve_settings(OBJECTIVES, chosen.objective, chosen.objective_settings)
-    of_optimizer = resolve_settings(OPTIMIZERS, training.optimizer, training.optimizer_settings)
-    registered = [METRICS.describe(name) for name in arguments.evaluation.computed_metrics]
-    opened = arguments.logging.opened_loggers
-    registered += [LOGGERS.describe(name) for name in opened if name in LOGGERS.registered]
-    return (
-        OBJECTIVES.describe(chosen.objective, settings),
-        OPTIMIZERS.describe(training.optimizer, of_optimizer),
-        *registered,
-    )
+
+    # A registered objective may keep more settings than the user gave: values that its factory computed.
+    settings = resolve_settings(OBJECTIVES, preference.objective, preference.objective_settings)
+    if OBJECTIVES.module_of(preference.objective) != PROJECT:
+        settings = _plain_attributes(objective) | settings
+    components = [OBJECTIVES.describe(preference.objective, settings)]
+
+    optimizer_settings = resolve_settings(OPTIMIZERS, training.optimizer, training.optimizer_settings)
+    components.append(OPTIMIZERS.describe(training.optimizer, optimizer_settings))
+
+    components += [METRICS.describe(name) for name in arguments.evaluation.computed_metrics]
+    opened_loggers = arguments.logging.opened_loggers
+    components += [LOGGERS.describe(name) for name in opened_loggers if name in LOGGERS.registered]
+    return tuple(components)
 
 
-def _plain_values(objective: Objective) -> dict[str, Any]:
-    """Return the numbers and texts that a registered objective keeps: settings that its factory has filled in."""
-    plain = (str, int, float, bool)
-    return {name: value for name, value in getattr(objective, "__dict__", {}).items() if isinstance(value, plain)}
+def _plain_attributes(objective: Objective) -> dict[str, Any]:
+    """Return the numbers and texts that an objective keeps as attributes."""
+    attributes = getattr(objective, "__dict__", {})
+    return {name: value for name, value in attributes.items() if isinstance(value, str | int | float | bool)}
 
 
 def find_other_components(
-    saved: "TrainerJson", here: tuple[Component, ...], kinds: tuple[str, ...] = _DECIDING
+    saved: "TrainerJson", components: tuple[Component, ...], kinds: tuple[str, ...] = _DECIDING_KINDS
 ) -> Iterator[tuple[Component, Component]]:
-    """Yield the objective and the optimizer of a checkpoint, each with the one here, where they differ.
+    """Yield the objective and the optimizer of a checkpoint, each with the run's, where they differ.
 
-    Objectives that are both this project's own are compared as arguments.
+    Two objectives of this project are not compared here: they are compared as arguments.
     """
     for kind in kinds:
-        there = saved.component(kind)
-        now = component(here, kind)
-        is_argument = kind == "objective" and there.is_own and now.is_own
-        if not is_argument and not there.computes_as(now):
-            yield there, now
+        saved_part = saved.component(kind)
+        current_part = component(components, kind)
+        is_argument = kind == "objective" and saved_part.is_own and current_part.is_own
+        if not is_argument and not saved_part.computes_as(current_part):
+            yield saved_part, current_part
 
 
 def component(components: tuple[Component, ...], kind: str) -> Component:
     """Return the objective or the optimizer among the parts of a run."""
-    return next(one for one in components if one.kind == kind)
+    return next(candidate for candidate in components if candidate.kind == kind)
 
 
-def describe_other_component(checkpoint: Path, there: Component, here: Component, consequence: str) -> str:
+def describe_other_component(checkpoint: Path, saved_part: Component, current_part: Component, consequence: str) -> str:
     """Return the fault of a run that uses another part than the checkpoint that it starts from."""
     return (
-        f"{checkpoint} is of a run with the {there}, and this one has the {here}: {there.advice}, or accept "
-        f"{consequence} with --allow_changes true (docs/reference/errors.md#resume-refused)"
+        f"{checkpoint} is of a run with the {saved_part}, and this one has the {current_part}: {saved_part.advice}, "
+        f"or accept {consequence} with --allow_changes true (docs/reference/errors.md#resume-refused)"
     )
 
 
-def notes_on_components(saved: "TrainerJson", here: tuple[Component, ...], checkpoint: Path) -> list[str]:
-    """Return what else has changed of the parts since a checkpoint: files with their code, metrics and loggers."""
+def notes_on_components(saved: "TrainerJson", components: tuple[Component, ...], checkpoint: Path) -> list[str]:
+    """Return what else has changed since a checkpoint: the files of registered parts, metrics and loggers."""
     notes = []
-    now = {(one.kind, one.name): one for one in here}
-    for there in saved.components:
-        same = now.get((there.kind, there.name))
-        if same is None and there.kind not in _DECIDING:
-            notes.append(f"{there}, which the run had at {checkpoint.name}, is missing now; {there.advice}")
-        elif same is not None and there.source and same.source and there.source != same.source:
-            notes.append(f"the file of the {there} has changed since {checkpoint.name}: what it computes may differ")
+    current_parts = {(current.kind, current.name): current for current in components}
+    for saved_part in saved.components:
+        current_part = current_parts.get((saved_part.kind, saved_part.name))
+        if current_part is None:
+            if saved_part.kind not in _DECIDING_KINDS:
+                notes.append(
+                    f"{saved_part}, which the run had at {checkpoint.name}, is missing now; {saved_part.advice}"
+                )
+        elif saved_part.source and current_part.source and saved_part.source != current_part.source:
+            notes.append(
+                f"the file of the {saved_part} has changed since {checkpoint.name}: what it computes may differ"
+            )
     return notes

@@ -1,7 +1,7 @@
-"""Where the metrics, samples and checkpoints of a run go: the protocol of loggers, and those that every run has.
+"""The loggers that need no other package, and ``open_loggers``, which opens all that a run has.
 
-metrics.csv is the record that a resumed run trusts: if it cannot be written, the run ends. No other logger can end a
-run, or change its exit code (:class:`GuardedLogger`). To add a logger, see :data:`LOGGERS`.
+They are metrics.csv, samples.jsonl, metrics.jsonl and TensorBoard. See ``logger`` for the protocol, ``trackers`` for
+those that keep many runs.
 """
 
 import csv
@@ -12,145 +12,43 @@ import os
 import shlex
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from textwrap import indent
-from typing import Any
 
-from fabric_train.cli.errors import describe_os_error, first_line
 from fabric_train.cli.tables import LOGGERS
 from fabric_train.files.regular_file import (
     check_no_link,
     check_no_links_in,
     open_to_write,
-    read_json_lines,
     write_atomically,
 )
-from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, measured, read_table
-from fabric_train.training.run_log import warn
+from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger, Sample
+from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, measured_values, read_table
+from fabric_train.training.sample_file import SampleFile
 
-
-@dataclass(frozen=True)
-class Sample:
-    """A line of samples.jsonl: the prompt, and the text with which the model of a step continues it."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-class Logger:
-    """The protocol of loggers, on rank 0 alone. Each method does nothing here: override those that are needed."""
-
-    def log(self, metrics: Metrics) -> None:
-        """Record one step's metrics."""
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Record the samples of a step, whose metrics follow."""
-
-    def log_save(self, checkpoint: Path) -> None:
-        """Record that a checkpoint is complete."""
-
-    def log_model(self, checkpoint: Path) -> None:
-        """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
-
-    def log_report(self, page: Path, markdown: str) -> None:
-        """Record the report of the run, after its last save: a self-contained HTML file, and the same as Markdown."""
-
-    def flush(self) -> None:
-        """Write all logged values to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
-
-    def close(self) -> None:
-        """Write the rest and close, at the end of the run."""
-
-    def abandon(self) -> None:
-        """Stop what the logger has started, after one of its methods has failed; no other one is called any more."""
-
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """The run that loggers are opened for.
-
-    ``last_step`` is the last one that is logged already, or -1. ``columns`` are further ones of metrics.csv.
-    """
-
-    folder: Path
-    last_step: int
-    config: dict[str, Any] = field(default_factory=dict)
-    columns: Sequence[str] = ()
-    branched_after: Sequence[int] = ()
-
-
-class _Forwarding(Logger):
-    """Lets ``_tell`` pass each call on."""
-
-    def log(self, metrics: Metrics) -> None:
-        self._tell(lambda logger: logger.log(metrics))
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        self._tell(lambda logger: logger.log_samples(samples))
-
-    def log_save(self, checkpoint: Path) -> None:
-        self._tell(lambda logger: logger.log_save(checkpoint))
-
-    def log_model(self, checkpoint: Path) -> None:
-        self._tell(lambda logger: logger.log_model(checkpoint))
-
-    def log_report(self, page: Path, markdown: str) -> None:
-        self._tell(lambda logger: logger.log_report(page, markdown))
-
-    def flush(self) -> None:
-        self._tell(lambda logger: logger.flush())
-
-    def close(self) -> None:
-        self._tell(lambda logger: logger.close())
-
-    def _tell(self, action: Callable[[Logger], None]) -> None:
-        raise NotImplementedError
-
-
-class GuardedLogger(_Forwarding):
-    """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged."""
-
-    def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
-        self._name = name
-        self.logger = Logger()
-        self._tell(lambda _: setattr(self, "logger", open_logger()))
-
-    def _tell(self, action: Callable[[Logger], None]) -> None:
-        try:
-            action(self.logger)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
-            failed = self.logger
-            self.logger = Logger()
-            warn(f"{self._name}: {_reason(error)}; the run goes on without it, and metrics.csv has every step")
-            try:
-                failed.abandon()
-            except (Exception, SystemExit) as more:  # noqa: BLE001 - the same
-                warn(f"{self._name}: not all that it has started could be stopped: {_reason(more)}")
-
-
-def _reason(error: BaseException) -> str:
-    return describe_os_error(error) if isinstance(error, OSError) else first_line(error)
+# The format of tensorboard's RecordWriter: uint64 length, uint32 checksum, content, uint32 checksum.
+_LENGTH_FORMAT = "<Q"
+_BYTES_BEFORE_CONTENT = 12
+_BYTES_AFTER_CONTENT = 4
 
 
 class CSVLogger(Logger):
     """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
-    def __init__(self, path: Path, last_step: int, further: Sequence[str] = ()) -> None:
-        """Open for appending after ``last_step``, with the ``further`` columns; remove the rows after it."""
+    def __init__(self, path: Path, last_step: int, extra_columns: Sequence[str] = ()) -> None:
+        """Open for appending after ``last_step``; remove the rows after it, and add ``extra_columns``."""
         check_no_link(path)
-        found, kept = read_table(path, last_step)
-        columns = list(dict.fromkeys((*COLUMNS, *found, *further)))
+        old_columns, rows = read_table(path, last_step)
+        columns = list(dict.fromkeys((*COLUMNS, *old_columns, *extra_columns)))
         temporary = path.with_suffix(".csv.new")
         temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
         with open_to_write(temporary, "x", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows(map(columns_of, kept))
+            for metrics in rows:
+                writer.writerow(columns_of(metrics))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -168,34 +66,6 @@ class CSVLogger(Logger):
         self._file.close()
 
 
-def read_samples(path: Path, last_step: float = math.inf) -> list[Sample]:
-    """Return the samples of a samples.jsonl up to a step; none without a file, an InputError if it is damaged."""
-    return [*takewhile(lambda sample: sample.step <= last_step, read_json_lines(path, Sample, "move the file away"))]
-
-
-class SampleFile(Logger):
-    """RUN/samples.jsonl: a line for each step and prompt, up to ``last_step`` in ``past``; later ones are removed."""
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        check_no_link(path)
-        self._path = path
-        self.past = read_samples(path, last_step)
-        kept = "".join(map(_line, self.past))
-        if path.exists() and kept.encode() != path.read_bytes():
-            write_atomically(path, kept)
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Append samples, and wait until they are on the disk."""
-        with open_to_write(self._path, "a", newline="") as file:
-            file.writelines(map(_line, samples))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _line(sample: Sample) -> str:
-    return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
-
-
 class TensorBoardLogger(Logger):
     """Event files in ``RUN/tensorboard``."""
 
@@ -204,23 +74,23 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter  # a slow import, needed only here
 
         check_no_links_in(folder)
-        shown = threading.excepthook  # prints a traceback of the thread that writes; flush and close raise its error
-        threading.excepthook = lambda end: None if type(end.thread).__name__ == "_AsyncWriterThread" else shown(end)
+        _silence_writer_threads()
         for file in folder.glob("events.out.tfevents.*"):
-            _cut_events(file, last_step)
-        # an open TensorBoard has read the removed steps: purge_step makes it drop them
+            _truncate_events(file, last_step)
+        # A TensorBoard that is open has read the removed steps: purge_step makes it drop them.
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
         self._last_step = max(last_step, 0)
 
     def log(self, metrics: Metrics) -> None:
         self._last_step = metrics.step
-        for name, value in measured(metrics).items():
+        for name, value in measured_values(metrics).items():
             self._writer.add_scalar(name, value, metrics.step)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        for number, sample in enumerate(samples, 1):
-            as_code = indent(f"{sample.prompt}▸{sample.text}", "    ", lambda _: True)  # not read as Markdown
-            self._writer.add_text(f"samples/{number}", as_code, sample.step)
+        for prompt_number, sample in enumerate(samples, 1):
+            # Indented text is code in Markdown, in which nothing else is markup.
+            code = indent(f"{sample.prompt}▸{sample.text}", "    ", lambda _: True)
+            self._writer.add_text(f"samples/{prompt_number}", code, sample.step)
 
     def log_report(self, page: Path, markdown: str) -> None:
         self._writer.add_text("report", markdown, self._last_step)
@@ -232,31 +102,41 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
 
-def _cut_events(path: Path, last_step: int) -> None:
-    """Truncate an event file before its first event after ``last_step``, or before a record that is damaged or cut off.
+def _silence_writer_threads() -> None:
+    """Let no thread of TensorBoard print a traceback; ``flush`` and ``close`` raise the error of the thread."""
+    print_traceback = threading.excepthook
 
-    Its records are of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32 checksum.
-    """
+    def print_other_threads(error: threading.ExceptHookArgs) -> None:
+        if type(error.thread).__name__ != "_AsyncWriterThread":
+            print_traceback(error)
+
+    threading.excepthook = print_other_threads
+
+
+def _truncate_events(path: Path, last_step: int) -> None:
+    """Truncate an event file before its first event after ``last_step``, or before a damaged or incomplete record."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
     size = path.stat().st_size
-    end = 0
     if not size:
         return
+    end = 0  # of the records to keep
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as records:
-        while end + 12 <= size:
-            (length,) = struct.unpack_from("<Q", records, end)
-            after = end + 12 + length + 4
-            if after > size:
+        while end + _BYTES_BEFORE_CONTENT <= size:
+            (length,) = struct.unpack_from(_LENGTH_FORMAT, records, end)
+            content_start = end + _BYTES_BEFORE_CONTENT
+            content_end = content_start + length
+            record_end = content_end + _BYTES_AFTER_CONTENT
+            if record_end > size:
                 break
             try:
-                event = Event.FromString(records[end + 12 : after - 4])
+                event = Event.FromString(records[content_start:content_end])
             except DecodeError:  # TensorBoard reads nothing after a damaged record either
                 break
             if event.step > last_step:
                 break
-            end = after
+            end = record_end
     os.truncate(path, end)
 
 
@@ -266,18 +146,12 @@ class JSONLinesLogger(Logger):
     def __init__(self, path: Path, last_step: int) -> None:
         """Continue after ``last_step``; remove the lines after it, and a line that a crash cut off."""
         check_no_link(path)
-        kept = ""
-        if path.exists():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-                if not line.endswith("\n") or _step_of(line) > last_step:
-                    break
-                kept += line
-        write_atomically(path, kept)
+        write_atomically(path, _read_lines(path, last_step))
         self._file = open_to_write(path, "a", newline="")
 
     def log(self, metrics: Metrics) -> None:
-        measured_values = {name: value for name, value in columns_of(metrics).items() if value is not None}
-        self._file.write(json.dumps(measured_values) + "\n")
+        values = {name: value for name, value in columns_of(metrics).items() if value is not None}
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def flush(self) -> None:
@@ -287,7 +161,19 @@ class JSONLinesLogger(Logger):
         self._file.close()
 
 
-def _step_of(line: str) -> float:
+def _read_lines(path: Path, last_step: int) -> str:
+    """Return the complete lines of metrics.jsonl up to a step; an empty text without a file."""
+    if not path.exists():
+        return ""
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if not line.endswith("\n") or _read_step(line) > last_step:
+            break
+        lines.append(line)
+    return "".join(lines)
+
+
+def _read_step(line: str) -> float:
     """Return the step of a line of metrics.jsonl; infinite if the line is damaged."""
     try:
         return float(json.loads(line)["step"])
@@ -312,13 +198,9 @@ def open_tensorboard(run: LoggedRun) -> Logger:
 
 def open_loss_curves(run: LoggedRun) -> Logger:
     """Open loss_curves.png, which every run has."""
-    from fabric_train.training.curves import LossCurves  # which imports this module
+    from fabric_train.training.loss_curves import LossCurves  # slow: it imports pyarrow
 
     return LossCurves(run.folder, run.branched_after)
-
-
-OpenLogger = Callable[[LoggedRun], Logger]
-"""Opens a logger of ``LOGGERS`` on rank 0."""
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
@@ -326,53 +208,46 @@ def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
 
     No failure of a logger except metrics.csv ends the run.
     """
+    # A samples.jsonl that is damaged is wrong input, so it is not opened by its guard.
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
-    opened: list[Logger] = [
+    loggers: list[Logger] = [
         open_csv(run),
         GuardedLogger("samples.jsonl", lambda: samples),
         GuardedLogger("loss_curves.png", partial(open_loss_curves, run)),
     ]
     for name in dict.fromkeys(names):
         if name != "csv":
-            opened.append(GuardedLogger(f"--loggers {name}", partial(LOGGERS[name], run)))
-    return opened
-
-
-class Outputs(_Forwarding):
-    """All loggers of a run. ``log_model`` says which checkpoints they upload: "all", "last" or "none"."""
-
-    def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
-        self._loggers = loggers
-        self._log_model = log_model
-
-    def _tell(self, action: Callable[[Logger], None]) -> None:
-        for logger in self._loggers:
-            action(logger)
-
-    def saved(self, checkpoint: Path, is_last: bool = False) -> None:
-        """Record a complete checkpoint, and upload it if all are uploaded; ``is_last`` comes again, after the run."""
-        if not is_last:
-            self.log_save(checkpoint)
-        if self._log_model == ("last" if is_last else "all"):
-            self.log_model(checkpoint)
+            loggers.append(GuardedLogger(f"--loggers {name}", partial(LOGGERS[name], run)))
+    return loggers
 
 
 def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
     """Return where a run's metrics are, with the command that shows or uploads each logger's."""
-    places = [f"{folder / 'metrics.csv'}; after an evaluation, loss_curves.png beside it"]
+    lines = [f"{folder / 'metrics.csv'}; after an evaluation, loss_curves.png beside it"]
     if "tensorboard" in names:
-        places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
+        lines.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if "wandb" in names:
-        from fabric_train.training.trackers import wandb_mode
-
-        mode = wandb_mode()
-        offline = f"{shlex.quote(str(folder / 'wandb'))}/offline-run-*"
-        where = {"online": f"project {project}", "offline": f"offline; upload with: wandb sync {offline}"}
-        places.append(f"Weights & Biases, {where.get(mode, mode)}")
+        lines.append(f"Weights & Biases, {_describe_wandb(folder, project)}")
     if "trackio" in names:
-        places.append(f"trackio show --project {shlex.quote(project)}")
+        lines.append(f"trackio show --project {shlex.quote(project)}")
     if "mlflow" in names:
-        files = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(str(folder / 'mlruns'))}"
-        server = os.environ.get("MLFLOW_TRACKING_URI")
-        places.append(f"MLflow at {server}, experiment {project}" if server else files)
-    return "\n".join(places)
+        lines.append(_describe_mlflow(folder, project))
+    return "\n".join(lines)
+
+
+def _describe_wandb(folder: Path, project: str) -> str:
+    from fabric_train.training.trackers import wandb_mode
+
+    mode = wandb_mode()
+    if mode == "online":
+        return f"project {project}"
+    if mode == "offline":
+        return f"offline; upload with: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
+    return mode
+
+
+def _describe_mlflow(folder: Path, project: str) -> str:
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    if server:
+        return f"MLflow at {server}, experiment {project}"
+    return f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {shlex.quote(str(folder / 'mlruns'))}"

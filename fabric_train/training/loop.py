@@ -1,34 +1,26 @@
-"""The training loop: take a step (``step.py``), then log, evaluate and save when due, until the end of the run.
-
-``--profile`` is here too.
-"""
+"""The training loop: take a step (``step.py``), then log, evaluate and save when due, until the end of the run."""
 
 import gc
 import itertools
-import resource
-import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fabric_train.checkpoint import TrainerState, read_trainer_json
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import RunError
 from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.ranks import StepSync, sync_step
-from fabric_train.distributed.signals import Heartbeat, RunStopped, StepPhase
+from fabric_train.distributed.signals import RunStopped, StepPhase
 from fabric_train.training import summary
 from fabric_train.training.evaluation import Validation
-from fabric_train.training.loggers import Outputs
+from fabric_train.training.logger import Outputs
 from fabric_train.training.metrics import (
     Metrics,
     columns_of,
@@ -38,74 +30,50 @@ from fabric_train.training.metrics import (
 )
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, warn
-from fabric_train.training.step import Stepper, StepReport, TakenStep, own_flags
+from fabric_train.training.step import Stepper, TakenStep, read_flags
+from fabric_train.training.step_exchange import StepReport
+from fabric_train.training.stopwatch import Stopwatch, peak_memory_gb
 
-_COLLECTED_STEPS = 50
-"""Steps between garbage collections, see :func:`manual_collection`."""
-_RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
+_STEPS_BETWEEN_COLLECTIONS = 50
+"""See :func:`manual_collection`."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The state at the end of a run, its checkpoint (None before the first step), and the stop signal, or 0."""
+    """The end of a run, or of its steps with the same parts and data."""
 
     state: TrainerState
     checkpoint: Path | None
+    """The checkpoint of the state; None before the first step."""
     stopped_by: int = 0
+    """Number of the signal that stopped the run; 0 if none did."""
 
 
-class Stopwatch:
-    """Wall-clock time between two readings, and the share spent waiting for data; evaluation and saves are left out."""
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step."""
 
-    def __init__(self, peak_flops: float | None = None) -> None:
-        self._peak_flops = peak_flops
-        self.restart()
+    evaluate: bool
+    keep: bool
+    """The checkpoint is scheduled: it stays, whatever its loss."""
+    save: bool
+    log: bool
 
-    def restart(self) -> None:
-        self._started = time.perf_counter()
-        self._waited = 0.0
-        self._num_steps = self._num_tokens = self._num_samples = 0
-        self._flops = 0.0
-        self._own_seconds: list[Sequence[float]] = []
 
-    def waited(self, seconds: float) -> None:
-        self._waited += seconds
+@dataclass(frozen=True)
+class TrainingPoint:
+    """A point between two steps."""
 
-    def stepped(self, num_tokens: int, num_samples: int, flops: float, own_seconds: Sequence[float] = ()) -> None:
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        self._num_samples += num_samples
-        self._flops += flops
-        self._own_seconds.append(own_seconds)
-
-    def read(self) -> dict[str, Any]:
-        """Return step_time, data_wait, tokens and samples per second, then restart.
-
-        Also mfu if the peak is known, and of several ranks the slowest and its lag.
-        """
-        elapsed = time.perf_counter() - self._started
-        reading = {
-            "step_time": elapsed / self._num_steps,
-            "data_wait": self._waited / elapsed,
-            "tokens_per_second": self._num_tokens / elapsed,
-            "samples_per_second": self._num_samples / elapsed,
-        }
-        if self._peak_flops:
-            reading["mfu"] = self._flops / elapsed / self._peak_flops
-        by_rank = [sum(of_rank) / self._num_steps for of_rank in zip(*self._own_seconds, strict=True)]
-        if len(by_rank) > 1:
-            reading["slowest_rank"] = by_rank.index(max(by_rank))
-            reading["rank_lag"] = max(by_rank) - statistics.median_low(by_rank)
-        self.restart()
-        return reading
+    state: TrainerState
+    checkpoint: Path | None
+    """The checkpoint of the state; None until it is saved."""
+    cursors: np.ndarray | None = None
+    """The positions of a stream after the last window, see ``StreamBatch``."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A run that is built, up to step ``num_steps``: the last one, or the last one before other parts train.
-
-    ``peak_flops`` is the FLOP/s of all devices, None if unknown.
-    """
+    """A run that is built, up to step ``num_steps``: the last one, or the last one before other parts or data."""
 
     run: PreparedRun
     stepper: Stepper
@@ -115,11 +83,12 @@ class Loop:
     validation: Validation | None
     outputs: Outputs
     peak_flops: float | None
+    """FLOP/s of all devices; None if unknown."""
 
     def train(self) -> End:
         """Train from the start of the run to step ``num_steps``, or until a signal stops it at the next micro-batch.
 
-        The unfinished window is dropped: the model is as after the step before, which is saved, and a resumed run
+        The unfinished window is dropped: the model is as after the previous step, which is saved, and a resumed run
         repeats the window.
 
         Raises:
@@ -127,53 +96,70 @@ class Loop:
         """
         heartbeat = self.stepper.heartbeat
         stopwatch = Stopwatch(self.peak_flops)
-        state = self.run.start.state
-        cursors = None
-        checkpoint = self.run.start.checkpoint if self.run.start.resumes else None  # of ``state``
-        if metrics := self._metrics_to_begin_with(state):
-            state = self._evaluate_and_log(state, metrics, evaluates=True)
+        start = self.run.start
+        point = TrainingPoint(start.state, start.checkpoint if start.resumes else None)
+
+        # An evaluation before the first step: of the start, or the one that a signal interrupted.
+        initial_metrics = self._initial_metrics(point.state)
+        if initial_metrics:
+            state = self._evaluate_and_log(point.state, initial_metrics, evaluates=True)
+            point = replace(point, state=state)
             if state.unlogged:
-                return End(state, checkpoint, self._sync().stop_signal)
-            if checkpoint and self._is_best(state):
-                checkpoint = self._save_with_evaluation(state, checkpoint)
+                return End(state, point.checkpoint, self._sync().stop_signal)
+            if point.checkpoint and self._is_best(state):
+                point = replace(point, checkpoint=self._save_with_evaluation(state, point.checkpoint))
             if state.step and self._ends_early(state):
-                return End(state, checkpoint)
+                return End(state, point.checkpoint)
             stopwatch.restart()
-        for window in self._windows(state.step, stopwatch):
+
+        for window in self._windows(point.state.step, stopwatch):
+            # Take the step. A stop comes before a micro-batch, when only gradients have changed since the last step.
             try:
                 step = self.stepper.take_step(window)
-            except RunStopped:  # before a micro-batch: only gradients have changed since the step before
-                return End(state, self._save_unless_saved(state, checkpoint, cursors), heartbeat.stop_border.signal)
+            except RunStopped:
+                return End(point.state, self._save_unless_saved(point), heartbeat.stop_border.signal)
             if step.check.fault is not None:
-                self._report(step.check.fault, state, checkpoint, cursors)
-            if not step.check.has_targets and state.steps_without_targets == 0:  # the end of the run has their number
+                self._report_fault(step.check.fault, point)
+            if not step.check.has_targets and point.state.steps_without_targets == 0:
+                # once: the summary at the end of the run has the number of these steps
                 note(summary.describe_step_without_targets(window.step, self.stepper.objective))
-            if window.step % _COLLECTED_STEPS == 0:
+            if window.step % _STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect()  # while the device is busy with the optimizer's step
+
+            # Continue a background save, and count the step.
             heartbeat.enter(StepPhase.COMPLETING)
             self.checkpoints.advance(step.report.sync)
-            evaluates, keeps, saves, logs = self._due(window, step)
+            due = self._find_due(window, step)
             report = step.report
             stopwatch.stepped(report.num_tokens, window.num_rows, report.flops, report.own_seconds)
-            state = self._state_after(state, window, step)
-            checkpoint = None
-            cursors = window.cursors
-            if not logs:
+            state = self._next_state(point.state, window, step)
+            point = TrainingPoint(state, checkpoint=None, cursors=window.cursors)
+            if not due.log:
                 continue
-            state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), evaluates)
-            stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
-            ends_early = evaluates and self._ends_early(state)
+
+            # Evaluate and log. The metrics come first: they read the stopwatch.
+            metrics = self._measure(state, step, stopwatch)
+            state = self._evaluate_and_log(state, metrics, evaluates=due.evaluate)
+            point = replace(point, state=state)
+            sync = self._sync() if state.unlogged else step.report.sync  # a signal has interrupted the evaluation
+
+            # Save, and end the run if it is over or stopped.
+            ends_early = due.evaluate and self._ends_early(state)
             is_last = window.step == self.run.plan.num_steps or ends_early
-            if saves or is_last or stop_signal or self._is_best(state):
-                checkpoint = self._save(state, cursors, keeps or is_last, is_last or bool(stop_signal))
-            if stop_signal and (state.unlogged or not is_last):
-                return End(state, checkpoint, stop_signal)
+            if due.save or is_last or sync.stop_signal or self._is_best(state):
+                is_scheduled = due.keep or is_last
+                waits = is_last or bool(sync.stop_signal)
+                checkpoint = self._save(point, is_scheduled=is_scheduled, waits=waits)
+                point = replace(point, checkpoint=checkpoint)
+            if sync.stop_signal and (state.unlogged or not is_last):
+                return End(state, point.checkpoint, sync.stop_signal)
             if ends_early:
                 break
             stopwatch.restart()
+
         heartbeat.enter(StepPhase.SAVING)
         self.checkpoints.finish()
-        return End(state, checkpoint)
+        return End(point.state, point.checkpoint)
 
     def _windows(self, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:
         """Yield the remaining windows and measure the time spent waiting for them."""
@@ -187,25 +173,27 @@ class Loop:
             stopwatch.waited(time.perf_counter() - started)
             yield window
 
-    def _due(self, window: Window, step: TakenStep) -> tuple[bool, bool, bool, bool]:
-        """Return whether a step is evaluated, its checkpoint stays whatever its loss, it is saved, and logged."""
-        given = self.run.arguments
-        number = window.step
-        always = number == self.num_steps or window.ends_epoch
-        evaluates = always or number % given.evaluation.eval_step_interval == 0
-        keeps = always or number % given.save.save_step_interval == 0
-        saves = keeps or bool(step.report.sync.stop_signal)
-        logs = evaluates or saves or step.check.fault is not None or number % given.logging.log_step_interval == 0
-        return evaluates, keeps, saves, logs
+    def _find_due(self, window: Window, step: TakenStep) -> Due:
+        """Return what is due after a step."""
+        arguments = self.run.arguments
+        is_border = window.step == self.num_steps or window.ends_epoch
+        evaluate = is_border or window.step % arguments.evaluation.eval_step_interval == 0
+        keep = is_border or window.step % arguments.save.save_step_interval == 0
+        save = keep or bool(step.report.sync.stop_signal)
+        has_fault = step.check.fault is not None
+        log = evaluate or save or has_fault or window.step % arguments.logging.log_step_interval == 0
+        return Due(evaluate=evaluate, keep=keep, save=save, log=log)
 
-    def _metrics_to_begin_with(self, state: TrainerState) -> Metrics | None:
+    def _initial_metrics(self, state: TrainerState) -> Metrics | None:
         """Return the metrics to log after an evaluation before the first step; None if there is none."""
         if state.unlogged:
             return read_columns(state.unlogged)
-        begins = state.step == 0 and self.validation is not None and self.run.arguments.evaluation.eval_at_start
-        return Metrics(step=0, epoch=0, num_tokens=0, skipped_steps=0) if begins else None
+        if state.step == 0 and self.validation is not None and self.run.arguments.evaluation.eval_at_start:
+            return Metrics(step=0, epoch=0, num_tokens=0, skipped_steps=0)
+        return None
 
-    def _metrics(self, state: TrainerState, step: TakenStep, stopwatch: Stopwatch) -> Metrics:
+    def _measure(self, state: TrainerState, step: TakenStep, stopwatch: Stopwatch) -> Metrics:
+        """Return the metrics of a step, and restart the stopwatch."""
         metrics = Metrics(
             step=state.step,
             epoch=state.epoch,
@@ -218,24 +206,25 @@ class Loop:
             peak_memory_gb=peak_memory_gb(self.stepper.fabric.device),
             **stopwatch.read(),
         )
-        names = self.stepper.objective.metric_names
-        sources = self.run.logged_sources
-        report = step.report
-        further = {
-            name: dict(zip(names, of_source, strict=True))
-            for name, of_source in zip(sources, report.metrics_of_sources, strict=True)
-            if of_source
-        }
-        means = dict(zip(names, report.metrics, strict=True)) if step.check.has_targets else {}
-        return with_objective(metrics, means, dict(zip(sources, report.of_sources, strict=True)), further)
+        metric_names = self.stepper.objective.metric_names
+        means = {}
+        if step.check.has_targets:
+            means = dict(zip(metric_names, step.report.metrics, strict=True))
+        losses_by_source = {}
+        metrics_by_source = {}
+        for source, report in zip(self.run.logged_sources, step.report.sources, strict=True):
+            if report.loss is None:
+                continue
+            losses_by_source[source] = report.loss
+            if report.metrics:
+                metrics_by_source[source] = dict(zip(metric_names, report.metrics, strict=True))
+        return with_objective(metrics, means, losses_by_source, metrics_by_source)
 
-    def _state_after(self, state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
+    def _next_state(self, state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
+        """Return the state after a step that is not evaluated yet."""
         has_fault = step.check.fault is not None
-        rows = window.rows_of_sources
-        if rows is not None:
-            rows = [sum(both) for both in zip(state.rows_of_sources or [0] * len(rows), rows, strict=True)]
-        counted = Counter(state.counted_of_sources or {})
-        counted.update(self._counted_of_sources(step.report))
+        counts_by_source = Counter(state.counted_of_sources or {})
+        counts_by_source.update(self._count_by_source(step.report))
         return replace(
             state,
             step=window.step,
@@ -246,43 +235,56 @@ class Loop:
             steps_without_targets=state.steps_without_targets + (not step.check.has_targets),
             train_loss=None if has_fault else step.check.loss,
             rows_hash=window.rows_hash,
-            rows_of_sources=rows,
-            counted_of_sources=dict(counted) or None,
+            rows_of_sources=_add_rows(state.rows_of_sources, window.rows_of_sources),
+            counted_of_sources=dict(counts_by_source) or None,
             val_loss=None,
             evaluation=None,
         )
 
-    def _counted_of_sources(self, report: StepReport) -> dict[str, int]:
-        """Return what the objective counted of each source in a step; nothing if sources are not told apart."""
-        if len(self.run.data.source_names) == 1:
-            return {self.run.data.source_names[0]: report.count}
-        return {
-            name: number
-            for name, number in zip(self.run.logged_sources, report.counted_of_sources, strict=True)
-            if number
-        }
+    def _count_by_source(self, report: StepReport) -> dict[str, int]:
+        """Return what the objective counted of each source in a step; nothing if sources are not distinguished."""
+        source_names = self.run.data.source_names
+        if len(source_names) == 1:
+            return {source_names[0]: report.count}
+        sources = zip(self.run.logged_sources, report.sources, strict=True)
+        return {name: source.count for name, source in sources if source.count}
 
-    def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
-        """Evaluate if it is due, and log the step; after a signal, return a state with the unlogged metrics instead."""
-        if evaluates and self.validation:
-            evaluation = self.validation.evaluate(state.step)
-            samples = self.validation.sample(state.step) if evaluation else None
-            if evaluation is None or samples is None:
-                return replace(state, unlogged=columns_of(metrics))
-            if samples:
-                self.outputs.log_samples(samples)
-            first = state.first_evaluation or evaluation
-            progress = state.progress
-            if not evaluation.is_comparable(first):
-                first = replace(evaluation, follows_other_rows=True)
-                progress = None
-            stopping = self.run.early_stopping
-            progress = stopping.after(progress, evaluation) if stopping else None
-            state = replace(state, evaluation=evaluation, first_evaluation=first, progress=progress)
-            state = replace(state, val_loss=evaluation.whole.loss)
-            metrics = with_evaluation(metrics, evaluation, self.run.logged_sources)
-        self.outputs.log(metrics)
-        return replace(state, unlogged=None)
+    def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, *, evaluates: bool) -> TrainerState:
+        """Log a step, after its evaluation if it is due; after a signal, return a state with the unlogged metrics."""
+        if not evaluates or not self.validation:
+            self.outputs.log(metrics)
+            return replace(state, unlogged=None)
+
+        # Evaluate, and generate samples.
+        evaluation = self.validation.evaluate(state.step)
+        samples = None
+        if evaluation is not None:
+            samples = self.validation.sample(state.step)
+        if evaluation is None or samples is None:  # a signal has stopped one of them
+            return replace(state, unlogged=columns_of(metrics))
+        if samples:
+            self.outputs.log_samples(samples)
+
+        # Early stopping compares with earlier evaluations of the same rows.
+        first_evaluation = state.first_evaluation or evaluation
+        stopping_progress = state.progress
+        if not evaluation.is_comparable(first_evaluation):
+            first_evaluation = replace(evaluation, follows_other_rows=True)
+            stopping_progress = None
+        if self.run.early_stopping:
+            stopping_progress = self.run.early_stopping.after(stopping_progress, evaluation)
+        else:
+            stopping_progress = None
+
+        self.outputs.log(with_evaluation(metrics, evaluation, self.run.logged_sources))
+        return replace(
+            state,
+            val_loss=evaluation.whole.loss,
+            evaluation=evaluation,
+            first_evaluation=first_evaluation,
+            progress=stopping_progress,
+            unlogged=None,
+        )
 
     def _ends_early(self, state: TrainerState) -> bool:
         return self.run.early_stopping is not None and self.run.early_stopping.ends(state)
@@ -294,47 +296,65 @@ class Loop:
     def _sync(self) -> StepSync:
         """Exchange flags between two steps, outside of the per-step all-reduce."""
         self.stepper.heartbeat.enter(StepPhase.SYNC)
-        return sync_step(self.stepper.fabric, own_flags(self.checkpoints))
+        return sync_step(self.stepper.fabric, read_flags(self.checkpoints))
 
-    def _save(self, state: TrainerState, cursors: np.ndarray | None, scheduled: bool, waits: bool) -> Path:
+    def _save(self, point: TrainingPoint, *, is_scheduled: bool, waits: bool) -> Path:
+        """Save a state; an interim checkpoint, which is neither scheduled nor the last, may be removed later."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         self.outputs.flush()
-        interim = (self._is_best(state) or bool(state.unlogged)) and not scheduled
-        return self.checkpoints.save(state, cursors, waits, interim, scheduled)
+        state = point.state
+        is_interim = not is_scheduled and (self._is_best(state) or bool(state.unlogged))
+        return self.checkpoints.save(state, point.cursors, waits=waits, interim=is_interim, scheduled=is_scheduled)
 
     def _save_with_evaluation(self, state: TrainerState, checkpoint: Path) -> Path:
         """Save a state again, with the evaluation that a signal interrupted before ``checkpoint`` was saved."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         self.outputs.flush()
-        before = read_trainer_json(checkpoint)
-        return self.checkpoints.save(state, checkpoint, True, before.interim, before.scheduled)
+        saved = read_trainer_json(checkpoint)
+        return self.checkpoints.save(state, checkpoint, waits=True, interim=saved.interim, scheduled=saved.scheduled)
 
-    def _save_unless_saved(self, state: TrainerState, saved: Path | None, cursors: np.ndarray | None) -> Path | None:
-        """Return the checkpoint of a state, complete; save it if there is none yet, except at step 0."""
+    def _save_unless_saved(self, point: TrainingPoint) -> Path | None:
+        """Return the complete checkpoint of a state; save it if there is none yet, except at step 0."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
-        if saved is None and state.step:
+        checkpoint = point.checkpoint
+        if checkpoint is None and point.state.step:
             self.outputs.flush()
-            saved = self.checkpoints.save(state, cursors, waits=True)
+            checkpoint = self.checkpoints.save(point.state, point.cursors, waits=True)
         self.checkpoints.finish()
-        return saved
+        return checkpoint
 
-    def _report(self, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None) -> None:
-        """Warn of a step that is left out; with ``--on_nonfinite stop``, save the state before it and end the run."""
-        if self.run.arguments.training.on_nonfinite != "stop":
-            warn(f"{fault}; the step is left out")
-            return
-        saved = self._save_unless_saved(state, checkpoint, cursors)
-        if saved is None:
+    def _report_fault(self, fault: str, point: TrainingPoint) -> None:
+        """Warn of a step that is left out; with ``--on_nonfinite stop``, end the run instead."""
+        if self.run.arguments.training.on_nonfinite == "stop":
+            self._stop_at_fault(fault, point)
+        warn(f"{fault}; the step is left out")
+
+    def _stop_at_fault(self, fault: str, point: TrainingPoint) -> NoReturn:
+        """Save the state before a step with a fault, and end the run."""
+        checkpoint = self._save_unless_saved(point)
+        if checkpoint is None:
             raise RunError(f"{fault}; no step was taken before it, so nothing is saved")
         raise RunError(
-            f"{fault}; the step is not taken, and the state before it is {saved}; "
+            f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
             "--resume true --on_nonfinite skip continues without such steps (docs/reference/errors.md#not-finite)"
         )
 
 
+def _add_rows(rows_by_source: list[int] | None, window_rows: list[int] | None) -> list[int] | None:
+    """Add a window's rows of each source to the counts so far; None without a mixture."""
+    if window_rows is None:
+        return None
+    if rows_by_source is None:
+        return window_rows
+    return [total + num_rows for total, num_rows in zip(rows_by_source, window_rows, strict=True)]
+
+
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Leave garbage collection to the training loop; objects that exist before the block are never scanned again."""
+    """Leave garbage collection to the training loop; objects that exist before the block are never scanned again.
+
+    A collection at an arbitrary moment would make one rank slow, and all others wait for it.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -343,64 +363,3 @@ def manual_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-@dataclass(frozen=True)
-class ProfiledWindows:
-    """The windows of ``source``. Steps ``first`` to ``last`` are traced on this rank.
-
-    chrome://tracing and ui.perfetto.dev open the trace, ``steps-10-12-rank-0.json``. On a GPU there is also
-    ``steps-10-12-rank-0-memory.html``. The trace is also written if the run ends within these steps.
-    """
-
-    source: WindowSource
-    first: int
-    last: int
-    folder: Path
-    rank: int
-    on_gpu: bool
-    heartbeat: Heartbeat
-
-    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        windows = self.source.windows(after_step, last_step)
-        for window in windows:
-            if self.first <= window.step <= self.last:
-                yield from self._trace(window, windows)
-            else:
-                yield window
-
-    def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        if self.on_gpu:
-            # without C++ frames: to look up their names takes minutes, in which this rank would give no sign
-            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS, stacks="python")
-        trace = profile(activities=activities, record_shapes=True, profile_memory=True)
-        trace.start()
-        try:
-            yield window
-            while window.step < self.last:
-                following = next(windows, None)
-                if following is None:
-                    break
-                window = following
-                yield window
-        finally:
-            self.heartbeat.take_time()  # the other ranks may wait while the files are written
-            trace.stop()
-            trace.export_chrome_trace(str(self.folder / f"{name}.json"))
-            if self.on_gpu:
-                from torch.cuda._memory_viz import trace_plot
-
-                page = trace_plot(torch.cuda.memory._snapshot())
-                (self.folder / f"{name}-memory.html").write_text(page, encoding="utf-8")
-                torch.cuda.memory._record_memory_history(enabled=None)

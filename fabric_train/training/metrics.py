@@ -1,4 +1,4 @@
-"""Measure a run: the metrics of a step and their columns in metrics.csv, memory, and ``--profile``."""
+"""The metrics of a step: their names and units, and their columns in metrics.csv."""
 
 import csv
 import io
@@ -67,7 +67,7 @@ class Metrics:
     """Steps: left out so far because the loss or the gradient was not finite."""
     rows_hash: str | None = None
     """Text: hash of the rows of all steps so far, the same in a replay or a resumed run."""
-    further: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
     """As named: metrics of the objective and of an evaluation, columns train_NAME and val_NAME."""
     by_source: dict[str, float] = field(default_factory=dict)
     """As without /SOURCE: the losses of one source, such as val_loss/es, if a run has several; empty if the step had no
@@ -75,7 +75,7 @@ class Metrics:
     """
 
 
-COLUMNS = tuple(column.name for column in fields(Metrics) if column.name not in ("further", "by_source"))
+COLUMNS = tuple(column.name for column in fields(Metrics) if column.name not in ("extra", "by_source"))
 _INTEGERS = {column.name for column in fields(Metrics) if column.type in (int, int | None)}
 _TEXTS = {"rows_hash"}
 _REQUIRED = ["step", "epoch"]
@@ -93,75 +93,93 @@ _USUAL_FIGURES = ("loss", "perplexity", "bits_per_byte")
 def columns_of(metrics: Metrics) -> dict[str, Any]:
     """Return the value of every column of metrics.csv, None for an empty cell."""
     columns = asdict(metrics)
-    further = columns.pop("further") | columns.pop("by_source")
-    return columns | further
+    extra = columns.pop("extra")
+    by_source = columns.pop("by_source")
+    return columns | extra | by_source
 
 
 def read_columns(columns: Mapping[str, Any]) -> Metrics:
     """Return the metrics from what :func:`columns_of` returned."""
-    usual = {name: value for name, value in columns.items() if name in COLUMNS}
-    others = {name: value for name, value in columns.items() if name not in usual and value is not None}
-    by_source = {name: value for name, value in others.items() if "/" in name}
-    return Metrics(**usual, further={name: others[name] for name in others if "/" not in name}, by_source=by_source)
+    fields_of_metrics: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    by_source: dict[str, Any] = {}
+    for name, value in columns.items():
+        if name in COLUMNS:
+            fields_of_metrics[name] = value
+        elif value is None:
+            continue
+        elif "/" in name:
+            by_source[name] = value
+        else:
+            extra[name] = value
+    return Metrics(**fields_of_metrics, extra=extra, by_source=by_source)
 
 
 def are_columns(names: Sequence[str]) -> bool:
     """Return whether these can be the columns of a metrics.csv."""
-    others = set(names) - set(COLUMNS)
-    return set(_REQUIRED) <= set(names) and all(name.startswith(("train_", "val_")) for name in others)
+    if not set(_REQUIRED) <= set(names):
+        return False
+    extra_names = set(names) - set(COLUMNS)
+    return all(name.startswith(("train_", "val_")) for name in extra_names)
 
 
-def further_columns(
-    objective: Sequence[str], evaluation: Sequence[str], sources: Sequence[str], of_pieces: bool = False
+def extra_columns(
+    objective_metrics: Sequence[str],
+    evaluation_metrics: Sequence[str],
+    sources: Sequence[str],
+    *,
+    counts_pieces: bool = False,
 ) -> list[str]:
-    """Return the columns beside ``COLUMNS``: of the metrics of an objective and an evaluation, and of sources.
+    """Return the columns beside ``COLUMNS``: metrics of the objective and of evaluations, and of each source.
 
-    ``of_pieces``: the objective sums over pieces, and its metrics are told apart by source too.
+    With ``counts_pieces`` the objective sums over pieces of documents, and its metrics have a column for each source.
     """
-    train = [f"train_{name}" for name in objective]
-    val = [f"val_{name}" for name in objective]
-    whole = [*train, *(f"val_{name}" for name in evaluation), *val]
-    of_sources = ["train_loss", *(f"val_{name}" for name in (*_USUAL_FIGURES, *evaluation))]
-    if of_pieces:
-        of_sources = ["train_loss", "val_loss", *train, *val]
-    return [*whole, *(f"{column}/{source}" for source in sources for column in of_sources)]
+    train_columns = [f"train_{name}" for name in objective_metrics]
+    val_columns = [f"val_{name}" for name in objective_metrics]
+    evaluation_columns = [f"val_{name}" for name in evaluation_metrics]
+    if counts_pieces:
+        columns_of_source = ["train_loss", "val_loss", *train_columns, *val_columns]
+    else:
+        figures = (*_USUAL_FIGURES, *evaluation_metrics)
+        columns_of_source = ["train_loss", *(f"val_{figure}" for figure in figures)]
+    columns = [*train_columns, *evaluation_columns, *val_columns]
+    for source in sources:
+        columns.extend(f"{column}/{source}" for column in columns_of_source)
+    return columns
 
 
 def with_objective(
     metrics: Metrics,
     means: Mapping[str, float],
-    of_sources: Mapping[str, float | None],
-    metrics_of_sources: Mapping[str, Mapping[str, float]],
+    losses_by_source: Mapping[str, float],
+    metrics_by_source: Mapping[str, Mapping[str, float]],
 ) -> Metrics:
-    """Add the objective's metrics, and those and the mean training loss of each source; None was not in the window."""
-    losses = {f"train_loss/{name}": loss for name, loss in of_sources.items() if loss is not None}
-    losses |= {
-        f"train_{metric}/{name}": value
-        for name, of_source in metrics_of_sources.items()
-        if of_sources[name] is not None
-        for metric, value in of_source.items()
-    }
-    further = {f"train_{name}": value for name, value in means.items()}
-    return replace(metrics, further=metrics.further | further, by_source=metrics.by_source | losses)
+    """Add the means of the objective's metrics, and the mean training loss and metrics of each source in the window."""
+    extra = {f"train_{name}": mean for name, mean in means.items()}
+    by_source = {f"train_loss/{source}": loss for source, loss in losses_by_source.items()}
+    for source, source_metrics in metrics_by_source.items():
+        for name, mean in source_metrics.items():
+            by_source[f"train_{name}/{source}"] = mean
+    return replace(metrics, extra=metrics.extra | extra, by_source=metrics.by_source | by_source)
 
 
 def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequence[str]) -> Metrics:
     """Add the figures of an evaluation, and of each source in ``source_names``."""
     whole = evaluation.whole
-    by_source = {
-        f"val_{figure}/{name}": value
-        for name in source_names
-        if name in evaluation.sources
-        for figure, value in evaluation.sources[name].figures().items()
-        if value is not None
-    }
-    further = {f"val_{name}": value for name, value in whole.further.items() if value is not None}
+    extra = {f"val_{name}": value for name, value in whole.further.items() if value is not None}
+    by_source = {}
+    for source in source_names:
+        if source not in evaluation.sources:
+            continue
+        for figure, value in evaluation.sources[source].figures().items():
+            if value is not None:
+                by_source[f"val_{figure}/{source}"] = value
     return replace(
         metrics,
         val_loss=whole.loss,
         perplexity=whole.perplexity if whole.is_likelihood else None,
         val_bits_per_byte=whole.bits_per_byte,
-        further=metrics.further | further,
+        extra=metrics.extra | extra,
         by_source=metrics.by_source | by_source,
     )
 
@@ -178,24 +196,34 @@ def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
     fix = "put the file of this run back, or move this one away to go on without its rows"
     if not path.is_file():
         raise InputError(f"{path}: not a file; {fix}")
+
+    # A crash may have cut off the last line. A file without any complete line is read as it is, and is no header.
     text = path.read_text(encoding="utf-8", errors="replace")
-    table = csv.reader(io.StringIO(text[: text.rfind("\n") + 1] or text))
+    complete_lines = text[: text.rfind("\n") + 1]
+    table = csv.reader(io.StringIO(complete_lines or text))
+
     names = _next_row(table) or []
-    rows: list[Metrics] = []
     if not are_columns(names) or len(set(names)) < len(names):
         raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(COLUMNS)}; {fix}")
-    while (cells := _next_row(table)) is not None:
+
+    rows: list[Metrics] = []
+    previous_step = -1
+    while True:
+        cells = _next_row(table)
+        if cells is None:
+            break
         row = _parse_row(names, cells)
-        if row is None or row.step <= (rows[-1].step if rows else -1):
+        if row is None or row.step <= previous_step:
             raise InputError(f"{path}, line {table.line_num}: not the row of a step after the one before it; {fix}")
         if row.step > last_step:
             break
         rows.append(row)
+        previous_step = row.step
     return names, rows
 
 
 def _next_row(table: Iterator[list[str]]) -> list[str] | None:
-    """Return the cells of the next row, none if it is damaged, and None at the end."""
+    """Return the cells of the next row: an empty list if it is damaged, None at the end."""
     try:
         return next(table, None)
     except csv.Error:
@@ -203,47 +231,58 @@ def _next_row(table: Iterator[list[str]]) -> list[str] | None:
 
 
 def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> str | None:
-    """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from."""
+    """Return a warning if metrics.csv has rows, but not up to the checkpoint that a run resumes from."""
     check_no_link(path)
     rows = read_metrics(path, state.step)
-    if not rows or state.unlogged or state.step - rows[-1].step < log_step_interval:
+    if not rows or state.unlogged:
+        return None
+    last_step = rows[-1].step
+    if state.step - last_step < log_step_interval:
         return None
     return (
-        f"{path}: rows are lost: it ends at step {rows[-1].step}, and the run resumes after step {state.step}; the "
+        f"{path}: rows are lost: it ends at step {last_step}, and the run resumes after step {state.step}; the "
         "steps between are missing from every logger that is filled from it"
     )
 
 
-def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
+def _parse_row(names: Sequence[str], cells: Sequence[str]) -> Metrics | None:
+    """Return the metrics of a row, or None if it is damaged."""
     if len(cells) != len(names):
         return None
+    columns: dict[str, int | float | str] = {}
     try:
-        return read_columns(
-            {
-                name: (int if name in _INTEGERS else str if name in _TEXTS else float)(cell)
-                for name, cell in zip(names, cells, strict=True)
-                if cell or name in _REQUIRED
-            }
-        )
+        for name, cell in zip(names, cells, strict=True):
+            if cell or name in _REQUIRED:
+                columns[name] = _parse_cell(name, cell)
     except ValueError:
         return None
+    return read_columns(columns)
 
 
-def measured(metrics: Metrics) -> dict[str, float]:
+def _parse_cell(column: str, cell: str) -> int | float | str:
+    if column in _INTEGERS:
+        return int(cell)
+    if column in _TEXTS:
+        return cell
+    return float(cell)
+
+
+def measured_values(metrics: Metrics) -> dict[str, float]:
     """Return the measured values by :func:`grouped_name`, without the step and the hash of rows."""
-    unmeasured = {"step", *_TEXTS}
-    values = columns_of(metrics).items()
-    return {grouped_name(name): value for name, value in values if value is not None and name not in unmeasured}
+    values = {}
+    for column, value in columns_of(metrics).items():
+        if value is not None and column != "step" and column not in _TEXTS:
+            values[grouped_name(column)] = value
+    return values
 
 
 def grouped_name(column: str) -> str:
     """Return the name that loggers give a column of metrics.csv: ``val_loss/es`` is ``val/es/loss``.
 
-    The first part is the group: train, val, speed or system.
+    The name begins with the group: train, val, speed or system.
     """
+    if column in _GROUPS:
+        return f"{_GROUPS[column]}/{column}"
     figure, _, source = column.partition("/")
     group, _, name = figure.partition("_")
-    if column in _GROUPS:
-        group = _GROUPS[column]
-        name = column
-    return "/".join(filter(None, (group, source, name)))
+    return "/".join(part for part in (group, source, name) if part)

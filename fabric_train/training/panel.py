@@ -5,12 +5,13 @@ write everything below it again, so nothing has to be known of what the screen s
 wrap the old panel as it likes, and what a native library writes stays.
 """
 
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import wrap
@@ -25,29 +26,33 @@ from rich.style import Style
 from fabric_train.cli.errors import set_display
 from fabric_train.cli.output import ago, escape_controls
 from fabric_train.distributed.signals import Heartbeat, describe_signal, stop_signals
-from fabric_train.training.loggers import Logger
+from fabric_train.training.logger import Logger
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.run_log import log, progress
 
 _SECONDS_BETWEEN_LINES = 2.0
-_LOOK_SECONDS = 0.1  # between two looks at the terminal's size and at signals, which are drawn at once
+_POLL_SECONDS = 0.1  # between two looks at the terminal's size and at signals, which are drawn at once
 _DRAW_SECONDS = 0.5  # between two drawings of new values
 _IDLE_SECONDS = 1.0  # between two drawings without new values: only times change
-_LEAST_ROWS = 12
-_LEAST_COLUMNS = 40
+_MIN_ROWS = 12
+_MIN_COLUMNS = 40
 """A smaller terminal gets one line instead of the panel."""
-_SHARE_OF_ROWS = 2 / 3
-_FEWEST_FACTS = 5  # rows that are kept for facts if there are many sources
-# columns
-_CELL = 28
-_LABEL = 16
-_LOSS = 13
-_LONGEST_NAME = 32
-_DIM, _BOLD, _GOOD, _BAD, _STOP = (Style.parse(name) for name in ("dim", "bold", "green", "red", "bold yellow"))
-_ERASE = "\r\x1b[J"  # to the end of the screen
-# lines that are longer than the terminal; a narrower one cannot wrap the panel
-_CROP = "\x1b[?7l"
-_WRAP = "\x1b[?7h"
+_MAX_SHARE_OF_ROWS = 2 / 3
+_MIN_FACT_LINES = 5  # that are kept for facts if there are many sources
+# widths in columns
+_CELL_WIDTH = 28
+_LABEL_WIDTH = 16
+_LOSS_WIDTH = 13
+_MAX_NAME_WIDTH = 32
+_DIM = Style.parse("dim")
+_BOLD = Style.parse("bold")
+_GOOD = Style.parse("green")
+_BAD = Style.parse("red")
+_STOP = Style.parse("bold yellow")
+# control sequences of terminals
+_ERASE_BELOW = "\r\x1b[J"  # from the start of the line to the end of the screen
+_WRAP_OFF = "\x1b[?7l"  # lines are cut at the edge, so that a narrower terminal cannot wrap the panel
+_WRAP_ON = "\x1b[?7h"
 
 Line = list[Segment]
 
@@ -70,145 +75,216 @@ class ProgressLines(Logger):
         self._show(metrics)
 
     def _seconds_left(self, step: int) -> float:
-        return (time.monotonic() - self._started) / max(step - self.first_step, 1) * (self.num_steps - step)
+        """Return the time for the steps after ``step``, at the speed since the start."""
+        seconds_per_step = (time.monotonic() - self._started) / max(step - self.first_step, 1)
+        return seconds_per_step * (self.num_steps - step)
 
     def _show(self, metrics: Metrics) -> None:
         now = time.monotonic()
         is_last = metrics.step == self.num_steps
         if metrics.step and (is_last or now - self._shown_at > _SECONDS_BETWEEN_LINES):
             self._shown_at = now
-            values = " ".join(_in_short(metrics))
-            left = _clock(self._seconds_left(metrics.step))
-            log.debug("step %d/%d %s eta %s", metrics.step, self.num_steps, values, left)
+            values = " ".join(_short_values(metrics))
+            eta = _format_clock(self._seconds_left(metrics.step))
+            log.debug("step %d/%d %s eta %s", metrics.step, self.num_steps, values, eta)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What changes without new metrics: the place of the main thread, the monotonic clock, the stop signal or 0."""
+    """What changes without new metrics."""
 
     position: str
+    """What the main thread is doing."""
     now: float
+    """The monotonic clock."""
     stop_signal: int = 0
+    """Number of the stop signal, 0 if there is none."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step at which something happened last, and the time on the monotonic clock."""
+
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class LossChange:
+    """The last value of a loss, and the value before; None if it is the first."""
+
+    loss: float
+    previous: float | None
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """A name with its value, which the panel shows in a cell."""
+
+    name: str
+    value: str
+    style: Style | None = None
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What the panel shows of a run, and its lines. Times are of the monotonic clock.
-
-    ``losses`` are the last ones by column (``train_loss``, ``val_loss/SOURCE``), each with the value before or None.
-    ``saved`` and ``evaluated`` are the last step and its time. ``machines`` has the name of each rank's machine.
-    """
+    """What the panel shows of a run, and its lines. Times are on the monotonic clock."""
 
     title: str
     num_steps: int
     started: float
     metrics: Metrics
     machines: Mapping[int, str] = field(default_factory=dict)
+    """The name of each rank's machine."""
     is_unicode: bool = True
     ends: float | None = None
-    losses: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
-    saved: tuple[int, float] | None = None
-    evaluated: tuple[int, float] | None = None
+    """When the run is expected to end; None before the first step."""
+    losses: Mapping[str, LossChange] = field(default_factory=dict)
+    """The last losses by column, such as ``train_loss`` and ``val_loss/SOURCE``."""
+    last_save: StepTime | None = None
+    last_evaluation: StepTime | None = None
 
     def after(self, metrics: Metrics, now: float, ends: float | None) -> "Panel":
         """Return the panel with the metrics of a later step; ``ends`` is when the run is expected to end."""
-        found = {"train_loss": metrics.train_loss, "val_loss": metrics.val_loss} | metrics.by_source
-        losses = {
-            name: (loss, self.losses.get(name, (None,))[0])
-            for name, loss in found.items()
-            if loss is not None and name.partition("/")[0] in ("train_loss", "val_loss")
-        }
-        evaluated = self.evaluated if metrics.val_loss is None else (metrics.step, now)
-        return replace(self, metrics=metrics, ends=ends, losses={**self.losses, **losses}, evaluated=evaluated)
+        losses = dict(self.losses)
+        columns = {"train_loss": metrics.train_loss, "val_loss": metrics.val_loss} | metrics.by_source
+        for column, loss in columns.items():
+            is_loss = column.partition("/")[0] in ("train_loss", "val_loss")
+            if is_loss and loss is not None:
+                previous = self.losses[column].loss if column in self.losses else None
+                losses[column] = LossChange(loss, previous)
+        last_evaluation = self.last_evaluation
+        if metrics.val_loss is not None:
+            last_evaluation = StepTime(metrics.step, now)
+        return replace(self, metrics=metrics, ends=ends, losses=losses, last_evaluation=last_evaluation)
 
     def lines(self, columns: int, rows: int, moment: Moment) -> list[Line]:
         """Return lines for a terminal of this size; what does not fit is left out, the last facts first."""
         width = max(columns - 1, 1)
-        stop: list[Line] = [[Segment(line, _STOP)] for line in wrap(_describe_stop(moment), width)]
-        if rows < _LEAST_ROWS or columns < _LEAST_COLUMNS:
-            return [*stop, self.one_line(width, moment)][: max(rows - 1, 0)]
-        facts = _grid(self._facts(moment), width)
-        left = int(rows * _SHARE_OF_ROWS) - 2 - len(stop)
-        losses = self._losses(width, left - min(len(facts), _FEWEST_FACTS))
-        return [self._rule(width), self._bar(width, moment), *losses, *facts[: left - len(losses)], *stop]
+        stop_lines: list[Line] = [[Segment(line, _STOP)] for line in wrap(_describe_stop(moment), width)]
+        if rows < _MIN_ROWS or columns < _MIN_COLUMNS:
+            lines = [*stop_lines, self.one_line(width, moment)]
+            return lines[: max(rows - 1, 0)]
+        fact_lines = _arrange_facts(self._facts(moment), width)
+        num_lines = int(rows * _MAX_SHARE_OF_ROWS) - 2 - len(stop_lines)  # for losses and facts
+        loss_lines = self._loss_lines(width, num_lines - min(len(fact_lines), _MIN_FACT_LINES))
+        fact_lines = fact_lines[: num_lines - len(loss_lines)]
+        return [self._title_line(width), self._bar_line(width, moment), *loss_lines, *fact_lines, *stop_lines]
 
     def one_line(self, width: int, moment: Moment) -> Line:
         """Return step, time left and as many values as fit."""
-        line = f"step {self.metrics.step:,}/{self.num_steps:,} eta {self._left(moment)}"
-        for value in _in_short(self.metrics):
-            if len(f"{line} {value}") > width:
+        line = f"step {self.metrics.step:,}/{self.num_steps:,} eta {self._time_left(moment)}"
+        for value in _short_values(self.metrics):
+            longer_line = f"{line} {value}"
+            if len(longer_line) > width:
                 break
-            line = f"{line} {value}"
+            line = longer_line
         return [Segment(line)]
 
-    def _left(self, moment: Moment) -> str:
-        return "-:--" if self.ends is None else _clock(self.ends - moment.now)
+    def _time_left(self, moment: Moment) -> str:
+        if self.ends is None:
+            return "-:--"
+        return _format_clock(self.ends - moment.now)
 
-    def _rule(self, width: int) -> Line:
+    def _title_line(self, width: int) -> Line:
+        """Return a rule with the title and the step; a long title is cut."""
         dash = "─" if self.is_unicode else "-"
         step = self.metrics.step
-        done = f" step {step:,} of {self.num_steps:,} ({step / self.num_steps:.0%}), epoch {self.metrics.epoch} "
-        title = set_cell_size(f" {self.title} ", min(cell_len(self.title) + 2, max(width - len(done) - 5, 0)))
-        rest = width - cell_len(title) - len(done) - 3
-        parts = [(dash * 2, _DIM), (title, _BOLD), (dash, _DIM), (done, None), (dash * rest, _DIM)]
-        return [Segment(text, style) for text, style in parts]
+        share = step / self.num_steps
+        step_text = f" step {step:,} of {self.num_steps:,} ({share:.0%}), epoch {self.metrics.epoch} "
+        title_width = min(cell_len(self.title) + 2, max(width - len(step_text) - 5, 0))
+        title = set_cell_size(f" {self.title} ", title_width)
+        num_dashes = width - cell_len(title) - len(step_text) - 3
+        return [
+            Segment(dash * 2, _DIM),
+            Segment(title, _BOLD),
+            Segment(dash, _DIM),
+            Segment(step_text),
+            Segment(dash * num_dashes, _DIM),
+        ]
 
-    def _bar(self, width: int, moment: Moment) -> Line:
-        times = f" {self._left(moment)} left, {_clock(moment.now - self.started)} gone"
+    def _bar_line(self, width: int, moment: Moment) -> Line:
+        """Return the bar of the steps, with the time left and the time since the start."""
+        times = f" {self._time_left(moment)} left, {_format_clock(moment.now - self.started)} gone"
         full, empty = ("█", "░") if self.is_unicode else ("#", "-")
-        size = width - len(times)
-        filled = size * self.metrics.step // self.num_steps
-        return [Segment(full * filled, _GOOD), Segment(empty * (size - filled), _DIM), Segment(times)]
+        bar_width = width - len(times)
+        num_full = bar_width * self.metrics.step // self.num_steps
+        return [Segment(full * num_full, _GOOD), Segment(empty * (bar_width - num_full), _DIM), Segment(times)]
 
-    def _losses(self, width: int, rows: int) -> list[Line]:
+    def _loss_lines(self, width: int, max_lines: int) -> list[Line]:
         """Return the table of the losses by source; sources that do not fit are counted."""
         if not self.losses:
             return []
-        sources = list(dict.fromkeys(name.partition("/")[2] for name in self.losses if "/" in name))
-        names = {"": "all"} | {source: escape_controls(source) for source in sources}
-        shown = list(names) if len(names) < rows else list(names)[: max(rows - 2, 1)]
-        size = min(max(cell_len(name) for name in names.values()), _LONGEST_NAME, width - 2 * _LOSS)
-        size = max(size, len("loss"))
-        lines = [[Segment(set_cell_size("loss", size) + "train".rjust(_LOSS - 2) + "validation".rjust(_LOSS), _DIM)]]
-        for source in shown:
-            columns = (f"{split}_loss/{source}".removesuffix("/") for split in ("train", "val"))
-            losses = [part for name in columns for part in self._loss(name)]
-            lines.append([Segment(set_cell_size(names[source], size)), *losses])
-        if len(shown) < len(names):
-            lines.append([Segment(f"and {len(names) - len(shown)} more sources", _DIM)])
+        sources = dict.fromkeys(column.partition("/")[2] for column in self.losses if "/" in column)
+        names = {"": "all"}  # by source
+        for source in sources:
+            names[source] = escape_controls(source)
+
+        # A line is the header's. If not all fit, another one has their number.
+        shown_sources = list(names)
+        if len(names) >= max_lines:
+            shown_sources = shown_sources[: max(max_lines - 2, 1)]
+        longest_name = max(cell_len(name) for name in names.values())
+        name_width = min(longest_name, _MAX_NAME_WIDTH, width - 2 * _LOSS_WIDTH)
+        name_width = max(name_width, len("loss"))
+
+        header = set_cell_size("loss", name_width) + "train".rjust(_LOSS_WIDTH - 2) + "validation".rjust(_LOSS_WIDTH)
+        lines = [[Segment(header, _DIM)]]
+        for source in shown_sources:
+            line = [Segment(set_cell_size(names[source], name_width))]
+            for column in ("train_loss", "val_loss"):
+                line += self._loss_cell(f"{column}/{source}" if source else column)
+            lines.append(line)
+        num_hidden = len(names) - len(shown_sources)
+        if num_hidden:
+            lines.append([Segment(f"and {num_hidden} more sources", _DIM)])
         return lines
 
-    def _loss(self, column: str) -> Line:
+    def _loss_cell(self, column: str) -> Line:
+        """Return a loss with an arrow that says whether it has fallen or risen."""
         if column not in self.losses:
-            return [Segment(" " * _LOSS)]
-        loss, before = self.losses[column]
-        down, up, same = "↓↑→" if self.is_unicode else "v^="
-        change = 0.0 if before is None else loss - before
-        arrow, style = (down, _GOOD) if change < 0 else (up, _BAD) if change > 0 else (same, _DIM)
-        return [Segment(f"{loss:.4f}".rjust(_LOSS - 2)), Segment(f" {' ' if before is None else arrow}", style)]
+            return [Segment(" " * _LOSS_WIDTH)]
+        loss = self.losses[column].loss
+        previous = self.losses[column].previous
+        down, up, level = "↓↑→" if self.is_unicode else "v^="
+        if previous is None:
+            arrow = " "
+            style = _DIM
+        elif loss < previous:
+            arrow = down
+            style = _GOOD
+        elif loss > previous:
+            arrow = up
+            style = _BAD
+        else:
+            arrow = level
+            style = _DIM
+        return [Segment(f"{loss:.4f}".rjust(_LOSS_WIDTH - 2)), Segment(f" {arrow}", style)]
 
-    def _facts(self, moment: Moment) -> list[tuple[str, str, Style | None]]:
-        """Return names and values, the most important ones first."""
-        of = self.metrics
-        now = moment.now
-        rank = of.slowest_rank
-        machine = "" if rank is None else f"{self.machines.get(rank, '')} rank {rank}".strip()
+    def _facts(self, moment: Moment) -> list[_Fact]:
+        """Return the facts that are known, the most important ones first."""
+        metrics = self.metrics
+        slowest_rank = ""
+        if metrics.slowest_rank is not None:
+            machine = self.machines.get(metrics.slowest_rank, "")
+            name = f"{machine} rank {metrics.slowest_rank}".strip()
+            slowest_rank = f"{name}, {_format_value(metrics.rank_lag, '+.3f')} s a step"
         facts = [
-            ("now", moment.position, None),
-            ("tokens/s", _shown(of.tokens_per_second, ",.0f"), None),
-            ("learning rate", _shown(of.learning_rate, ".2e"), None),
-            ("gradient norm", _shown(of.grad_norm, ".3f"), None),
-            ("data wait", _shown(of.data_wait, ".1%"), None),
-            ("memory", _shown(of.peak_memory_gb, ".2f", " GB"), None),
-            ("skipped steps", _shown(of.skipped_steps, ","), _BAD if of.skipped_steps else None),
-            ("last save", _step_and_age(self.saved, now), None),
-            ("last evaluation", _step_and_age(self.evaluated, now), None),
-            ("slowest rank", f"{machine}, {_shown(of.rank_lag, '+.3f')} s a step" if machine else "", None),
-            ("accuracy", _shown(of.further.get("val_accuracy"), ".3f"), None),
-            ("mfu", _shown(of.mfu, ".1%"), None),
-            ("step time", _shown(of.step_time, ".3f", " s"), None),
+            _Fact("now", moment.position),
+            _Fact("tokens/s", _format_value(metrics.tokens_per_second, ",.0f")),
+            _Fact("learning rate", _format_value(metrics.learning_rate, ".2e")),
+            _Fact("gradient norm", _format_value(metrics.grad_norm, ".3f")),
+            _Fact("data wait", _format_value(metrics.data_wait, ".1%")),
+            _Fact("memory", _format_value(metrics.peak_memory_gb, ".2f", " GB")),
+            _Fact("skipped steps", _format_value(metrics.skipped_steps, ","), _BAD if metrics.skipped_steps else None),
+            _Fact("last save", _describe_age(self.last_save, moment.now)),
+            _Fact("last evaluation", _describe_age(self.last_evaluation, moment.now)),
+            _Fact("slowest rank", slowest_rank),
+            _Fact("accuracy", _format_value(metrics.extra.get("val_accuracy"), ".3f")),
+            _Fact("mfu", _format_value(metrics.mfu, ".1%")),
+            _Fact("step time", _format_value(metrics.step_time, ".3f", " s")),
         ]
-        return [fact for fact in facts if fact[1]]
+        return [fact for fact in facts if fact.value]
 
 
 class ProgressPanel(ProgressLines, RenderHook):
@@ -242,53 +318,69 @@ class ProgressPanel(ProgressLines, RenderHook):
 
     def log_save(self, checkpoint: Path) -> None:
         step = int(checkpoint.name.rpartition("-")[2])
-        self._panel = replace(self._panel, saved=(step, time.monotonic()))
+        self._panel = replace(self._panel, last_save=StepTime(step, time.monotonic()))
 
     def close(self) -> None:
-        self._leave([])
+        self._remove_panel([])
         set_display(None)
 
     def _show(self, metrics: Metrics) -> None:
         if self._fault is not None:
             raise self._fault
         now = time.monotonic()
-        self._panel = self._panel.after(metrics, now, now + self._seconds_left(metrics.step) if metrics.step else None)
+        ends = now + self._seconds_left(metrics.step) if metrics.step else None
+        self._panel = self._panel.after(metrics, now, ends)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Return what a console prints, with the panel below it; rich calls it, in any thread that prints."""
         if not self._is_live:
             return renderables
         try:
-            lines = self._panel.lines(*self._size(), self._moment())
+            columns, rows = self._terminal_size()
+            lines = self._panel.lines(columns, rows, self._moment())
         except Exception as error:  # noqa: BLE001 - the next ``log`` raises it, and ``GuardedLogger`` reports it
             self._fault = error
             self._is_live = False
             set_display(None)
-            return [_control(_ERASE), *renderables]
-        below = [segment for line in lines for segment in (Segment.line(), *line)]
-        up = f"\r\x1b[{len(lines)}A" if lines else ""
-        return [_control(_ERASE), *renderables, _control(_CROP), Segments(below), _control(up + _WRAP)]
+            return [_control(_ERASE_BELOW), *renderables]
+        segments: list[Segment] = []
+        for line in lines:
+            segments += [Segment.line(), *line]
+        cursor_up = f"\r\x1b[{len(lines)}A" if lines else ""
+        return [
+            _control(_ERASE_BELOW),
+            *renderables,
+            _control(_WRAP_OFF),
+            Segments(segments),
+            _control(cursor_up + _WRAP_ON),
+        ]
 
     def _draw_until_end(self) -> None:
-        drawn = None
+        """Draw the panel when the terminal's size, the stop signal or the values change, and at least once a second."""
+        drawn_state = None
         drawn_at = 0.0
-        panel = self._panel
-        while not self._ended.wait(_LOOK_SECONDS):
-            seen = (self._size(), self._moment().stop_signal)
-            pause = time.monotonic() - drawn_at
-            if seen != drawn or pause >= (_IDLE_SECONDS if panel is self._panel else _DRAW_SECONDS):
-                drawn = seen
-                drawn_at = time.monotonic()
-                panel = self._panel
-                with self._lock:
-                    if self._is_live:
-                        self._console.print(Control())
+        drawn_panel = self._panel
+        while not self._ended.wait(_POLL_SECONDS):
+            state = (self._terminal_size(), self._moment().stop_signal)
+            has_new_values = self._panel is not drawn_panel
+            pause = _DRAW_SECONDS if has_new_values else _IDLE_SECONDS
+            if state == drawn_state and time.monotonic() - drawn_at < pause:
+                continue
+            drawn_state = state
+            drawn_at = time.monotonic()
+            drawn_panel = self._panel
+            with self._lock:
+                if self._is_live:
+                    self._console.print(Control())  # ``process_renderables`` adds the panel
 
     def _leave_values(self) -> None:
         """Take the panel off the terminal before an error is printed, and leave the last values in a line."""
-        self._leave([*self._panel.one_line(self._size()[0] - 1, self._moment()), Segment.line()])
+        columns, _ = self._terminal_size()
+        line = self._panel.one_line(columns - 1, self._moment())
+        self._remove_panel([*line, Segment.line()])
 
-    def _leave(self, line: Line) -> None:
+    def _remove_panel(self, line: Line) -> None:
+        """Take the panel off the terminal, and print a line in its place."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -296,7 +388,7 @@ class ProgressPanel(ProgressLines, RenderHook):
             self._is_live = False
             sys.stderr = self._stderr
             self._console.pop_render_hook()
-            self._console.print(_control(_ERASE), Segments(line), end="", soft_wrap=True)
+            self._console.print(_control(_ERASE_BELOW), Segments(line), end="", soft_wrap=True)
 
     def _forget(self) -> None:
         """Leave the terminal to the process that has forked this one."""
@@ -306,17 +398,17 @@ class ProgressPanel(ProgressLines, RenderHook):
             sys.stderr = self._stderr
         self._lock.release()
 
-    def _size(self) -> tuple[int, int]:
+    def _terminal_size(self) -> tuple[int, int]:
         """Return the terminal's columns and rows now; rich would not see a change if COLUMNS is in the environment."""
         try:
             size = os.get_terminal_size(self._console.file.fileno())
         except (OSError, ValueError):  # it has gone
             return 80, 24
-        return (size.columns or 80), (size.lines or 24)
+        return size.columns or 80, size.lines or 24
 
     def _moment(self) -> Moment:
-        received = stop_signals.received or self._heartbeat.stop_border.signal
-        return Moment(str(self._heartbeat), time.monotonic(), received)
+        stop_signal = stop_signals.received or self._heartbeat.stop_border.signal
+        return Moment(str(self._heartbeat), time.monotonic(), stop_signal)
 
 
 def open_progress(title: str, first_step: int, num_steps: int, console: Console, heartbeat: Heartbeat) -> Logger:
@@ -327,35 +419,37 @@ def open_progress(title: str, first_step: int, num_steps: int, console: Console,
 
 
 def _control(codes: str) -> Segments:
-    """Return codes for the terminal that take no columns."""
+    """Return control codes for the terminal, which take no columns."""
     return Segments([Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])])
 
 
-def _grid(facts: list[tuple[str, str, Style | None]], width: int) -> list[Line]:
+def _arrange_facts(facts: Sequence[_Fact], width: int) -> list[Line]:
     """Return lines of cells with a name and a value each; a long value takes several cells, and is cut after a line."""
-    columns = max(width // _CELL, 1)
-    cell = width // columns
+    cells_per_line = max(width // _CELL_WIDTH, 1)
+    cell_width = width // cells_per_line
     lines: list[Line] = [[]]
-    free = columns
-    for name, value, style in facts:
-        label = set_cell_size(name, max(_LABEL, len(name) + 1))
-        taken = min(-(-(cell_len(label) + cell_len(value) + 1) // cell), columns)
-        if taken > free:
+    num_free_cells = cells_per_line
+    for fact in facts:
+        label = set_cell_size(fact.name, max(_LABEL_WIDTH, len(fact.name) + 1))
+        text_width = cell_len(label) + cell_len(fact.value) + 1
+        num_cells = min(math.ceil(text_width / cell_width), cells_per_line)
+        if num_cells > num_free_cells:
             lines.append([])
-            free = columns
-        lines[-1] += [Segment(label, _DIM), Segment(set_cell_size(value, taken * cell - len(label)), style)]
-        free -= taken
+            num_free_cells = cells_per_line
+        value = set_cell_size(fact.value, num_cells * cell_width - len(label))
+        lines[-1] += [Segment(label, _DIM), Segment(value, fact.style)]
+        num_free_cells -= num_cells
     return lines
 
 
-def _shown(value: float | None, form: str, unit: str = "") -> str:
-    return "" if value is None else f"{value:{form}}{unit}"
+def _format_value(value: float | None, format_spec: str, unit: str = "") -> str:
+    return "" if value is None else f"{value:{format_spec}}{unit}"
 
 
-def _step_and_age(event: tuple[int, float] | None, now: float) -> str:
+def _describe_age(event: StepTime | None, now: float) -> str:
     if event is None:
         return "none yet"
-    return f"step {event[0]:,}, {ago(now - event[1])}"
+    return f"step {event.step:,}, {ago(now - event.time)}"
 
 
 def _describe_stop(moment: Moment) -> str:
@@ -367,21 +461,28 @@ def _describe_stop(moment: Moment) -> str:
 
 
 def _describe_evaluation(metrics: Metrics) -> str:
-    whole = f"validation loss {metrics.val_loss:.4f}"
-    whole += "" if metrics.perplexity is None else f", perplexity {metrics.perplexity:.3f}"
-    whole += f", accuracy {metrics.further['val_accuracy']:.3f}" if "val_accuracy" in metrics.further else ""
-    pairs = ((column.partition("val_loss/"), loss) for column, loss in metrics.by_source.items())
-    return "; ".join([whole, *(f"{name} {loss:.4f}" for (before, found, name), loss in pairs if found and not before)])
+    """Return the figures of an evaluation, and the losses of sources."""
+    text = f"validation loss {metrics.val_loss:.4f}"
+    if metrics.perplexity is not None:
+        text += f", perplexity {metrics.perplexity:.3f}"
+    if "val_accuracy" in metrics.extra:
+        text += f", accuracy {metrics.extra['val_accuracy']:.3f}"
+    losses = [text]
+    for column, loss in metrics.by_source.items():
+        if column.startswith("val_loss/"):
+            losses.append(f"{column.removeprefix('val_loss/')} {loss:.4f}")
+    return "; ".join(losses)
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def _in_short(metrics: Metrics) -> tuple[str, ...]:
-    parts = [
+def _short_values(metrics: Metrics) -> list[str]:
+    """Return the measured values with short names, the most important ones first."""
+    values = [
         ("loss", metrics.train_loss, "{:.4f}"),
         ("lr", metrics.learning_rate, "{:.2e}"),
         ("grad", metrics.grad_norm, "{:.3f}"),
@@ -389,4 +490,4 @@ def _in_short(metrics: Metrics) -> tuple[str, ...]:
         ("mfu", metrics.mfu, "{:.1%}"),
         ("mem", metrics.peak_memory_gb, "{:.2f} GB"),
     ]
-    return tuple(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)
+    return [f"{name} {form.format(value)}" for name, value, form in values if value is not None]

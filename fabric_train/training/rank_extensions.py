@@ -1,4 +1,4 @@
-"""Let ranks that are other processes have the parts that this process has registered: they import the same modules."""
+"""Give ranks that are other processes the parts that this process has registered: they import the same modules."""
 
 import importlib.util
 import sys
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def used_parts(arguments: "TrainArguments") -> Iterator[tuple[Table[Any], str]]:
     """Yield the registered parts that a run uses: their table and name."""
-    selected = [(OBJECTIVES, arguments.preference.objective), (OPTIMIZERS, arguments.training.optimizer)]
+    selected: list[tuple[Table[Any], str]] = [
+        (OBJECTIVES, arguments.preference.objective),
+        (OPTIMIZERS, arguments.training.optimizer),
+    ]
     selected += [(METRICS, name) for name in arguments.evaluation.computed_metrics]
     selected += [(LOGGERS, name) for name in arguments.logging.opened_loggers]
     if arguments.data.streaming_dataset:  # any of them may be that of a source
@@ -29,13 +32,14 @@ def used_parts(arguments: "TrainArguments") -> Iterator[tuple[Table[Any], str]]:
 def note_on_unused_parts(arguments: "TrainArguments") -> str | None:
     """Return a note on registered parts that a run does not use although it could; None if there are none.
 
-    Of the objective and the optimizer there is one, so a run that has a registered one uses no other.
+    A run has one objective and one optimizer, so if it uses a registered one it can use no other.
     """
     used = list(used_parts(arguments))
-    kinds = {table.kind for table, _ in used}
+    used_kinds = {table.kind for table, _ in used}
     unused = []
     for table in (OBJECTIVES, OPTIMIZERS, METRICS, LOGGERS):
-        if table in (OBJECTIVES, OPTIMIZERS) and table.kind in kinds:
+        has_one_part = table in (OBJECTIVES, OPTIMIZERS)
+        if has_one_part and table.kind in used_kinds:
             continue
         unused += [f"--{table.kind} {name}" for name in table.registered if (table, name) not in used]
     if not unused:
@@ -50,11 +54,10 @@ def arguments_for_ranks(arguments: "TrainArguments") -> "TrainArguments":
         InputError: One of them was registered by the script itself, or by a module that cannot be imported again.
     """
     used = list(used_parts(arguments))
-    missing = [
-        f"{table.kind} {name}"
-        for table, name in used
-        if not table.is_imported(name) or _folder_of(table.module_of(name)) is None
-    ]
+    missing = []
+    for table, name in used:
+        if not table.is_imported(name) or _find_import_folder(table.module_of(name)) is None:
+            missing.append(f"{table.kind} {name}")
     if missing:
         raise InputError(
             f"--devices {arguments.device.devices}: the ranks are other processes, which do not have what this script "
@@ -65,7 +68,7 @@ def arguments_for_ranks(arguments: "TrainArguments") -> "TrainArguments":
     modules |= dict.fromkeys(table.module_of(name) for table, name in used)
     if not modules:
         return arguments
-    # by name, so that ranks which lack one refuse it
+    # Metrics and loggers are named, so that a rank which lacks one refuses the run.
     evaluation = replace(arguments.evaluation, metrics=arguments.evaluation.computed_metrics or None)
     logging = arguments.logging
     if LOGGERS.registered:
@@ -76,18 +79,25 @@ def arguments_for_ranks(arguments: "TrainArguments") -> "TrainArguments":
 
 def folders_for_ranks(arguments: "TrainArguments") -> list[str]:
     """Return the folders in which Python finds the modules of ``arguments_for_ranks``."""
-    found = [_folder_of(name) for name in arguments.extensions.extensions or []]
-    return list(dict.fromkeys(str(folder) for folder in found if folder is not None))
+    folders: dict[str, None] = {}
+    for module in arguments.extensions.extensions or []:
+        folder = _find_import_folder(module)
+        if folder is not None:
+            folders[str(folder)] = None
+    return list(folders)
 
 
-def _folder_of(module: str) -> Path | None:
+def _find_import_folder(module: str) -> Path | None:
     """Return the folder of the path in which Python finds a module; None if another process would not find it."""
     loaded = sys.modules.get(module)
-    file = getattr(loaded, "__file__", None)
-    if loaded is None or file is None or getattr(loaded, "__spec__", None) is None:
-        return None
+    file_name = getattr(loaded, "__file__", None)
+    if loaded is None or file_name is None or loaded.__spec__ is None:
+        return None  # the script itself, for example
+    file = Path(file_name).resolve()
     spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
         return None
-    depth = module.count(".") + (Path(file).name == "__init__.py")
-    return Path(file).resolve().parents[depth]
+    depth = module.count(".")
+    if file.name == "__init__.py":
+        depth += 1
+    return file.parents[depth]

@@ -23,112 +23,145 @@ if TYPE_CHECKING:
     from fabric_train.training.prepared_run import PreparedRun
 
 FILE_NAME = "replay.json"
-_CANCELLED = tuple(f"train_{name}" for name in ("reward_chosen", "reward_rejected", "margin", "accuracy", "ties", "kl"))
+_CANCELLING_COLUMNS = (
+    "train_reward_chosen",
+    "train_reward_rejected",
+    "train_margin",
+    "train_accuracy",
+    "train_ties",
+    "train_kl",
+)
 """Figures of preference pairs that are differences of nearly equal log-probabilities: only compared bit for bit."""
-_EXACT = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
-_FIGURES = ("learning_rate", "train_loss", "grad_norm")
-_SHOWN_STEPS = 8
-_SHOWN_FAULTS = 20
+_EXACT_COLUMNS = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
+"""Columns that are the same on any devices."""
+_FIGURE_COLUMNS = ("learning_rate", "train_loss", "grad_norm")
+"""Columns whose last digits may depend on the devices."""
+_MAX_SHOWN_STEPS = 8
+_MAX_SHOWN_FAULTS = 20
 
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How the computation of steps was split from ``first_step`` on.
-
-    ``device`` is None if unknown. ``split`` has ``SPLIT_ARGUMENTS``, none for an earlier version without checkpoint.
-    """
+    """How the computation of steps was split from ``first_step`` on."""
 
     num_devices: int
     device: str | None
+    """None if unknown."""
     split: dict[str, Any]
+    """The values of ``SPLIT_ARGUMENTS``; none for an earlier version without checkpoint."""
     first_step: int = 1
 
-    def differences(self, there: "RunLayout") -> list[str]:
-        """Return what differs from the layout ``there``, an empty list if the figures must be the same bit for bit."""
+    def differences(self, run_layout: "RunLayout") -> list[str]:
+        """Return what differs from the layout of the run, an empty list if figures must be the same bit for bit."""
         pairs = {
-            "devices": (there.num_devices, self.num_devices),
-            "device": (there.device or self.device, self.device or there.device),
-            **{name: (there.split.get(name, "unknown"), self.split[name]) for name in SPLIT_ARGUMENTS},
+            "devices": (run_layout.num_devices, self.num_devices),
+            "device": (run_layout.device or self.device, self.device or run_layout.device),
         }
-        return [f"{name} {one} there, {other} here" for name, (one, other) in pairs.items() if one != other]
+        for name in SPLIT_ARGUMENTS:
+            pairs[name] = (run_layout.split.get(name, "unknown"), self.split[name])
+        differences = []
+        for name, (run_value, replay_value) in pairs.items():
+            if run_value != replay_value:
+                differences.append(f"{name} {run_value} there, {replay_value} here")
+        return differences
 
     def __str__(self) -> str:
         name = f"{self.num_devices} × {self.split.get('parallelism', 'unknown')}"
-        return name + (f", {self.device}" if self.device else "")
+        return f"{name}, {self.device}" if self.device else name
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps of a run that are ready to be trained again.
-
-    ``logged`` are the rows of metrics.csv from the first step that is trained to the last one. ``there`` has the layout
-    of each session that took some of these steps. ``faults`` were found without training, ``contents`` says whether the
-    content of the rows was checked. ``evaluations`` are validation losses in checkpoints, by step.
-    """
+    """Steps of a run that are ready to be trained again."""
 
     folder: Path
     steps: tuple[int, int]
+    """The first and the last step to compare."""
     run: "PreparedRun"
     logged: list[Metrics]
+    """The rows of metrics.csv from the first step that is trained to the last one."""
     evaluations: dict[int, float]
+    """Validation losses in checkpoints, by step."""
     there: list[RunLayout]
+    """The layout of each session of the run that took some of these steps."""
     here: RunLayout
+    """The layout of the replay."""
     contents: str
+    """Whether the content of the rows was checked."""
     faults: list[str]
+    """What was found without training."""
     other_versions: list[str]
+    """Packages of another version than in the run."""
 
     def on(self, device: str) -> "Replay":
+        """Return the replay with the name of its device."""
         return replace(self, here=replace(self.here, device=device))
 
     @property
     def same_until(self) -> float:
         """The last step that must be the same bit for bit: as long as all steps were split as they are here."""
-        return next((layout.first_step for layout in self.there if self.here.differences(layout)), math.inf) - 1
+        for layout in self.there:
+            if self.here.differences(layout):
+                return layout.first_step - 1
+        return math.inf
 
     def tolerance(self, step: int) -> float:
         """Return the largest relative difference with which a figure of a step holds; 0 is bit for bit."""
         from fabric_train.training.self_check import TOLERANCES  # imports all that trains
 
-        return 0.0 if step <= self.same_until else TOLERANCES[self.run.arguments.model.precision]
+        if step <= self.same_until:
+            return 0.0
+        return TOLERANCES[self.run.arguments.model.precision]
 
     @property
     def has_pairs(self) -> bool:
+        """Whether the run trains on preference pairs."""
         return self.run.arguments.preference.needs_pairs
 
     @property
     def compared(self) -> list[str]:
         """The columns of metrics.csv that are compared: those that the logged steps have."""
-        found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
-        if self.has_pairs and all(map(self.tolerance, (row.step for row in self.logged))):
-            found -= set(_CANCELLED)
-        return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
-
-    @property
-    def _cancels(self) -> bool:
-        return self.has_pairs and math.isfinite(self.same_until)
+        columns = set[str]()
+        for row in self.logged:
+            columns.update(_exact_values(row), _figures(row))
+        is_never_exact = all(self.tolerance(row.step) > 0 for row in self.logged)
+        if self.has_pairs and is_never_exact:
+            columns.difference_update(_CANCELLING_COLUMNS)
+        compared = sorted(columns)
+        if self.evaluations:
+            compared.insert(0, "val_loss")
+        return compared
 
     @property
     def not_compared(self) -> list[str]:
         """What metrics.csv says of these steps that is not compared, and why."""
-        evaluated = [row.step for row in self.logged if row.val_loss is not None and row.step not in self.evaluations]
-        steps = ", ".join(map(str, evaluated[:_SHOWN_STEPS])) + (", …" if len(evaluated) > _SHOWN_STEPS else "")
-        lacking = [name for name in (*_EXACT, *_FIGURES) if name not in self.compared]
-        return [
-            *([f"validation losses of step {steps}, which no checkpoint has"] if evaluated else []),
-            *([f"after step {self.same_until}: {', '.join(_CANCELLED)}"] if self._cancels else []),
-            *(["losses of single sources in evaluations"] if _of_sources(self.logged, "val_") else []),
-            *([f"{', '.join(lacking)}: not in metrics.csv"] if lacking else []),
-            "times, speeds and memory",
-        ]
+        lines = []
+        steps = [row.step for row in self.logged if row.val_loss is not None and row.step not in self.evaluations]
+        if steps:
+            listed = ", ".join(str(step) for step in steps[:_MAX_SHOWN_STEPS])
+            if len(steps) > _MAX_SHOWN_STEPS:
+                listed += ", …"
+            lines.append(f"validation losses of step {listed}, which no checkpoint has")
+        if self.has_pairs and math.isfinite(self.same_until):
+            lines.append(f"after step {self.same_until}: {', '.join(_CANCELLING_COLUMNS)}")
+        if _source_values(self.logged, "val_"):
+            lines.append("losses of single sources in evaluations")
+        missing = [name for name in (*_EXACT_COLUMNS, *_FIGURE_COLUMNS) if name not in self.compared]
+        if missing:
+            lines.append(f"{', '.join(missing)}: not in metrics.csv")
+        lines.append("times, speeds and memory")
+        return lines
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """A logged step that was trained again; ``differences`` has the relative difference of each figure."""
+class _ComparedStep:
+    """A logged step that was trained again."""
 
-    there: Metrics
-    here: Metrics | None
+    logged: Metrics
+    repeated: Metrics | None
+    """None if the replay has not reached the step."""
     differences: dict[str, float]
+    """The relative difference of each figure."""
     faults: list[str]
 
 
@@ -137,35 +170,44 @@ class Certificate:
     """The result of a replay; ``steps`` is empty if nothing was trained."""
 
     replay: Replay
-    steps: list[_Compared]
+    steps: list[_ComparedStep]
 
     @property
     def faults(self) -> list[str]:
-        """A line for each difference, the first one first."""
-        return [*self.replay.faults, *(fault for step in self.steps for fault in step.faults)]
+        """A line for each difference, in the order of the steps."""
+        faults = list(self.replay.faults)
+        for step in self.steps:
+            faults += step.faults
+        return faults
 
     @property
     def holds(self) -> bool:
+        """Whether steps were trained and nothing differs."""
         return bool(self.steps) and not self.faults
 
     @property
     def rule(self) -> str:
         """How near the figures have to be, and why."""
         replay = self.replay
-        reasons = dict.fromkeys(one for layout in replay.there for one in replay.here.differences(layout))
+        reasons: dict[str, None] = {}
+        for layout in replay.there:
+            reasons |= dict.fromkeys(replay.here.differences(layout))
         if not reasons:
             return "bit for bit: the same number and kind of devices, split in the same way"
-        first = replay.run.start.state.step + 1
-        until = replay.same_until
-        exact = f"bit for bit up to step {until}, after it " if until >= first else ""
+        first_step = replay.run.start.state.step + 1
+        exact = ""
+        if replay.same_until >= first_step:
+            exact = f"bit for bit up to step {replay.same_until}, after it "
         return f"{exact}to {replay.tolerance(replay.steps[1]):.1e} relative: {'; '.join(reasons)}"
 
     @property
-    def largest(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+    def largest_differences(self) -> dict[str, float]:
+        """The largest relative difference of each figure."""
+        largest: dict[str, float] = {}
         for step in self.steps:
-            found |= {name: max(found.get(name, 0.0), value) for name, value in step.differences.items()}
-        return found
+            for name, difference in step.differences.items():
+                largest[name] = max(largest.get(name, 0.0), difference)
+        return largest
 
     def write(self) -> Path:
         """Write ``RUN/replay.json``, and return its path."""
@@ -182,7 +224,7 @@ class Certificate:
             "compared": replay.compared,
             "not_compared": replay.not_compared,
             "tolerance": replay.tolerance(replay.steps[1]),
-            "largest_differences": self.largest,
+            "largest_differences": self.largest_differences,
             "faults": self.faults,
             "contents": replay.contents,
             "there": _describe_layouts(replay.there),
@@ -198,30 +240,51 @@ class Certificate:
 
     def describe(self) -> Group:
         """Return the table of the steps and the result for the console."""
+        facts = Table.grid(padding=(0, 2))
+        for name, text in self._facts().items():
+            facts.add_row(name, text)
+        if self.holds:
+            verdict = Text("holds: every compared figure is reproduced", "bold green")
+        else:
+            lines = ["differs:", *self.faults[:_MAX_SHOWN_FAULTS]]
+            num_hidden = len(self.faults) - _MAX_SHOWN_FAULTS
+            if num_hidden > 0:
+                lines.append(f"and {num_hidden:,} more, see {FILE_NAME}")
+            verdict = Text("\n".join(lines), "bold red")
+        if not self.steps:
+            return Group(facts, verdict)
+        return Group(self._step_table(), facts, verdict)
+
+    def _step_table(self) -> Table:
+        """Return the table of the first steps that differ, or of the last ones if none does."""
         columns = ("step", "loss there", "loss here", "gradient norm there", "here", "largest difference")
         table = Table(*columns, title="Replay", title_justify="left", title_style="bold", box=None, pad_edge=False)
-        differing = [step for step in self.steps if step.faults][:_SHOWN_STEPS]
-        for step in differing or self.steps[-_SHOWN_STEPS:]:
-            figures = [(row.train_loss, row.grad_norm) if row else (None, None) for row in (step.there, step.here)]
-            cells = ["" if value is None else f"{value:.9g}" for pair in zip(*figures, strict=True) for value in pair]
-            table.add_row(str(step.there.step), *cells, f"{max(step.differences.values(), default=0.0):.1e}")
-        about = Table.grid(padding=(0, 2))
-        for name, text in self._about().items():
-            about.add_row(name, text)
-        verdict = Text("holds: every compared figure is reproduced", "bold green")
-        if not self.holds:
-            more = len(self.faults) - _SHOWN_FAULTS
-            hidden = [f"and {more:,} more, see {FILE_NAME}"] if more > 0 else []
-            verdict = Text("\n".join(["differs:", *self.faults[:_SHOWN_FAULTS], *hidden]), "bold red")
-        return Group(*([table] if self.steps else []), about, verdict)
+        steps = [step for step in self.steps if step.faults][:_MAX_SHOWN_STEPS]
+        if not steps:
+            steps = self.steps[-_MAX_SHOWN_STEPS:]
+        for step in steps:
+            repeated_loss = step.repeated.train_loss if step.repeated else None
+            repeated_norm = step.repeated.grad_norm if step.repeated else None
+            table.add_row(
+                str(step.logged.step),
+                _format_figure(step.logged.train_loss),
+                _format_figure(repeated_loss),
+                _format_figure(step.logged.grad_norm),
+                _format_figure(repeated_norm),
+                f"{max(step.differences.values(), default=0.0):.1e}",
+            )
+        return table
 
-    def _about(self) -> dict[str, str]:
+    def _facts(self) -> dict[str, str]:
+        """Return what was compared and how, by name."""
         replay = self.replay
-        start = self.replay.run.start.checkpoint
-        first, last = replay.steps
-        came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
-        about = {
-            "steps": f"{first} to {last}, {came_from}, {len(self.steps)} logged steps compared",
+        checkpoint = replay.run.start.checkpoint
+        origin = "nothing was trained"
+        if self.steps:
+            origin = f"trained from {checkpoint.name if checkpoint else 'the beginning'}"
+        first_step, last_step = replay.steps
+        facts = {
+            "steps": f"{first_step} to {last_step}, {origin}, {len(self.steps)} logged steps compared",
             "there": _describe_layouts(replay.there),
             "here": f"{replay.here}",
             "figures": self.rule,
@@ -229,59 +292,83 @@ class Certificate:
             "not compared": "; ".join(replay.not_compared),
             "content of rows": replay.contents,
         }
-        return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
+        if replay.other_versions:
+            facts["other versions"] = ", ".join(replay.other_versions)
+        return facts
 
 
-def compare(replay: Replay, trained: Sequence[Metrics]) -> Certificate:
+def _format_figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.9g}"
+
+
+def compare(replay: Replay, repeated_rows: Sequence[Metrics]) -> Certificate:
     """Compare all logged steps with those that were trained again."""
-    here = {row.step: row for row in trained}
-    return Certificate(replay, [_compare_step(replay, row, here.get(row.step)) for row in replay.logged])
+    repeated = {row.step: row for row in repeated_rows}
+    return Certificate(replay, [_compare_step(replay, row, repeated.get(row.step)) for row in replay.logged])
 
 
-def _compare_step(replay: Replay, there: Metrics, here: Metrics | None) -> _Compared:
-    if here is None:
-        return _Compared(there, None, {}, [f"step {there.step}: not reached here"])
-    tolerance = replay.tolerance(there.step)
-    logged, found = (_exact(row) | _figures(row) for row in (there, here))
-    differences = {key: relative_difference(value, found.get(key, math.nan)) for key, value in _figures(there).items()}
-    wrong = [
-        f"step {there.step}, {name}: {value} in metrics.csv, {found.get(name)} here"
-        for name, value in logged.items()
-        if (differences[name] > tolerance if name in differences else value != found.get(name))
-        and not (tolerance and replay.has_pairs and name in _CANCELLED)
-    ]
-    emptied = [name for name in found if name not in logged and name in replay.compared]
-    wrong += [f"step {there.step}, {name}: empty in metrics.csv, {found[name]} here" for name in emptied]
-    return _Compared(there, here, differences, wrong)
+def _compare_step(replay: Replay, logged: Metrics, repeated: Metrics | None) -> _ComparedStep:
+    """Compare a row of metrics.csv with the same step of the replay."""
+    if repeated is None:
+        return _ComparedStep(logged, None, {}, [f"step {logged.step}: not reached here"])
+    tolerance = replay.tolerance(logged.step)
+    logged_values = _exact_values(logged) | _figures(logged)
+    repeated_values = _exact_values(repeated) | _figures(repeated)
+    differences = {}
+    for name, figure in _figures(logged).items():
+        differences[name] = relative_difference(figure, repeated_values.get(name, math.nan))
+
+    faults = []
+    for name, value in logged_values.items():
+        if tolerance and replay.has_pairs and name in _CANCELLING_COLUMNS:
+            continue
+        if name in differences:
+            is_wrong = differences[name] > tolerance
+        else:
+            is_wrong = value != repeated_values.get(name)
+        if is_wrong:
+            faults.append(f"step {logged.step}, {name}: {value} in metrics.csv, {repeated_values.get(name)} here")
+    for name, value in repeated_values.items():
+        if name not in logged_values and name in replay.compared:
+            faults.append(f"step {logged.step}, {name}: empty in metrics.csv, {value} here")
+    return _ComparedStep(logged, repeated, differences, faults)
 
 
-def _exact(row: Metrics) -> dict[str, Any]:
-    """Return the values that are the same on any devices; those that are not logged are left out."""
-    return {name: value for name in _EXACT if (value := getattr(row, name)) is not None}
+def _exact_values(row: Metrics) -> dict[str, Any]:
+    """Return the values of ``_EXACT_COLUMNS``; those that are not logged are left out."""
+    return _logged_values(row, _EXACT_COLUMNS)
 
 
 def _figures(row: Metrics) -> dict[str, float]:
     """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
-    figures = {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
-    of_objective = {name: value for name, value in row.further.items() if name.startswith("train_")}
-    return figures | of_objective | _of_sources([row], "train_loss/")
+    objective_metrics = {name: value for name, value in row.extra.items() if name.startswith("train_")}
+    return _logged_values(row, _FIGURE_COLUMNS) | objective_metrics | _source_values([row], "train_loss/")
 
 
-def _of_sources(rows: Sequence[Metrics], prefix: str) -> dict[str, float]:
+def _logged_values(row: Metrics, columns: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in columns}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _source_values(rows: Sequence[Metrics], prefix: str) -> dict[str, float]:
     """Return the values of the columns of single sources that begin with ``prefix``, the last one of each."""
-    return {name: value for row in rows for name, value in row.by_source.items() if name.startswith(prefix)}
+    values: dict[str, float] = {}
+    for row in rows:
+        values.update({name: value for name, value in row.by_source.items() if name.startswith(prefix)})
+    return values
 
 
 def _describe_layouts(layouts: Sequence[RunLayout]) -> str:
-    first, *later = layouts
-    return "; ".join([f"{first}", *(f"from step {layout.first_step} {layout}" for layout in later)])
+    descriptions = [str(layouts[0])]
+    descriptions += [f"from step {layout.first_step} {layout}" for layout in layouts[1:]]
+    return "; ".join(descriptions)
 
 
-def relative_difference(one: float, other: float) -> float:
+def relative_difference(value: float, reference: float) -> float:
     """Return the difference of two numbers relative to the larger; 0 if they are equal or both NaN."""
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    if value == reference or (math.isnan(value) and math.isnan(reference)):
         return 0.0
-    difference = abs(one - other) / max(abs(one), abs(other))
+    difference = abs(value - reference) / max(abs(value), abs(reference))
     return math.inf if math.isnan(difference) else difference
 
 
@@ -301,21 +388,26 @@ class StoredCertificate:
     figures: str
 
 
-def read_certificate(run: Path, step: int) -> StoredCertificate | None:
+def read_certificate(run_dir: Path, step: int) -> StoredCertificate | None:
     """Return the certificate of a run that holds for its metrics.csv and for steps up to ``step``, or None."""
-    file = run / FILE_NAME
+    file = run_dir / FILE_NAME
     if not file.is_file():
         return None
     try:
-        found = read_json(file, StoredCertificate, "replay again")
-        first = found.trained_from
-        last = found.steps[1]
-        rows = [row for row in read_metrics(run / "metrics.csv", last) if row.step >= first]
+        certificate = read_json(file, StoredCertificate, "replay again")
+        last_step = certificate.steps[1]
+        rows = read_metrics(run_dir / "metrics.csv", last_step)
     except InputError:
         return None
-    return found if found.verdict == "holds" and last <= step and _digest(rows) == found.figures else None
+    if certificate.verdict != "holds" or last_step > step:
+        return None
+    compared_rows = [row for row in rows if row.step >= certificate.trained_from]
+    if _digest(compared_rows) != certificate.figures:  # metrics.csv has changed since
+        return None
+    return certificate
 
 
 def _digest(rows: Sequence[Metrics]) -> str:
-    figures = [[row.step, _exact(row), _figures(row), row.val_loss] for row in rows]
+    """Return a hash of what was compared."""
+    figures = [[row.step, _exact_values(row), _figures(row), row.val_loss] for row in rows]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()

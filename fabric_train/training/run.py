@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Fabric
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
@@ -30,14 +31,14 @@ from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.isolation_check import check_isolation
-from fabric_train.training.loggers import Logger, Outputs
+from fabric_train.training.logger import Logger, Outputs
 from fabric_train.training.loop import End, Loop, manual_collection
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.objective import Objective, objective_of
+from fabric_train.training.objective import Objective, build_objective
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference import compare_with_reference
 from fabric_train.training.run_log import log, progress, show, warn, write_log
-from fabric_train.training.self_check import check_cuts
+from fabric_train.training.self_check import check_splits
 
 ReportWriter = Callable[[Path], WrittenPage | None]
 """Writes the report of a run folder; None if none is wanted."""
@@ -51,15 +52,19 @@ def execute(
     ``write_report`` writes the report of a run folder, on rank 0 at the end of training.
     """
     evaluation = run.arguments.evaluation
-    run, objective = compare_with_reference(fabric, run, heartbeat), objective_of(run.arguments)
+    run = compare_with_reference(fabric, run, heartbeat)
+    objective = build_objective(run.arguments)
     if not evaluation.only_reads:
-        return _train(run, partial(_build, fabric, objective, heartbeat, console), write_report)
-    model, decayed = _set_up_model(fabric, run)
+        build = partial(_build_loop, fabric, objective, heartbeat, console)
+        return _train(run, build, write_report)
+
+    model, decayed_names = _set_up_model(fabric, run)
     if evaluation.self_check:
-        optimizer = set_up_optimizer(fabric, model, decayed, run)
+        optimizer = set_up_optimizer(fabric, model, decayed_names, run)
         if fabric.is_global_zero:
             _write_run_folder(run)
         return _self_check(fabric, model, optimizer, objective, run)
+
     validation = build_validation(fabric, model, run, objective, heartbeat)
     assert validation is not None  # the step plan refuses a dataset without validation rows
     if fabric.is_global_zero:
@@ -67,7 +72,7 @@ def execute(
     return _evaluate(fabric, run, validation, heartbeat)
 
 
-def _build(
+def _build_loop(
     fabric: Fabric,
     objective: Objective,
     heartbeat: Heartbeat,
@@ -75,14 +80,14 @@ def _build(
     run: PreparedRun,
     outputs: Outputs | None = None,
 ) -> Loop:
-    """Build the loop of a run; without ``outputs`` it begins in this process, and its loggers too."""
-    model, decayed = _set_up_model(fabric, run)
+    """Build the loop of a run; without ``outputs`` the run begins in this process, and its loggers are opened."""
+    model, decayed_names = _set_up_model(fabric, run)
     validation = build_validation(fabric, model, run, objective, heartbeat)
-    optimizer = set_up_optimizer(fabric, model, decayed, run)
-    # the first files: input that cannot be used has left none
+    optimizer = set_up_optimizer(fabric, model, decayed_names, run)
+    # The first files are written here, so that input which cannot be used has left none.
     if fabric.is_global_zero:
         _write_run_folder(run)
-    with _failing_while_it_runs():
+    with _input_errors_as_failures():
         if outputs is None:
             write_log(run.folder / "run.log")  # with the lines so far
             progress.info("opening the loggers")
@@ -91,7 +96,7 @@ def _build(
 
 
 @contextmanager
-def _failing_while_it_runs() -> Iterator[None]:
+def _input_errors_as_failures() -> Iterator[None]:
     """Turn wrong input that is found after the run has written files, such as a damaged row, into a failure."""
     try:
         yield
@@ -99,14 +104,16 @@ def _failing_while_it_runs() -> Iterator[None]:
         raise RunError("; ".join(error.faults)) from error
 
 
-def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
-    model, decayed = set_up_model(fabric, run)
+def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[_FabricModule, set[str]]:
+    """Return the model, which keeps documents apart if the run isolates them, and the names with weight decay."""
+    model, decayed_names = set_up_model(fabric, run)
     if fabric.device.type == "cpu":
-        reuse_freed_memory()  # from here on, so that what loading has freed is returned to the system
+        reuse_freed_memory()  # from here on: what loading has freed goes back to the system first
     longest_row = run.model.longest_row
     if run.data.isolates and longest_row is not None:
-        check_isolation(fabric, model, run.model.source, longest_row, compute_dtype(run.arguments.model.precision))
-    return model, decayed
+        dtype = compute_dtype(run.arguments.model.precision)
+        check_isolation(fabric, model, run.model.source, longest_row, dtype)
+    return model, decayed_names
 
 
 def _write_run_folder(run: PreparedRun) -> None:
@@ -121,64 +128,78 @@ def _write_run_folder(run: PreparedRun) -> None:
 
 
 def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWriter) -> int:
+    """Build the loop of a run and train; return the exit code."""
     loop = build(run)
-    with _failing_while_it_runs():
-        return _train_to_the_end(loop, build, write_report)
+    with _input_errors_as_failures():
+        return _train_all_phases(loop, build, write_report)
 
 
-def _train_to_the_end(loop: Loop, build: Callable[..., Loop], write_report: ReportWriter) -> int:
-    """Train, also the phases that follow with other parts or data, write the report, and return the exit code."""
+def _train_all_phases(loop: Loop, build: Callable[..., Loop], write_report: ReportWriter) -> int:
+    """Train, including phases with other parts or data, write the report, and return the exit code."""
     run = loop.run
     outputs = loop.outputs
     started = time.monotonic()
-    report: list[str] = []
+    report_lines: list[str] = []
     try:
+        # From here on a signal does not end the process: the run stops at the next micro-batch and saves.
         stop_signals.defer()
-        end = _train_present_parts(loop)
-        while _goes_on(loop, end):
+        end = _train_loop(loop)
+
+        # Phases with other parts of the model, or other token datasets: build the model and the optimizer again.
+        while _has_next_phase(loop, end):
             assert end.checkpoint is not None
             loop.stepper.heartbeat.enter(StepPhase.LOADING, step=end.state.step + 1)
             release_parameters(loop.stepper.model)
             del loop
-            gc.collect()  # the model and the optimizer, before others are made
+            gc.collect()  # frees the model and the optimizer before others are built
             run = run.continued_from(end.checkpoint, end.state)
             log.info(summary.describe_border(run))
             loop = build(run, outputs)
-            end = _train_present_parts(loop)
+            end = _train_loop(loop)
+
+        # The last uploads, and the report.
         loop.stepper.heartbeat.enter(StepPhase.ENDING)
         if end.checkpoint:
             outputs.saved(end.checkpoint, is_last=True)
         seconds = time.monotonic() - started
-        if not end.stopped_by and run.arguments.logging.report and loop.stepper.fabric.is_global_zero:
-            report = _report(loop, write_report)
+        is_rank_0 = loop.stepper.fabric.is_global_zero
+        if not end.stopped_by and run.arguments.logging.report and is_rank_0:
+            report_lines = _write_report(loop, write_report)
     finally:
         outputs.close()
+
+    # What the user reads at the end.
     if end.stopped_by:
         log.info(summary.describe_stop(end, run.plan.num_steps))
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
     if run.early_stopping and run.early_stopping.ends(end.state):
         log.info(run.early_stopping.describe(end.state))
-    if loop.stepper.fabric.is_global_zero:
+    if is_rank_0:
         show(summary.describe_end(end.state, seconds, run, end.checkpoint))
-        for line in report:
+        for line in report_lines:
             log.info("%s", line)
-        if displaced := summary.warn_of_displacement(end.state):
-            warn(displaced)
+        warning = summary.warn_of_displacement(end.state)
+        if warning:
+            warn(warning)
     return 0
 
 
-def _goes_on(loop: Loop, end: End) -> bool:
-    """Whether the run goes on with other parts or data."""
+def _has_next_phase(loop: Loop, end: End) -> bool:
+    """Return whether the run continues with other parts or data."""
     run = loop.run
-    is_over = end.stopped_by or (run.early_stopping is not None and run.early_stopping.ends(end.state))
-    return not is_over and end.state.step == loop.num_steps < run.plan.num_steps
+    if end.stopped_by:
+        return False
+    if run.early_stopping is not None and run.early_stopping.ends(end.state):
+        return False
+    return end.state.step == loop.num_steps < run.plan.num_steps
 
 
-def _train_present_parts(loop: Loop) -> End:
+def _train_loop(loop: Loop) -> End:
     """Train to the end of the run, or until other parts of the model train or other data come."""
     log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
-    progress.info("%s%s", loop.stepper.heartbeat, ", compiling" if loop.run.arguments.fsdp.compile is True else "")
+    compiles = loop.run.arguments.fsdp.compile is True
+    progress.info("%s%s", loop.stepper.heartbeat, ", compiling" if compiles else "")
     try:
         with manual_collection():
             return loop.train()
@@ -186,19 +207,19 @@ def _train_present_parts(loop: Loop) -> End:
         loop.checkpoints.close()
 
 
-def _report(loop: Loop, write_report: ReportWriter) -> list[str]:
-    """Write and log the report, and return the lines to print about it. Whatever fails, the run does not."""
-    folder = loop.run.folder
+def _write_report(loop: Loop, write_report: ReportWriter) -> list[str]:
+    """Write and log the report, and return the lines to print about it. If it fails, the run does not."""
+    run_dir = loop.run.folder
     loop.stepper.heartbeat.take_time()  # the other ranks wait
     try:
-        written = write_report(folder)
-        if written is None:
+        report = write_report(run_dir)
+        if report is None:
             return []
-        loop.outputs.log_report(written.page, written.markdown.read_text(encoding="utf-8"))
+        loop.outputs.log_report(report.page, report.markdown.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - a folder, a disk, a library, a bug
-        warn(f"no report: {first_line(error)}; later: fabric-train report {folder}")
+        warn(f"no report: {first_line(error)}; later: fabric-train report {run_dir}")
         return []
-    return written.lines
+    return report.lines
 
 
 def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbeat: Heartbeat) -> int:
@@ -208,43 +229,61 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
     progress.info("%s", heartbeat)
     evaluation = validation.evaluate()
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
-    if fabric.is_global_zero:
-        whole = evaluation.whole
-        sources = evaluation.sources
-        step = checkpoints.read_trainer_json(run.start.checkpoint).state.step if run.start.checkpoint else 0
-        content = {"model": run.model.source, "step": step, **_figures(whole)}
-        _write_json(path, content | {"sources": {name: _figures(loss) for name, loss in sources.items()}})
-        if len(sources) > 1:
-            show(summary.describe_evaluation(evaluation))
-        result = f"validation loss {whole.loss:.4f}"
-        shown = {name: whole.figures().get(name) for name in ("perplexity", "accuracy")}
-        result += "".join(f", {name} {value:.3f}" for name, value in shown.items() if value is not None)
-        log.info(f"{result} over {whole.num_tokens:,} {whole.unit}s → {path}")
-        data = run.data.held_out if isinstance(run.data, Stream) else run.data
-        reason = unpredicted_tokens(data.parts, whole.num_tokens) if data and not whole.of_pairs else ""
-        if reason and run.arguments.evaluation.eval_iters is None:
+    if not fabric.is_global_zero:
+        return 0
+
+    # Write the file.
+    whole = evaluation.whole
+    sources = evaluation.sources
+    step = 0
+    if run.start.checkpoint:
+        step = checkpoints.read_trainer_json(run.start.checkpoint).state.step
+    content = {"model": run.model.source, "step": step, **_loss_figures(whole)}
+    content["sources"] = {name: _loss_figures(loss) for name, loss in sources.items()}
+    _write_json(path, content)
+
+    # Print the result.
+    if len(sources) > 1:
+        show(summary.describe_evaluation(evaluation))
+    result = f"validation loss {whole.loss:.4f}"
+    figures = whole.figures()
+    for name in ("perplexity", "accuracy"):
+        value = figures.get(name)
+        if value is not None:
+            result += f", {name} {value:.3f}"
+    log.info(f"{result} over {whole.num_tokens:,} {whole.unit}s → {path}")
+
+    # Say why fewer tokens are predicted than the split has, if all of it was evaluated.
+    data = run.data.held_out if isinstance(run.data, Stream) else run.data
+    if data and not whole.of_pairs and run.arguments.evaluation.eval_iters is None:
+        reason = unpredicted_tokens(data.parts, whole.num_tokens)
+        if reason:
             log.info(reason)
     return 0
 
 
-def _figures(loss: TokenLoss) -> dict[str, float | None]:
+def _loss_figures(loss: TokenLoss) -> dict[str, Any]:
+    """Return the figures of a loss as evaluation.json has them."""
+    figures: dict[str, Any] = loss.figures()
     if loss.of_pairs:
-        return loss.figures() | {"num_pairs": loss.num_tokens}
+        return figures | {"num_pairs": loss.num_tokens}
     if loss.has_own_unit:
-        return loss.figures() | {"loss_sum": loss.nats, "num_tokens": loss.num_tokens}
-    return loss.figures() | {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
+        return figures | {"loss_sum": loss.nats, "num_tokens": loss.num_tokens}
+    return figures | {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
 
 
-def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective, run: PreparedRun) -> int:
+def _self_check(
+    fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, objective: Objective, run: PreparedRun
+) -> int:
     """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
     assert not isinstance(run.data, Stream)  # preflight refuses it
     path = run.folder / "self_check.json"
     check_no_link(path)
     progress.info("self check")
-    rows = run.plan.window_order(run.arguments.data.seed).rows_of(1).tolist()
+    first_window = run.plan.window_order(run.arguments.data.seed).rows_of(1).tolist()
     precision = run.arguments.model.precision
     micro_batch_size = run.arguments.training.micro_batch_size
-    check = check_cuts(fabric, model, optimizer, objective, run.data.train, rows, micro_batch_size, precision)
+    check = check_splits(fabric, model, optimizer, objective, run.data.train, first_window, micro_batch_size, precision)
     if fabric.is_global_zero:
         _write_json(path, asdict(check))
         show(summary.describe_self_check(check))
@@ -267,21 +306,23 @@ class NoCheckpoints(CheckpointManager):
 def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
     """Train to ``last_step`` in a temporary folder of this rank, and return each step's metrics. All ranks call it."""
     run = compare_with_reference(fabric, run, heartbeat)
-    model, decayed = _set_up_model(fabric, run)
+    model, decayed_names = _set_up_model(fabric, run)
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)
-    optimizer = set_up_optimizer(fabric, model, decayed, run)
-    recorder = _Recorder(last_step)
+    optimizer = set_up_optimizer(fabric, model, decayed_names, run)
+    recorder = _MetricsRecorder(last_step)
     outputs = Outputs([recorder], "none")
-    objective = objective_of(run.arguments)
-    loop = build_loop(fabric, model, optimizer, objective, run, heartbeat, None, outputs, NoCheckpoints)
+    objective = build_objective(run.arguments)
+    loop = build_loop(
+        fabric, model, optimizer, objective, run, heartbeat, validation=None, outputs=outputs, manager=NoCheckpoints
+    )
     progress.info("%s", heartbeat)
     with manual_collection():
         replace(loop, num_steps=last_step).train()
     return recorder.steps
 
 
-class _Recorder(Logger):
+class _MetricsRecorder(Logger):
     """Keeps the metrics of each step, and shows its loss."""
 
     def __init__(self, last_step: int) -> None:

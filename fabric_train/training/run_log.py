@@ -33,8 +33,9 @@ progress = logging.getLogger("fabric_train.progress")
 SILENT_SECONDS = 8.0
 """After so long without a line, the log says what this process is doing."""
 _MAX_EARLY_LINES = 1000
+_NEVER = logging.CRITICAL + 1  # a level that no record has
 _UNLIMITED_WIDTH = 10_000
-_AS_WRITTEN = {"markup": False, "highlight": False, "emoji": False}
+_PLAIN_TEXT = {"markup": False, "highlight": False, "emoji": False}
 
 
 def start_log(console: Console | None = None) -> Console:
@@ -42,16 +43,17 @@ def start_log(console: Console | None = None) -> Console:
     prints = global_rank() == 0
     if console is None:
         # without force_terminal, an environment variable could bring escape codes into a file
-        console = open_console(quiet=not prints, force_terminal=os.isatty(1), **_AS_WRITTEN)
+        console = open_console(quiet=not prints, force_terminal=os.isatty(1), **_PLAIN_TEXT)
     end_log()
     for logger in (log, progress):
         logger.setLevel(logging.DEBUG if prints else logging.ERROR)
         logger.propagate = False
     if prints:
-        lines = _ConsoleLines(console)
-        log.addHandler(lines)
-        log.addHandler(MemoryHandler(_MAX_EARLY_LINES, flushLevel=logging.CRITICAL + 1))
-        progress.addHandler(_WhileSilent(lines))
+        console_handler = _ConsoleHandler(console)
+        log.addHandler(console_handler)
+        # keeps the lines until ``write_log`` opens run.log
+        log.addHandler(MemoryHandler(_MAX_EARLY_LINES, flushLevel=_NEVER))
+        progress.addHandler(_ProgressHandler(console_handler))
     return console
 
 
@@ -65,18 +67,22 @@ def end_log() -> None:
 
 
 def write_log(path: Path) -> None:
-    """Append the lines so far and all further ones to the file ``path``, with time, host and rank.
+    """Append the lines so far and all later ones to the file ``path``, with time, host and rank.
 
-    Ranks other than 0 append only their errors, and open the file only for them. An InputError if ``path`` is no file.
+    Ranks other than 0 append only their errors, and open the file only for them.
+
+    Raises:
+        InputError: ``path`` exists and is not a file.
     """
     rank = global_rank()
-    file = _LogFile(path, rank)
-    file.setLevel(logging.ERROR if rank else logging.INFO)
-    for early in [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]:
-        early.setTarget(file)
-        early.close()  # passes its lines on
-        log.removeHandler(early)
-    log.addHandler(file)
+    file_handler = _FileHandler(path, rank)
+    file_handler.setLevel(logging.ERROR if rank else logging.INFO)
+    for handler in list(log.handlers):
+        if isinstance(handler, MemoryHandler):
+            handler.setTarget(file_handler)
+            handler.close()  # passes its lines on
+            log.removeHandler(handler)
+    log.addHandler(file_handler)
 
 
 def note(line: str) -> None:
@@ -104,7 +110,7 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.*")
 
 
-class _ConsoleLines(logging.Handler):
+class _ConsoleHandler(logging.Handler):
     """Prints everything except errors."""
 
     def __init__(self, console: Console) -> None:
@@ -120,42 +126,44 @@ class _ConsoleLines(logging.Handler):
         self.printed_at = time.monotonic()
         line = _clean(record.getMessage())
         if not self._console.is_terminal:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-            self._console.print(Text(f"{when} {line}"), soft_wrap=True)
+            created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+            self._console.print(Text(f"{created} {line}"), soft_wrap=True)
         elif hasattr(record, "renderable"):
             self._console.print(record.renderable)
         else:
-            self._console.print(Text(line, "yellow" if record.levelno >= logging.WARNING else ""), soft_wrap=True)
+            style = "yellow" if record.levelno >= logging.WARNING else ""
+            self._console.print(Text(line, style), soft_wrap=True)
 
 
-class _WhileSilent(logging.Handler):
+class _ProgressHandler(logging.Handler):
     """Keeps the last record, and repeats it whenever nothing has been printed for some seconds."""
 
-    def __init__(self, lines: _ConsoleLines) -> None:
+    def __init__(self, console_handler: _ConsoleHandler) -> None:
         super().__init__()
-        self._lines = lines
+        self._console_handler = console_handler
         self._started = time.monotonic()
-        self._doing: logging.LogRecord | None = None
+        self._last_record: logging.LogRecord | None = None
         self._is_closed = threading.Event()
         threading.Thread(target=self._repeat, daemon=True, name="progress").start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._doing = record if record.getMessage() else None
+        self._last_record = record if record.getMessage() else None
 
     def close(self) -> None:
         self._is_closed.set()
         super().close()
 
     def _repeat(self) -> None:
+        """Log the last record again while nothing is printed; it runs in a thread."""
         while not self._is_closed.wait(min(1.0, SILENT_SECONDS)):
-            doing = self._doing
+            record = self._last_record
             now = time.monotonic()
-            if doing and now - self._lines.printed_at >= SILENT_SECONDS:
-                log.info("%s (%.0f s)", doing.getMessage(), now - self._started)
+            if record and now - self._console_handler.printed_at >= SILENT_SECONDS:
+                log.info("%s (%.0f s)", record.getMessage(), now - self._started)
 
 
-class _LogFile(logging.FileHandler):
-    """Appends to a file; the first error of the disk ends that, and not the run."""
+class _FileHandler(logging.FileHandler):
+    """Appends to a file; the first error of the disk ends the file, and not the run."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=rank > 0)
@@ -175,7 +183,7 @@ class _LogFile(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError | InputError):
             raise  # a bug
-        self.setLevel(logging.CRITICAL + 1)
+        self.setLevel(_NEVER)
         reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
         print(f"warning: {self.baseFilename}: {reason}; nothing more is written to it", file=sys.stderr)
 
@@ -192,10 +200,14 @@ class _LogFormatter(logging.Formatter):
 
 
 def _clean(text: str) -> str:
+    """Return a text without control characters and secrets."""
     return redact(escape_controls(text))
 
 
 def _as_text(renderable: RenderableType) -> str:
-    text = StringIO()
-    open_console(file=text, width=_UNLIMITED_WIDTH, force_terminal=False, **_AS_WRITTEN).print(renderable)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    """Return what a console prints, without the spaces that fill its lines."""
+    output = StringIO()
+    console = open_console(file=output, width=_UNLIMITED_WIDTH, force_terminal=False, **_PLAIN_TEXT)
+    console.print(renderable)
+    lines = [line.rstrip() for line in output.getvalue().splitlines()]
+    return "\n".join(lines)

@@ -22,11 +22,11 @@ from typing import Literal
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.files.regular_file import open_to_write, read_json_lines
-from fabric_train.training.loggers import Logger
+from fabric_train.training.logger import Logger
 from fabric_train.training.metrics import Metrics
 
 TIMES = "times.jsonl"
-_PARTS = {
+_PART_OF_PHASE = {
     StepPhase.LOADING: "starting",
     StepPhase.DATA: "data",
     StepPhase.VALIDATION: "evaluation",
@@ -34,11 +34,12 @@ _PARTS = {
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
-"""What the seconds of a phase are counted as; all other phases are of training."""
-_TRAINED = ("training", "data", "evaluation")
+"""What the seconds of a phase are counted as; all other phases are training."""
+_PART_NAMES = ("starting", "training", "data", "evaluation", "saving", "ending")
+_REPEATED_PARTS = ("training", "data", "evaluation")
 """The parts that a start from an earlier step repeats."""
 
-_MOST_SECONDS = 1e15
+_MAX_NUMBER = 1e15  # a damaged file may have any
 _ADVICE = "move the file away"
 
 Event = Literal["start", "step", "save", "saved", "end"]
@@ -46,19 +47,19 @@ Event = Literal["start", "step", "save", "saved", "end"]
 
 @dataclass(frozen=True)
 class TimesLine:
-    """A line of times.jsonl: an event of rank 0, and where the time since its start went until then.
-
-    ``event`` is ``start`` of the program, ``step`` for a logged step, ``save`` before a save begins, ``saved`` when
-    that checkpoint is complete, or ``end``. ``time`` is in seconds since 1970. ``step`` is the last completed one, for
-    ``start`` the one that the run starts from. ``seconds`` are starting, training, data (waiting for it), evaluation,
-    saving and ending; their sum is the time since the start.
-    """
+    """A line of times.jsonl: an event of rank 0, and where the time since its start went until then."""
 
     event: Event
+    """``start`` of the program, ``step`` for a logged step, ``save`` before a save begins, ``saved`` when that
+    checkpoint is complete, or ``end``.
+    """
     time: float
+    """Seconds since 1970."""
     step: int
+    """The last completed step; for ``start`` the one that the run starts from."""
     num_devices: int
     seconds: dict[str, float]
+    """Seconds of ``_PART_NAMES``; data is the wait for it. Their sum is the time since the start."""
 
 
 class TimesFile(Logger):
@@ -69,13 +70,13 @@ class TimesFile(Logger):
         self._heartbeat = heartbeat
         self._num_devices = num_devices
         self._after_step = after_step
-        self._epoch = time.time() - time.monotonic()
+        self._clock_offset = time.time() - time.monotonic()  # from the monotonic clock to seconds since 1970
         open_to_write(path, "a").close()
         self._file = open_to_write(path, "r+", newline="")
         content = path.read_bytes()
         self._end = content.rfind(b"\n") + 1  # a crash may have cut the last line off
         self._size = len(content)
-        self._write(TimesLine("start", self._epoch + heartbeat.started, after_step, num_devices, {}))
+        self._write(TimesLine("start", self._clock_offset + heartbeat.started, after_step, num_devices, {}))
         self._add("step")
 
     def log(self, metrics: Metrics) -> None:
@@ -95,17 +96,19 @@ class TimesFile(Logger):
         self._file.close()
 
     def _add(self, event: Event) -> None:
-        spent = seconds_by_part(self._heartbeat.seconds)
+        """Write a line for an event that happens now."""
+        seconds = seconds_by_part(self._heartbeat.seconds)
         step = self._heartbeat.last_completed or self._after_step
-        now = self._epoch + self._heartbeat.started + sum(spent.values())
-        self._write(TimesLine(event, now, step, self._num_devices, spent))
+        now = self._clock_offset + self._heartbeat.started + sum(seconds.values())
+        self._write(TimesLine(event, now, step, self._num_devices, seconds))
 
     def _write(self, line: TimesLine) -> None:
         """Write a line over the last one of the kind ``step``, in one call: a kill leaves one of the two."""
-        spent = {name: round(seconds, 3) for name, seconds in line.seconds.items()}
-        text = json.dumps({**vars(line), "time": round(line.time, 3), "seconds": spent}).encode() + b"\n"
+        seconds = {name: round(value, 3) for name, value in line.seconds.items()}
+        record = {**vars(line), "time": round(line.time, 3), "seconds": seconds}
+        text = json.dumps(record).encode() + b"\n"
         end = self._end + len(text)
-        if os.pwrite(self._file.fileno(), text, self._end) < len(text):
+        if os.pwrite(self._file.fileno(), text, self._end) < len(text):  # the disk is full
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if end < self._size:
             os.ftruncate(self._file.fileno(), end)
@@ -116,37 +119,40 @@ class TimesFile(Logger):
 
 def seconds_by_part(seconds: Mapping[StepPhase, float]) -> dict[str, float]:
     """Return the seconds of phases as ``TimesLine.seconds`` names them."""
-    parts = dict.fromkeys(("starting", "training", "data", "evaluation", "saving", "ending"), 0.0)
-    for phase, spent in seconds.items():
-        parts[_PARTS.get(phase, "training")] += spent
-    return parts
+    totals = dict.fromkeys(_PART_NAMES, 0.0)
+    for phase, phase_seconds in seconds.items():
+        totals[_PART_OF_PHASE.get(phase, "training")] += phase_seconds
+    return totals
 
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Where the time of a run went, from the start of its first process to its last line, in seconds.
-
-    ``training`` is of steps that count. ``repeated`` is the training, the waiting for data and the evaluation after
-    the step that a later start began with: that was done again. ``starting`` is the first start, from the start of the
-    program until its first step is completed, and ``restarting`` all later ones. ``idle`` is between two starts, and
-    includes what a killed run did after its last line. ``ending`` has uploads and the report. ``stalls`` are the
-    seconds of each save in which steps waited, and ``saves`` those until each checkpoint was complete. ``step`` is the
-    mean of a step with its wait for data, None before the second step of a start.
-    """
+    """Where the time of a run went, from the start of its first process to its last line, in seconds."""
 
     training: float
+    """Of steps that count."""
     data: float
+    """Waiting for data."""
     evaluation: float
     saving: float
     starting: float
+    """The first start, from the start of the program until its first step is completed."""
     restarting: float
+    """All later starts."""
     repeated: float
+    """Training, waiting for data and evaluation after the step that a later start began with: that was done again."""
     idle: float
+    """Between two starts, including what a killed run did after its last line."""
     ending: float
+    """Uploads and the report."""
     starts: tuple[float, ...]
+    """Of each start that trained."""
     stalls: tuple[float, ...]
+    """Of each save, the time in which steps waited."""
     saves: tuple[float, ...]
+    """Of each save, the time until its checkpoint was complete."""
     step: float | None
+    """Mean of a step with its wait for data; None before the second step of a start."""
     num_devices: int
 
     @property
@@ -194,9 +200,12 @@ class RunTimes:
 
     def describe(self) -> str:
         """Return the goodput, the time, and the shares of at least 0.1 %, the largest first."""
-        least = self.total / 1000
-        others = {name: spent for name, spent in self.parts.items() if name != "training" and spent >= least}
-        shares = (f"{name} {self.share(spent):.1%}" for name, spent in sorted(others.items(), key=lambda one: -one[1]))
+        smallest_shown = self.total / 1000
+        largest_first = sorted(self.parts.items(), key=lambda item: item[1], reverse=True)
+        shares = []
+        for name, seconds in largest_first:
+            if name != "training" and seconds >= smallest_shown:
+                shares.append(f"{name} {self.share(seconds):.1%}")
         starts = f", {len(self.starts)} starts" if len(self.starts) > 1 else ""
         return f"{self.goodput:.1%} of {describe_seconds(self.total)}{starts}; {', '.join(shares)}"
 
@@ -207,73 +216,107 @@ def describe_seconds(seconds: float) -> str:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
-def read_times(run: Path) -> RunTimes | None:
+def read_times(run_dir: Path) -> RunTimes | None:
     """Return where the time of a run went; None if an earlier version trained it, or it has not started.
 
     Raises:
-        InputError: the file is damaged.
+        InputError: The file is damaged.
     """
-    file = run / TIMES
-    attempts: list[list[TimesLine]] = []
-    for number, line in enumerate(read_json_lines(file, TimesLine, _ADVICE), 1):
+    file = run_dir / TIMES
+    attempts: list[list[TimesLine]] = []  # the lines of each start
+    for line_number, line in enumerate(read_json_lines(file, TimesLine, _ADVICE), 1):
         if not _is_possible(line):
-            raise InputError(f"{file}, line {number}: damaged (a number that no run has); {_ADVICE}")
+            raise InputError(f"{file}, line {line_number}: damaged (a number that no run has); {_ADVICE}")
         if line.event == "start":
             attempts.append([])
         elif not attempts:
             raise InputError(f"{file}: damaged (its first line is no start); {_ADVICE}")
         attempts[-1].append(line)
-    return _sum_up(attempts) if attempts else None
+    return _sum_attempts(attempts) if attempts else None
 
 
 def _is_possible(line: TimesLine) -> bool:
     """Return whether the numbers of a line can be added up: finite, and none below 0."""
-    numbers = (line.time, line.step, *line.seconds.values())
-    return line.num_devices > 0 and all(0 <= number < _MOST_SECONDS for number in numbers)
+    values = (line.time, line.step, *line.seconds.values())
+    return line.num_devices > 0 and all(0 <= value < _MAX_NUMBER for value in values)
 
 
-def _sum_up(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
+def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
     """Add up the attempts; each is the lines of one start."""
-    names = ("training", "data", "evaluation", "saving", "restarting", "repeated", "idle", "ending")
-    totals = dict.fromkeys(names, 0.0)
-    first_steps = [lines[0].step for lines in attempts]
-    for number, lines in enumerate(attempts):
-        spent = lines[-1].seconds
-        later = attempts[number + 1 : number + 2]
-        kept_until = min(first_steps[number + 1 :], default=math.inf)
-        kept = [line.seconds for line in lines if line.step <= kept_until][-1:]
-        for name in _TRAINED:
-            counts = kept[0].get(name, 0.0) if kept else 0.0
-            totals[name] += counts
-            totals["repeated"] += spent.get(name, 0.0) - counts
-        for name in ("saving", "ending"):
-            totals[name] += spent.get(name, 0.0)
-        totals["restarting"] += spent.get("starting", 0.0) if number else 0.0
-        totals["idle"] += sum(max(following[0].time - lines[-1].time, 0.0) for following in later)
-    num_steps = sum(max(lines[-1].step - lines[0].step - 1, 0) for lines in attempts)
-    in_steps = sum(lines[-1].seconds.get(name, 0.0) for lines in attempts for name in ("training", "data"))
-    stepped = [lines[-1] for lines in attempts if any(line.seconds.get("training") for line in lines)]
+    training = dict.fromkeys(_REPEATED_PARTS, 0.0)
+    repeated = 0.0
+    saving = 0.0
+    ending = 0.0
+    restarting = 0.0
+    idle = 0.0
+    for index, lines in enumerate(attempts):
+        seconds = lines[-1].seconds
+        later_attempts = attempts[index + 1 :]
+
+        # Steps count up to the first step from which a later attempt starts.
+        counts_until = min((later_lines[0].step for later_lines in later_attempts), default=math.inf)
+        counted_lines = [line for line in lines if line.step <= counts_until]
+        for name in _REPEATED_PARTS:
+            counted_seconds = counted_lines[-1].seconds.get(name, 0.0) if counted_lines else 0.0
+            training[name] += counted_seconds
+            repeated += seconds.get(name, 0.0) - counted_seconds
+
+        saving += seconds.get("saving", 0.0)
+        ending += seconds.get("ending", 0.0)
+        if index > 0:
+            restarting += seconds.get("starting", 0.0)
+        if later_attempts:
+            idle += max(later_attempts[0][0].time - lines[-1].time, 0.0)
+
+    starts: list[float] = []
+    stalls: list[float] = []
+    saves: list[float] = []
+    for lines in attempts:
+        stalls += _find_stalls(lines)
+        saves += _find_save_seconds(lines)
+        if any(line.seconds.get("training") for line in lines):
+            starts.append(lines[-1].seconds.get("starting", 0.0))
     return RunTimes(
-        **totals,
+        **training,
+        saving=saving,
         starting=attempts[0][-1].seconds.get("starting", 0.0),
-        starts=tuple(line.seconds.get("starting", 0.0) for line in stepped),
-        stalls=tuple(stall for lines in attempts for stall in _stalls(lines)),
-        saves=tuple(seconds for lines in attempts for seconds in _saves(lines)),
-        step=in_steps / num_steps if num_steps else None,
+        restarting=restarting,
+        repeated=repeated,
+        idle=idle,
+        ending=ending,
+        starts=tuple(starts),
+        stalls=tuple(stalls),
+        saves=tuple(saves),
+        step=_mean_step_seconds(attempts),
         num_devices=attempts[-1][0].num_devices,
     )
 
 
-def _stalls(lines: Sequence[TimesLine]) -> list[float]:
+def _mean_step_seconds(attempts: Sequence[Sequence[TimesLine]]) -> float | None:
+    """Return the mean of a step with its wait for data, without the first step of each attempt, which is starting."""
+    num_steps = 0
+    seconds = 0.0
+    for lines in attempts:
+        num_steps += max(lines[-1].step - lines[0].step - 1, 0)
+        seconds += lines[-1].seconds.get("training", 0.0)
+        seconds += lines[-1].seconds.get("data", 0.0)
+    return seconds / num_steps if num_steps else None
+
+
+def _find_stalls(lines: Sequence[TimesLine]) -> list[float]:
     """Return the seconds for which each save of an attempt held up the steps."""
-    begun = [line.seconds.get("saving", 0.0) for line in lines if line.event == "save"]
-    return [after - before for before, after in itertools.pairwise([*begun, lines[-1].seconds.get("saving", 0.0)])]
+    saving_seconds = [line.seconds.get("saving", 0.0) for line in lines if line.event == "save"]  # at their beginning
+    saving_seconds.append(lines[-1].seconds.get("saving", 0.0))
+    return [end - begin for begin, end in itertools.pairwise(saving_seconds)]
 
 
-def _saves(lines: Sequence[TimesLine]) -> list[float]:
+def _find_save_seconds(lines: Sequence[TimesLine]) -> list[float]:
     """Return the seconds from the beginning of each save to its complete checkpoint; they end in their order."""
-    begun, completed = ([line.time for line in lines if line.event == event] for event in ("save", "saved"))
-    return [after - before for before, after in zip(begun, completed, strict=False)]
+    begins = [line.time for line in lines if line.event == "save"]
+    ends = [line.time for line in lines if line.event == "saved"]
+    return [end - begin for begin, end in zip(begins, ends, strict=False)]  # the last save may be incomplete

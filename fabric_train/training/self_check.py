@@ -6,12 +6,15 @@ a quarter of its supervised tokens, so a loop that gives micro-batches or ranks 
 
 import math
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from lightning import Fabric
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
@@ -21,7 +24,8 @@ from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
 from fabric_train.distributed.sharded_parameters import local_part, original_name
 from fabric_train.model.context_parallel import place_batch
-from fabric_train.training.objective import Objective, answers_of, counts_pieces
+from fabric_train.training.objective import Objective, counts_pieces
+from fabric_train.training.preference import answer_logps
 from fabric_train.training.step import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
@@ -29,83 +33,116 @@ TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-tr
 value by up to half a unit in the last place (2^-11 of it in fp16, 2^-8 in bf16), bf16-true also each sum of gradients.
 """
 
-_ROWS_OF_RANK = 4
-_TOKENS_OF_RANK = {"cuda": 8192, "cpu": 1024}
-_SHORTEST = 64
-_LISTED = 3
+_ROWS_PER_RANK = 4
+_MAX_TOKENS_PER_RANK = {"cuda": 8192, "cpu": 1024}
+_MIN_ROW_LENGTH = 64
+_MAX_LISTED_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Figure:
-    """The result of one split: loss in nats per token, or of a preference pair, and the global gradient norm."""
+class SplitResult:
+    """The result of one split of the rows into micro-batches."""
 
     cut: str
+    """The name of the split."""
     loss: float
+    """Nats per token, or of a preference pair."""
     grad_norm: float
+    """The global gradient norm."""
 
-    def differences(self, other: "Figure") -> tuple[float, float]:
-        """Return the relative differences of loss and gradient norm from another result."""
-        pairs = ((self.loss, other.loss), (self.grad_norm, other.grad_norm))
-        loss, norm = (0.0 if here == there else abs(here - there) / max(abs(there), 1e-30) for here, there in pairs)
-        return loss, norm
+    def differences(self, reference: "SplitResult") -> tuple[float, float]:
+        """Return the relative differences of loss and gradient norm from a reference."""
+        loss_difference = _relative_difference(self.loss, reference.loss)
+        norm_difference = _relative_difference(self.grad_norm, reference.grad_norm)
+        return loss_difference, norm_difference
+
+
+def _relative_difference(value: float, reference: float) -> float:
+    if value == reference:  # also two infinite values
+        return 0.0
+    return abs(value - reference) / max(abs(reference), 1e-30)
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The results on ``tokens_per_row`` tokens of each of ``rows``, compared with the first one, and the faults."""
+    """The results of a self-check, as ``RUN/self_check.json`` has them."""
 
     rows: list[int]
+    """Indices of the rows."""
     tokens_per_row: int
     num_supervised: int
     world_size: int
     precision: str
     tolerance: float
-    figures: list[Figure]
+    """Largest relative difference from the first result."""
+    figures: list[SplitResult]
     faults: list[str]
     seconds: float
 
     @property
     def holds(self) -> bool:
+        """Whether there are no faults."""
         return not self.faults
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Ids and labels, int64 [T], the positions at which its documents begin, and fp64 [pairs, 2] of its pairs."""
+    """A row of T tokens."""
 
     input_ids: np.ndarray
+    """int64 [T]."""
     labels: np.ndarray
+    """int64 [T]."""
     starts: np.ndarray
+    """The positions at which documents start."""
     reference: np.ndarray | None = None
+    """Reference log-probabilities of the answers of preference pairs, fp64 [pairs, 2]."""
 
-    def part(self, begin: int, end: int) -> "_Row":
-        starts = self.starts[(self.starts > begin) & (self.starts < end)] - begin
+    def slice(self, begin: int, end: int) -> "_Row":
+        """Return the tokens ``begin`` to ``end``."""
+        inner_starts = self.starts[(self.starts > begin) & (self.starts < end)] - begin
         reference = None
-        if self.reference is not None:  # of whole pairs
-            first = int(np.searchsorted(self.starts, begin)) // 2
-            reference = self.reference[first : first + (len(starts) + 1) // 2]
-        return _Row(self.input_ids[begin:end], self.labels[begin:end], np.insert(starts, 0, 0), reference)
+        if self.reference is not None:  # of whole pairs, which are two documents each
+            first_pair = int(np.searchsorted(self.starts, begin)) // 2
+            num_pairs = (len(inner_starts) + 1) // 2
+            reference = self.reference[first_pair : first_pair + num_pairs]
+        starts = np.insert(inner_starts, 0, 0)
+        return _Row(self.input_ids[begin:end], self.labels[begin:end], starts, reference)
 
-    def documents(self, together: int) -> list["_Row"]:
-        """Return the documents, so many of them together: the two of a pair."""
-        begins = self.starts[::together]
-        return [self.part(*ends) for ends in zip(begins, [*begins[1:], len(self.labels)], strict=True)]
+    def documents(self, group_size: int) -> list["_Row"]:
+        """Return the documents, ``group_size`` of them together: the two of a pair."""
+        begins = self.starts[::group_size]
+        ends = [*begins[1:], len(self.labels)]
+        return [self.slice(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
     def thinned(self) -> "_Row":
-        labels = self.labels.copy()
+        """Return the row with the first quarter of its supervised tokens."""
         supervised = np.flatnonzero(self.labels[1:] != IGNORED_LABEL) + 1
-        labels[supervised[math.ceil(len(supervised) / 4) :]] = IGNORED_LABEL
+        num_supervised = math.ceil(len(supervised) / 4)
+        labels = self.labels.copy()
+        labels[supervised[num_supervised:]] = IGNORED_LABEL
         return _Row(self.input_ids, labels, self.starts)
 
     @property
     def num_supervised(self) -> int:
+        """Number of targets: the first token of a row is none."""
         return int((self.labels[1:] != IGNORED_LABEL).sum())
 
 
-def check_cuts(
+@dataclass(frozen=True)
+class _Split:
+    """A way to split the rows into micro-batches."""
+
+    name: str
+    rows: list[_Row]
+    """In the order in which ranks take them."""
+    micro_batch_size: int
+
+
+def check_splits(
     fabric: Fabric,
-    model: Any,
-    optimizer: Any,
+    model: _FabricModule,
+    optimizer: _FabricOptimizer,
     objective: Objective,
     rows: IndexedRows,
     indices: list[int],
@@ -114,169 +151,245 @@ def check_cuts(
 ) -> SelfCheck:
     """Compute loss and gradient of every split, without taking a step. All ranks call this together.
 
-    ``indices`` are the rows of the first window, over all ranks. An InputError if none of them has a label.
+    Args:
+        fabric: Whose ranks compute.
+        model: The model that ``setup_model`` returned; it is in evaluation mode afterwards.
+        optimizer: Its gradients are set to zero.
+        objective: The loss.
+        rows: The training rows.
+        indices: The rows of the first window, over all ranks.
+        micro_batch_size: The user's.
+        precision: ``--precision``, which decides the tolerance.
+
+    Raises:
+        InputError: None of the rows has a label.
     """
     started = time.monotonic()
-    indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]
-    # all rows of a rank are no larger than one micro-batch of the user
-    at_once = min(_TOKENS_OF_RANK.get(fabric.device.type, _TOKENS_OF_RANK["cuda"]), rows.longest() * micro_batch_size)
-    length = min(rows.longest(), max(_SHORTEST, at_once // _ROWS_OF_RANK))
-    if counts_pieces(objective):
-        whole = [_read_pairs(rows, index, 1 + number % 2) for number, index in enumerate(indices)]
-        whole = _with_reference(fabric, model, whole)
-        length = max(len(row.labels) for row in whole)
+    device_type = fabric.device.type
+
+    # Read the rows. All rows of a rank together are no larger than one micro-batch of the user.
+    indices = indices[: _ROWS_PER_RANK * data_ranks(fabric).size]
+    max_tokens = _MAX_TOKENS_PER_RANK.get(device_type, _MAX_TOKENS_PER_RANK["cuda"])
+    max_tokens = min(max_tokens, rows.longest() * micro_batch_size)
+    row_length = min(rows.longest(), max(_MIN_ROW_LENGTH, max_tokens // _ROWS_PER_RANK))
+    has_pairs = counts_pieces(objective)
+    if has_pairs:
+        # One pair and two pairs by turns, so that rows count differently.
+        checked_rows = [_read_pairs(rows, row, num_pairs=1 + position % 2) for position, row in enumerate(indices)]
+        checked_rows = _with_reference(fabric, model, checked_rows)
+        row_length = max(len(row.labels) for row in checked_rows)
     else:
-        whole = [_read(rows, index, length) for index in indices]
-        whole[1::2] = [row.thinned() for row in whole[1::2]]
-    num_supervised = sum(row.num_supervised for row in whole)
+        checked_rows = [_read_row(rows, index, row_length) for index in indices]
+        checked_rows[1::2] = [row.thinned() for row in checked_rows[1::2]]
+    num_supervised = sum(row.num_supervised for row in checked_rows)
     if num_supervised == 0:
-        listed = ", ".join(map(str, indices))
-        raise InputError(f"--self_check true: no token of rows {listed} is supervised; another --seed takes other rows")
+        row_numbers = ", ".join(str(index) for index in indices)
+        raise InputError(
+            f"--self_check true: no token of rows {row_numbers} is supervised; another --seed takes other rows"
+        )
+
+    # Compute the splits, without dropout.
     model.eval()
-    figures = []
-    faults = []
-    together = 2 if counts_pieces(objective) else 1
-    for name, parts, size in _cuts(whole, micro_batch_size, rows.isolates, together):
-        figures.append(_compute(fabric, model, optimizer, objective, name, _share(parts, size, fabric)))
-        if len(figures) == 1:
-            faults += _faults_of_parameters(fabric, model)
+    results: list[SplitResult] = []
+    faults: list[str] = []
+    for split in _list_splits(checked_rows, micro_batch_size, isolates=rows.isolates, has_pairs=has_pairs):
+        batches = _local_batches(split, fabric)
+        results.append(_compute(fabric, model, optimizer, objective, split.name, batches))
+        if len(results) == 1:
+            faults += _find_parameter_faults(fabric, model)
         optimizer.zero_grad()
-    buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
-    wrong = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
-    if wrong:  # see ``distributed.precision``
-        faults.append(f"{len(wrong)} of {len(buffers)} rotary frequencies are not fp32: {_listed(wrong)}")
-    faults += _disagreements(figures, TOLERANCES[precision])
+
+    faults += _find_frequency_faults(model)
+    faults += _disagreements(results, TOLERANCES[precision])
     return SelfCheck(
         rows=indices,
-        tokens_per_row=length,
+        tokens_per_row=row_length,
         num_supervised=num_supervised,
         world_size=fabric.world_size,
         precision=precision,
         tolerance=TOLERANCES[precision],
-        figures=figures,
+        figures=results,
         faults=faults,
         seconds=time.monotonic() - started,
     )
 
 
-def _read(rows: IndexedRows, index: int, length: int) -> _Row:
-    """Return ``length`` tokens of a row, around its first document border or from its first label."""
+def _read_whole_row(rows: IndexedRows, index: int) -> _Row:
     batch = rows.__getitems__([index])
     starts = np.array([0])
     if batch.documents is not None:
         starts = np.flatnonzero(batch.documents.position_ids[0].numpy() == 0)
-    row = _Row(batch.input_ids[0].numpy(), batch.labels[0].numpy(), starts)
+    return _Row(batch.input_ids[0].numpy(), batch.labels[0].numpy(), starts)
+
+
+def _read_row(rows: IndexedRows, index: int, length: int) -> _Row:
+    """Return ``length`` tokens of a row, around its first document border or from its first label."""
+    row = _read_whole_row(rows, index)
     supervised = np.flatnonzero(row.labels[1:] != IGNORED_LABEL)
-    middle = starts[1] if len(starts) > 1 else (supervised[0] if len(supervised) else 0) + length // 2
-    begin = max(min(int(middle) - length // 2, len(row.labels) - length), 0)
-    return row.part(begin, begin + length)
+    if len(row.starts) > 1:
+        begin = int(row.starts[1]) - length // 2
+    elif len(supervised):
+        begin = int(supervised[0])
+    else:
+        begin = 0
+    begin = max(min(begin, len(row.labels) - length), 0)
+    return row.slice(begin, begin + length)
 
 
 def _read_pairs(rows: IndexedRows, index: int, num_pairs: int) -> _Row:
-    batch = rows.__getitems__([index])
-    assert batch.documents is not None  # a pair is two documents
-    starts = np.flatnonzero(batch.documents.position_ids[0].numpy() == 0)
-    row = _Row(batch.input_ids[0].numpy(), batch.labels[0].numpy(), starts)
-    return row.part(0, int([*starts, len(row.labels)][min(2 * num_pairs, len(starts))]))
+    """Return the first ``num_pairs`` pairs of a row, or all if it has fewer; a pair is two documents."""
+    row = _read_whole_row(rows, index)
+    ends = [*row.starts[1:], len(row.labels)]
+    num_documents = min(2 * num_pairs, len(ends))
+    return row.slice(0, int(ends[num_documents - 1]))
 
 
 @torch.no_grad()
-def _with_reference(fabric: Fabric, model: Any, rows: list[_Row]) -> list[_Row]:
+def _with_reference(fabric: Fabric, model: _FabricModule, rows: list[_Row]) -> list[_Row]:
     """Return the rows with the log-probabilities that the model itself gives their pairs; all ranks compute all."""
-    found = []
+    rows_with_reference = []
     for row in rows:
         batch = pad_rows([row.input_ids], [row.labels], [row.starts])
-        found.append(replace(row, reference=answers_of(model, place_batch(fabric, batch))[0].cpu().numpy()))
-    return found
+        logps, _ = answer_logps(model, place_batch(fabric, batch))
+        rows_with_reference.append(replace(row, reference=logps.cpu().numpy()))
+    return rows_with_reference
 
 
-def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool, together: int) -> list[tuple[str, list[_Row], int]]:
-    """Return the name of every split, its rows in the order in which ranks take them, and its micro-batch size.
+def _list_splits(rows: list[_Row], micro_batch_size: int, *, isolates: bool, has_pairs: bool) -> Iterator[_Split]:
+    """Yield the splits to compare: by size, by an order that gives ranks unequal labels, and documents alone."""
+    max_size = _ROWS_PER_RANK
+    sizes = {1, 2, min(micro_batch_size, max_size), max_size}
+    for size in sorted(sizes):
+        plural = "s" if size > 1 else ""
+        yield _Split(f"{size} row{plural} a micro-batch", rows, size)
 
-    Of documents alone, so many are ``together``.
-    """
-    most = _ROWS_OF_RANK
-    sizes = sorted({1, 2, min(micro_batch_size, most), most})
-    cuts = [(f"{size} row{'s' if size > 1 else ''} a micro-batch", rows, size) for size in sizes]
-    richest = sorted(rows, key=lambda row: -row.num_supervised)
-    cuts.append((f"{most} rows, dealt by their labels", richest, most))
-    documents = [document for row in rows for document in row.documents(together)]
+    by_num_labels = sorted(rows, key=lambda row: -row.num_supervised)
+    yield _Split(f"{max_size} rows, dealt by their labels", by_num_labels, max_size)
+
+    documents: list[_Row] = []
+    for row in rows:
+        documents.extend(row.documents(group_size=2 if has_pairs else 1))
     if isolates and len(documents) > len(rows):
-        alone = sorted(documents, key=lambda document: len(document.labels))
-        cuts.append((f"{len(documents)} {'documents' if together == 1 else 'pairs'} alone", alone, most))
-    return cuts
+        by_length = sorted(documents, key=lambda document: len(document.labels))
+        noun = "pairs" if has_pairs else "documents"
+        yield _Split(f"{len(documents)} {noun} alone", by_length, max_size)
 
 
-def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
-    """Return this rank's micro-batches; every rank has the same number."""
+def _local_batches(split: _Split, fabric: Fabric) -> list[Batch]:
+    """Return this rank's micro-batches of a split; every rank has the same number."""
     batches = []
     ranks = data_ranks(fabric)
-    for number in range(math.ceil(len(rows) / (size * ranks.size))):
-        place = positions(number, size, ranks.size, ranks.rank)
-        part = rows[place.start : place.stop]
-        batch = pad_rows([row.input_ids for row in part], [row.labels for row in part], [row.starts for row in part])
-        of_pairs = [row.reference for row in part if row.reference is not None]
-        reference = torch.from_numpy(np.concatenate(of_pairs)) if of_pairs else None
+    num_batches = math.ceil(len(split.rows) / (split.micro_batch_size * ranks.size))
+    for batch_index in range(num_batches):
+        row_range = positions(batch_index, split.micro_batch_size, ranks.size, ranks.rank)
+        rows = split.rows[row_range.start : row_range.stop]
+        batch = pad_rows([row.input_ids for row in rows], [row.labels for row in rows], [row.starts for row in rows])
+        references = [row.reference for row in rows if row.reference is not None]
+        reference = torch.from_numpy(np.concatenate(references)) if references else None
         batches.append(replace(batch, reference=reference))
     return batches
 
 
 def _compute(
-    fabric: Fabric, model: Any, optimizer: Any, objective: Objective, name: str, batches: list[Batch]
-) -> Figure:
+    fabric: Fabric,
+    model: _FabricModule,
+    optimizer: _FabricOptimizer,
+    objective: Objective,
+    name: str,
+    batches: list[Batch],
+) -> SplitResult:
+    """Compute loss and gradient norm of a split; the gradient stays in the parameters."""
     window = Window(1, 0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, batches=batches)
-    scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
+    scaler: Any = getattr(fabric.strategy.precision, "scaler", None)  # of 16-mixed
     while True:
         loss = accumulate(fabric, model, window, objective).mean
         norm = clip_grad_norm(fabric, model, optimizer, max_norm=0)
-        if scaler is not None:
-            scaler.update()  # halves an fp16 scale if the gradient overflows
-            if loss.isfinite() and not norm.isfinite() and scaler.get_scale() >= 1:
-                optimizer.zero_grad()
-                continue
-        return Figure(name, loss.item(), norm.item())
+        if scaler is None:
+            break
+        scaler.update()  # halves an fp16 scale if the gradient overflows
+        overflows = loss.isfinite() and not norm.isfinite()
+        if not overflows or scaler.get_scale() < 1:
+            break
+        optimizer.zero_grad()
+    return SplitResult(name, loss.item(), norm.item())
 
 
-def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
+def _find_parameter_faults(fabric: Fabric, model: _FabricModule) -> list[str]:
     """Name parameters that on any rank are not finite, or whose gradient is missing or not finite."""
-    parameters = [(original_name(name), weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    by_name = dict(parameters)
-    found = torch.zeros(len(parameters), 3, dtype=torch.int64)
-    for index, (name, parameter) in enumerate(parameters):
-        weight = local_part(parameter)
+    parameters: dict[str, nn.Parameter] = {}
+    for wrapped_name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameters[original_name(wrapped_name)] = parameter
+
+    is_infinite = torch.zeros(len(parameters), dtype=torch.int64)
+    has_gradient = torch.zeros_like(is_infinite)
+    has_bad_gradient = torch.zeros_like(is_infinite)
+    for index, (name, parameter) in enumerate(parameters.items()):
         gradient = local_part(parameter.grad)
-        found[index, 0] = not weight.isfinite().all()
-        # the second matrix of a new adapter is zero, so the first one gets no gradient yet
-        second = by_name.get(name.replace("lora_A", "lora_B"), parameter)
-        is_new = second is not parameter and not local_part(second).any()
-        found[index, 1] = is_new or (gradient is not None and bool(gradient.any()))
-        found[index, 2] = gradient is not None and not gradient.isfinite().all()
-    infinite, has_gradient, bad_gradient = (gather_over_ranks(fabric, found).sum(dim=0) > 0).T.tolist()
-    wrong = {
-        "hold values that are not finite": infinite,
-        "get no gradient from these rows": [not there for there in has_gradient],
-        "get a gradient that is not finite": bad_gradient,
-    }
+        is_infinite[index] = not local_part(parameter).isfinite().all()
+        is_nonzero = gradient is not None and bool(gradient.any())
+        has_gradient[index] = is_nonzero or _waits_for_second_matrix(name, parameters)
+        has_bad_gradient[index] = gradient is not None and not gradient.isfinite().all()
+
+    marks = torch.stack([is_infinite, has_gradient, has_bad_gradient])  # [3, parameters]
+    is_marked = gather_over_ranks(fabric, marks).sum(dim=0) > 0  # on any rank
+    is_infinite, has_gradient, has_bad_gradient = is_marked.cpu()
+
+    names = list(parameters)
     faults = []
-    for what, marks in wrong.items():
-        names = [name for (name, _), mark in zip(parameters, marks, strict=True) if mark]
-        if names:
-            faults.append(f"{len(names)} of {len(parameters)} parameters {what}: {_listed(names)}")
+    for description, is_wrong in (
+        ("hold values that are not finite", is_infinite),
+        ("get no gradient from these rows", ~has_gradient),
+        ("get a gradient that is not finite", has_bad_gradient),
+    ):
+        wrong_names = [names[index] for index in is_wrong.nonzero().flatten().tolist()]
+        if wrong_names:
+            faults.append(f"{len(wrong_names)} of {len(names)} parameters {description}: {_list_names(wrong_names)}")
     return faults
 
 
-def _disagreements(figures: list[Figure], tolerance: float) -> list[str]:
+def _waits_for_second_matrix(name: str, parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether a parameter is the first matrix of a new adapter.
+
+    The second matrix is zero at the start, so the first one gets no gradient yet.
+    """
+    second_name = name.replace("lora_A", "lora_B")
+    if second_name == name or second_name not in parameters:
+        return False
+    return not local_part(parameters[second_name]).any()
+
+
+def _find_frequency_faults(model: _FabricModule) -> list[str]:
+    """Name rotary frequencies that are not fp32, see ``distributed.precision``."""
+    num_frequencies = 0
+    wrong = []
+    for name, buffer in model.named_buffers():
+        if "inv_freq" in name:
+            num_frequencies += 1
+            if buffer.dtype != torch.float32:
+                wrong.append(f"{original_name(name)} ({buffer.dtype})")
+    if not wrong:
+        return []
+    return [f"{len(wrong)} of {num_frequencies} rotary frequencies are not fp32: {_list_names(wrong)}"]
+
+
+def _disagreements(results: list[SplitResult], tolerance: float) -> list[str]:
+    """Return a line for each loss and gradient norm that differs from the first result's."""
     faults = []
-    first = figures[0]
-    for figure in figures:
-        loss, norm = figure.differences(first)
-        if not loss <= tolerance:  # NaN does not agree either
-            faults.append(f"{figure.cut}: loss {figure.loss:.8g}, where {first.cut} give {first.loss:.8g}")
-        if not norm <= tolerance:
-            faults.append(f"{figure.cut}: gradient norm {figure.grad_norm:.8g}, {first.cut}: {first.grad_norm:.8g}")
+    reference = results[0]
+    for result in results:
+        loss_difference, norm_difference = result.differences(reference)
+        if not loss_difference <= tolerance:  # NaN does not agree either
+            faults.append(f"{result.cut}: loss {result.loss:.8g}, where {reference.cut} give {reference.loss:.8g}")
+        if not norm_difference <= tolerance:
+            faults.append(
+                f"{result.cut}: gradient norm {result.grad_norm:.8g}, {reference.cut}: {reference.grad_norm:.8g}"
+            )
     return faults
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+def _list_names(names: list[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    listed = ", ".join(names[:_MAX_LISTED_NAMES])
+    num_left = len(names) - _MAX_LISTED_NAMES
+    return f"{listed} and {num_left} more" if num_left > 0 else listed

@@ -24,7 +24,7 @@ NUM_RESAMPLES = 2000
 LEVEL = 95
 FEWEST_DOCUMENTS = 10
 """Fewer documents get no interval: it would be far too narrow."""
-_COUNTS_AT_ONCE = 1 << 24
+_COUNTS_AT_ONCE = 1 << 24  # numbers in memory
 
 Interval = tuple[float, float]
 
@@ -39,7 +39,9 @@ class SpikeRule:
     """
 
     RECENT = 64
+    """Losses that are compared with."""
     FEWEST = 20
+    """With fewer, nothing is a spike."""
     CHANGES = 8.0
     LEAST_RISE = 0.1
 
@@ -50,91 +52,109 @@ class SpikeRule:
     def usual_before_spike(self, loss: float) -> float | None:
         """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
         was_high = self._is_high
-        usual = None
+        median = None
         if len(self._recent) >= self.FEWEST:
-            usual = statistics.median(self._recent)
-            change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
-            self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
+            median = statistics.median(self._recent)
+            changes = [abs(loss - previous) for previous, loss in itertools.pairwise(self._recent)]
+            threshold = max(self.CHANGES * statistics.median(changes), self.LEAST_RISE * median)
+            self._is_high = loss - median > threshold
         self._recent.append(loss)
-        return usual if self._is_high and not was_high else None
+        begins_here = self._is_high and not was_high
+        return median if begins_here else None
 
 
 @dataclass(frozen=True)
 class DocumentSums:
-    """The losses of a model on the documents of a source: ``nats``, ``tokens`` and ``num_bytes``, each fp64 [D]."""
+    """The losses of a model on the documents of a source, each fp64 [D]."""
 
     nats: np.ndarray
     tokens: np.ndarray
     num_bytes: np.ndarray
+    """NaN if not known."""
 
     @property
     def total(self) -> TokenLoss:
-        """The loss of all documents; without bytes if one document's are not known."""
+        """The loss of all documents; without bytes if those of any document are not known."""
         num_bytes = float(self.num_bytes.sum())
-        return TokenLoss(math.fsum(self.nats), int(self.tokens.sum()), None if math.isnan(num_bytes) else num_bytes)
+        known_bytes = None if math.isnan(num_bytes) else num_bytes
+        return TokenLoss(math.fsum(self.nats), int(self.tokens.sum()), known_bytes)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much a model's loss is above the first model's, in nats per token or bits per byte (``unit``)."""
+    """How much a model's loss is above the first model's."""
 
     unit: str
+    """``loss``, in nats per token, or ``bits_per_byte``."""
     value: float
     interval: Interval
 
     @property
     def excludes_0(self) -> bool:
         """Whether the interval has only differences of one sign."""
-        return self.interval[0] > 0 or self.interval[1] < 0
+        low, high = self.interval
+        return low > 0 or high < 0
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The loss of a model on a source; no intervals of too few documents."""
+    """The loss of a model on a source; it has no intervals if there are too few documents."""
 
     total: TokenLoss
     num_documents: int
-    loss: Interval | None = None  # of its nats per token
-    bits_per_byte: Interval | None = None  # None if the bytes are not known, too
-    difference: Difference | None = None  # also None if the tokens differ and the bytes are not known
+    loss: Interval | None = None
+    """Of its nats per token."""
+    bits_per_byte: Interval | None = None
+    """Also None if the bytes are not known."""
+    difference: Difference | None = None
+    """Also None if the tokens differ and the bytes are not known."""
 
 
-def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
+def compare(model_sums: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
     """Return the loss of each model on the same documents of a source, with intervals; ``seed`` decides the draws."""
-    totals = [sums.total for sums in of_models]
-    num_documents = len(of_models[0].nats)
+    totals = [sums.total for sums in model_sums]
+    num_documents = len(model_sums[0].nats)
     if num_documents < FEWEST_DOCUMENTS:
         return [ModelLoss(total, num_documents) for total in totals]
-    nats = resample([sums.nats for sums in of_models], seed)
-    tokens = resample([sums.tokens for sums in of_models], seed)
+
+    # Losses on the draws, [R, M].
+    nats = resample([sums.nats for sums in model_sums], seed)
+    losses = nats / resample([sums.tokens for sums in model_sums], seed)
     bits = None
     if all(total.num_bytes for total in totals):
-        bits = nats / (math.log(2) * resample([sums.num_bytes for sums in of_models], seed))
-    losses = nats / tokens
-    unit, values = ("loss", losses) if bits is None else ("bits_per_byte", bits)
-    compared = []
-    for number, total in enumerate(totals):
+        bits = nats / (math.log(2) * resample([sums.num_bytes for sums in model_sums], seed))
+
+    # Models are compared in bits per byte if possible: their tokens may differ.
+    unit = "loss" if bits is None else "bits_per_byte"
+    compared_values = losses if bits is None else bits
+    model_losses = []
+    for index, total in enumerate(totals):
+        has_same_tokens = np.array_equal(model_sums[index].tokens, model_sums[0].tokens)
         difference = None
-        if number and (bits is not None or np.array_equal(of_models[number].tokens, of_models[0].tokens)):
-            above = getattr(total, unit) - getattr(totals[0], unit)
-            difference = Difference(unit, above, interval_of(values[:, number] - values[:, 0]))
-        in_bits = None if bits is None else interval_of(bits[:, number])
-        compared.append(ModelLoss(total, num_documents, interval_of(losses[:, number]), in_bits, difference))
-    return compared
+        if index > 0 and (bits is not None or has_same_tokens):
+            value = getattr(total, unit) - getattr(totals[0], unit)
+            interval = interval_of(compared_values[:, index] - compared_values[:, 0])
+            difference = Difference(unit, value, interval)
+        bits_interval = None if bits is None else interval_of(bits[:, index])
+        loss_interval = interval_of(losses[:, index])
+        model_losses.append(ModelLoss(total, num_documents, loss_interval, bits_interval, difference))
+    return model_losses
 
 
 def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
     """Return the sums, fp64 [R, M], of values, fp64 [D] for each model, over documents that ``seed`` draws."""
-    columns = np.stack(values, axis=1)
+    columns = np.stack(values, axis=1)  # [D, M]
+    num_documents = len(columns)
     generator = np.random.default_rng(seed)
     sums = []
-    num_documents = len(columns)
-    at_once = max(1, _COUNTS_AT_ONCE // num_documents)
-    for first in range(0, NUM_RESAMPLES, at_once):
-        num_resamples = min(at_once, NUM_RESAMPLES - first)
+    max_resamples = max(1, _COUNTS_AT_ONCE // num_documents)
+    for begin in range(0, NUM_RESAMPLES, max_resamples):
+        num_resamples = min(max_resamples, NUM_RESAMPLES - begin)
         drawn = generator.integers(num_documents, size=(num_resamples, num_documents))
+        # Count how often each document is drawn: a sum over draws is then a matrix product. Each resample has
+        # num_documents bins of its own.
         drawn += num_documents * np.arange(num_resamples)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=num_resamples * num_documents)  # how often each is drawn
+        counts = np.bincount(drawn.ravel(), minlength=num_resamples * num_documents)
         sums.append(counts.reshape(num_resamples, num_documents).astype(np.float64) @ columns)
     return np.concatenate(sums)
 
@@ -147,13 +167,16 @@ def interval_of(values: np.ndarray) -> Interval:
 
 
 def accuracy_interval(accuracy: float, ties: float, num_pairs: int) -> Interval | None:
-    """Return the interval of a share of pairs in order, in which a tie counts one half; None of too few pairs.
+    """Return the interval of the share of pairs in order, in which a tie counts one half; None if there are too few.
 
-    How many of the drawn pairs are in order, tied and not is multinomial, so all are drawn at once.
+    The numbers of drawn pairs in order, tied and out of order are multinomial, so they are drawn directly.
     """
     if num_pairs < FEWEST_DOCUMENTS:
         return None
-    right = min(max(accuracy - ties / 2, 0.0), 1.0)
-    shares = [right, min(ties, 1 - right), max(1 - right - ties, 0.0)]
-    drawn = np.random.default_rng(0).multinomial(num_pairs, shares, NUM_RESAMPLES)
-    return interval_of((drawn[:, 0] + drawn[:, 1] / 2) / num_pairs)
+    in_order = min(max(accuracy - ties / 2, 0.0), 1.0)
+    tied = min(ties, 1 - in_order)
+    out_of_order = max(1 - in_order - ties, 0.0)
+    shares = [in_order, tied, out_of_order]
+    counts = np.random.default_rng(0).multinomial(num_pairs, shares, NUM_RESAMPLES)  # [R, 3]
+    accuracies = (counts[:, 0] + counts[:, 1] / 2) / num_pairs
+    return interval_of(accuracies)

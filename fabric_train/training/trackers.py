@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import psutil
 
@@ -28,21 +28,24 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import LOGGERS
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.files.requirements import check_package
-from fabric_train.training.loggers import GuardedLogger, LoggedRun, Logger, Sample, read_samples
-from fabric_train.training.metrics import Metrics, measured, read_metrics
+from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger, Sample
+from fabric_train.training.metrics import Metrics, measured_values, read_metrics
 from fabric_train.training.run_log import note, warn
+from fabric_train.training.sample_file import read_samples
 
 _SECONDS_TO_FINISH = 300.0
+_COMPLETE_FILE = "told_up_to"
+"""In ``RUN/wandb``: the last step that W&B has been told of, after a run that ended."""
 _MLFLOW_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds
     "MLFLOW_ALLOW_FILE_STORE": "true",  # mlflow-skinny has no other store on disk
 }
-_REFUSED = re.compile(r"[^\w.\- :/]")  # in names of metrics of MLflow
-# in a request to MLflow
-_MOST_METRICS = 1000
-_MOST_PARAMETERS = 100
-_LONGEST_PARAMETER = 6000
+_REFUSED_CHARACTER = re.compile(r"[^\w.\- :/]")  # in names of metrics of MLflow
+# limits of a request to MLflow
+_MAX_METRICS = 1000
+_MAX_PARAMETERS = 100
+_MAX_PARAMETER_LENGTH = 6000
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -52,13 +55,13 @@ def check_trackers(names: Sequence[str]) -> None:
             check_package(name, f"--loggers {name}")
 
 
-def _past(run: LoggedRun) -> Iterator[tuple[list[Sample], Metrics]]:
+def _read_logged_steps(run: LoggedRun) -> Iterator[tuple[list[Sample], Metrics]]:
     """Yield the samples and metrics of each step up to the checkpoint."""
-    samples: dict[int, list[Sample]] = {}
+    samples_by_step: dict[int, list[Sample]] = {}
     for sample in read_samples(run.folder / "samples.jsonl", run.last_step):
-        samples.setdefault(sample.step, []).append(sample)
+        samples_by_step.setdefault(sample.step, []).append(sample)
     for metrics in read_metrics(run.folder / "metrics.csv", run.last_step):
-        yield samples.get(metrics.step, []), metrics
+        yield samples_by_step.get(metrics.step, []), metrics
 
 
 class Tracker(Logger):
@@ -70,9 +73,9 @@ class Tracker(Logger):
     def __init__(self, run: LoggedRun) -> None:
         self._samples: Sequence[Sample] = ()
         self._last_step = -1
-        past = list(_past(run))
-        self._known = self._open(run)
-        for samples, metrics in past:
+        logged_steps = list(_read_logged_steps(run))  # before a run is opened: a file may be damaged
+        self._steps_in_tracker = self._open(run)
+        for samples, metrics in logged_steps:
             self.log_samples(samples)
             self.log(metrics)
 
@@ -83,14 +86,17 @@ class Tracker(Logger):
         samples = self._samples
         self._samples = ()
         self._last_step = metrics.step
-        if metrics.step not in self._known:
-            self._send(metrics.step, measured(metrics), samples)
+        if metrics.step not in self._steps_in_tracker:
+            self._send(metrics.step, measured_values(metrics), samples)
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a checkpoint without its optimizer."""
-        files = ((path, path.relative_to(checkpoint)) for path in sorted(checkpoint.rglob("*")) if path.is_file())
-        kept = [(path, name.as_posix()) for path, name in files if name.parts[0] != "optimizer"]
-        self._upload("model", kept, checkpoint.name)
+        files = []
+        for path in sorted(checkpoint.rglob("*")):
+            name = path.relative_to(checkpoint)
+            if path.is_file() and name.parts[0] != "optimizer":
+                files.append((path, name.as_posix()))
+        self._upload("model", files, checkpoint.name)
 
     def log_report(self, page: Path, markdown: str) -> None:
         self._upload("report", [(page, page.name)])
@@ -116,13 +122,15 @@ class _WandbApi(Tracker):
     _id: str
 
     def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:
-        rows = [[sample.prompt, sample.text] for sample in samples]
-        table = {"samples": self._library.Table(columns=["prompt", "text"], data=rows)} if rows else {}
-        self._run.log({**values, **table}, step=step)
+        content: dict[str, Any] = dict(values)
+        if samples:
+            rows = [[sample.prompt, sample.text] for sample in samples]
+            content["samples"] = self._library.Table(columns=["prompt", "text"], data=rows)
+        self._run.log(content, step=step)
 
     def _upload(self, kind: str, files: Sequence[tuple[Path, str]], checkpoint: str = "") -> None:
-        about = {"checkpoint": checkpoint} if checkpoint else {}
-        artifact = self._library.Artifact(f"{kind}-{self._id}", type=kind, metadata=about)
+        metadata = {"checkpoint": checkpoint} if checkpoint else {}
+        artifact = self._library.Artifact(f"{kind}-{self._id}", type=kind, metadata=metadata)
         for path, name in files:
             artifact.add_file(str(path), name=name)
         self._run.log_artifact(artifact)
@@ -137,12 +145,12 @@ class WandbLogger(_WandbApi):
 
         self._library = wandb
         self.mode = wandb_mode()
-        self._told = run.folder / "wandb" / "told_up_to"
-        for path in (run.folder / "wandb", self._told):
+        self._complete_file = run.folder / "wandb" / _COMPLETE_FILE
+        for path in (run.folder / "wandb", self._complete_file):
             check_no_link(path)
-        self._id = _saved_id(run.folder / "wandb_run_id")
+        self._id = _read_run_id(run.folder / "wandb_run_id")
         if self.mode == "offline":
-            _replace_offline(run.folder / "wandb", self._id)
+            _set_offline_runs_aside(run.folder / "wandb", self._id)
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -152,42 +160,55 @@ class WandbLogger(_WandbApi):
             finish_timeout=_SECONDS_TO_FINISH if run.config["log_model"] == "none" else 0,
             finish_timeout_raises=True,
         )
-        given: dict[str, Any] = {name: run.config[name] for name in ("project", "entity", "tags", "group", "notes")}
-        given |= {"name": run.config["run_name"], "config": run.config, "mode": self.mode, "settings": settings}
-        self._run = wandb.init(dir=str(run.folder), id=self._id, resume="allow", **given)
+        config = run.config
+        self._run = wandb.init(
+            dir=str(run.folder),
+            id=self._id,
+            resume="allow",
+            project=config["project"],
+            entity=config["entity"],
+            tags=config["tags"],
+            group=config["group"],
+            notes=config["notes"],
+            name=config["run_name"],
+            config=config,
+            mode=cast("Literal['online', 'offline', 'disabled', 'shared']", self.mode),
+            settings=settings,
+        )
         return range(self._run.starting_step)  # 0 offline
 
     def close(self) -> None:
         self._run.finish()
-        if self.mode == "offline":  # its process tells only its log that it could not write
+        if self.mode == "offline":
+            # W&B's process writes the file; if it could not, only its own log says so
             for line in Path(self._run.settings.log_internal).read_text().splitlines():
                 if '"level":"ERROR","msg":"writer: ' in line:
                     raise RuntimeError(json.loads(line)["msg"])
-        write_atomically(self._told, f"{self._last_step}\n")
+        write_atomically(self._complete_file, f"{self._last_step}\n")
 
     def abandon(self) -> None:
         if self.mode != "offline":
-            _end_sending(self._library)
+            _end_sending_process(self._library)
 
 
-def _end_sending(wandb: Any) -> None:
-    """End the process that sends: Python would wait for it at its end, for hours if the network is dead."""
+def _end_sending_process(wandb: Any) -> None:
+    """End the process that sends: Python would wait for it when it exits, for hours if the network is dead."""
     for process in psutil.Process().children():
         if process.name() == "wandb-core":
             process.kill()
             process.wait()
-    with suppress(Exception, SystemExit):  # the process is gone; this takes its end off what Python waits for
+    with suppress(Exception, SystemExit):  # the process is gone; now Python does not wait for it any more
         wandb.teardown()
 
 
-def _replace_offline(folder: Path, run_id: str) -> None:
+def _set_offline_runs_aside(wandb_dir: Path, run_id: str) -> None:
     """Move the offline folders of earlier starts to ``replaced``.
 
     ``wandb sync`` lets the last folder of a run replace the others; so the last one gets all steps.
     """
-    for earlier in folder.glob(f"offline-run-*-{run_id}"):
-        (folder / "replaced").mkdir(exist_ok=True)
-        earlier.rename(folder / "replaced" / earlier.name)
+    for offline_run in wandb_dir.glob(f"offline-run-*-{run_id}"):
+        (wandb_dir / "replaced").mkdir(exist_ok=True)
+        offline_run.rename(wandb_dir / "replaced" / offline_run.name)
 
 
 def open_wandb(run: LoggedRun) -> Logger:
@@ -200,18 +221,24 @@ def open_wandb(run: LoggedRun) -> Logger:
 
 def wandb_mode() -> str:
     """Return online, offline or disabled; offline without a key in the environment or in the user's netrc."""
-    if mode := os.environ.get("WANDB_MODE"):
+    mode = os.environ.get("WANDB_MODE")
+    if mode:
         return mode
     if os.environ.get("WANDB_API_KEY"):
         return "online"
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = url.split("//")[-1].split("/")[0]
     with suppress(FileNotFoundError, netrc.NetrcParseError):
         if netrc.netrc().authenticators(host) is not None:
             return "online"
     return "offline"
 
 
-def _saved_id(file: Path, create: Callable[[], str] = lambda: uuid.uuid4().hex[:8]) -> str:
+def _random_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def _read_run_id(file: Path, create: Callable[[], str] = _random_id) -> str:
     """Return the id of the run folder's run in a tracker; create it on first use. An InputError if it is damaged."""
     check_no_link(file)
     if not file.is_file():
@@ -231,21 +258,28 @@ class TrackioLogger(_WandbApi):
 
         self._library = trackio
         self._has_warned = False
-        self._id = _saved_id(run.folder / "trackio_run_id")
+        self._id = _read_run_id(run.folder / "trackio_run_id")
         self._show_warning = warnings.showwarning
         warnings.showwarning = self._warn  # type: ignore[assignment]
-        given: dict[str, Any] = {name: run.config[name] for name in ("project", "group")} | {"config": run.config}
-        name = f"{run.config['run_name'] or run.folder.name}-{self._id}"  # it says which run is resumed
+        config = run.config
+        run_name = config["run_name"] or run.folder.name
         with redirect_stdout(io.StringIO()):
             self._run = trackio.init(
-                name=name, resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False, **given
+                name=f"{run_name}-{self._id}",  # Trackio resumes the run of this name
+                resume="allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+                project=config["project"],
+                group=config["group"],
+                config=config,
             )
         return range(self._run._next_step)
 
-    def _warn(self, message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
-        """Say its first warning in one line: it has a thread that writes, and that gives none of its errors to us."""
+    def _warn(self, message: Warning | str, category: type[Warning], filename: str, *details: Any) -> None:
+        """Show Trackio's first warning in one line: its thread that writes raises none of its errors here."""
         if "trackio" not in Path(filename).parts:
-            self._show_warning(message, category, filename, *rest)
+            self._show_warning(message, category, filename, *details)
         elif not self._has_warned:
             self._has_warned = True
             warn(f"--loggers trackio: {str(message).splitlines()[0]}; metrics.csv has every step")
@@ -269,37 +303,38 @@ class MlflowLogger(Tracker):
 
     def _open(self, run: LoggedRun) -> Container[int]:
         self._client = _open_mlflow(run.folder)
-        self._id = _saved_id(run.folder / "mlflow_run_id", lambda: _create_mlflow_run(self._client, run))
+        self._id = _read_run_id(run.folder / "mlflow_run_id", create=lambda: _create_mlflow_run(self._client, run))
         self._client.update_run(self._id, status="RUNNING")
         self._thread = ThreadPoolExecutor(1)
-        self._unsent = list[Any]()
-        self._sending = deque[Future[None]]()
+        self._unsent = list[Any]()  # metrics of MLflow
+        self._requests = deque[Future[None]]()
         return {metric.step for metric in self._client.get_metric_history(self._id, "train/epoch")}
 
     def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:
         if samples:
             text = "\n\n".join(f"{sample.prompt}▸{sample.text}" for sample in samples)
-            self._sending.append(
-                self._thread.submit(self._client.log_text, self._id, text, f"samples/step-{step:08d}.txt")
-            )
+            file_name = f"samples/step-{step:08d}.txt"
+            self._requests.append(self._thread.submit(self._client.log_text, self._id, text, file_name))
         self._unsent += _mlflow_metrics(step, values)
-        while self._sending and self._sending[0].done():
-            self._sending.popleft().result()  # raises what failed
-        if not self._sending:
-            self._sending.append(self._thread.submit(self._send_batch, self._unsent))
+        while self._requests and self._requests[0].done():
+            self._requests.popleft().result()  # raises what failed
+        # Steps that are logged while a request is on its way are sent together, in the next one.
+        if not self._requests:
+            self._requests.append(self._thread.submit(self._send_batch, self._unsent))
             self._unsent = []
 
     def _send_batch(self, metrics: list[Any]) -> None:
-        for start in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics[start : start + _MOST_METRICS])
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._id, metrics[start : start + _MAX_METRICS])
 
     def _upload(self, kind: str, files: Sequence[tuple[Path, str]], checkpoint: str = "") -> None:
         for path, name in files:
-            self._client.log_artifact(self._id, str(path), posixpath.dirname(posixpath.join(checkpoint, name)) or None)
+            artifact_dir = posixpath.dirname(posixpath.join(checkpoint, name))
+            self._client.log_artifact(self._id, str(path), artifact_dir or None)
 
     def close(self) -> None:
-        for sent in self._sending:
-            sent.result()
+        for request in self._requests:
+            request.result()
         self._send_batch(self._unsent)
         self._client.set_terminated(self._id)
 
@@ -307,38 +342,48 @@ class MlflowLogger(Tracker):
         self._thread.shutdown(wait=False, cancel_futures=True)  # else Python sends all of them before it ends
 
 
-def _open_mlflow(run: Path) -> Any:
+def _open_mlflow(run_dir: Path) -> Any:
+    """Return a client of the server of ``MLFLOW_TRACKING_URI``, or of files in ``RUN/mlruns``."""
     for name, value in _MLFLOW_SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    check_no_links_in(run / "mlruns")
-    return MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (run / "mlruns").absolute().as_uri())
+    store_dir = run_dir / "mlruns"
+    check_no_links_in(store_dir)
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or store_dir.absolute().as_uri()
+    return MlflowClient(uri)
 
 
 def _mlflow_metrics(step: int, values: dict[str, float]) -> list[Any]:
+    """Return metrics of MLflow, whose names have no characters that it refuses."""
     from mlflow.entities import Metric
 
-    now = round(time.time() * 1000)
-    named = {posixpath.normpath(_REFUSED.sub("_", name)): value for name, value in values.items()}
-    return [Metric(name, value, now, step) for name, value in named.items()]
+    timestamp = round(time.time() * 1000)  # milliseconds
+    values_by_allowed_name = {}
+    for name, value in values.items():
+        allowed_name = posixpath.normpath(_REFUSED_CHARACTER.sub("_", name))
+        values_by_allowed_name[allowed_name] = value
+    return [Metric(name, value, timestamp, step) for name, value in values_by_allowed_name.items()]
 
 
 def _create_mlflow_run(client: Any, run: LoggedRun) -> str:
     """Create a run in the experiment of ``--project``, with the arguments as parameters; return its id."""
     from mlflow.entities import Param
 
-    given = run.config
-    experiment = client.get_experiment_by_name(given["project"])
-    experiment_id = experiment.experiment_id if experiment else client.create_experiment(given["project"])
-    tags = dict.fromkeys(given["tags"] or (), "true")
-    tags |= {"group": given["group"]} if given["group"] else {}
-    tags |= {"mlflow.note.content": given["notes"]} if given["notes"] else {}
-    created = client.create_run(experiment_id, run_name=given["run_name"] or run.folder.name, tags=tags)
-    parameters = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in given.items()]
-    for start in range(0, len(parameters), _MOST_PARAMETERS):
-        client.log_batch(created.info.run_id, params=parameters[start : start + _MOST_PARAMETERS])
-    return created.info.run_id
+    config = run.config
+    experiment = client.get_experiment_by_name(config["project"])
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(config["project"])
+    tags = dict.fromkeys(config["tags"] or (), "true")
+    if config["group"]:
+        tags["group"] = config["group"]
+    if config["notes"]:
+        tags["mlflow.note.content"] = config["notes"]
+    mlflow_run = client.create_run(experiment_id, run_name=config["run_name"] or run.folder.name, tags=tags)
+    run_id = mlflow_run.info.run_id
+    parameters = [Param(name, str(value)[:_MAX_PARAMETER_LENGTH]) for name, value in config.items()]
+    for start in range(0, len(parameters), _MAX_PARAMETERS):
+        client.log_batch(run_id, params=parameters[start : start + _MAX_PARAMETERS])
+    return run_id
 
 
 _TRACKERS = ("wandb", "trackio", "mlflow")
@@ -346,11 +391,18 @@ _TRACKERS = ("wandb", "trackio", "mlflow")
 
 def complete_trackers(names: Sequence[str], run: LoggedRun) -> None:
     """Log to trackers the steps of a finished run that they lack because it was killed after its last save."""
-    told = run.folder / "wandb" / "told_up_to"
-    past = read_metrics(run.folder / "metrics.csv", run.last_step)
-    if not past:
+    rows = read_metrics(run.folder / "metrics.csv", run.last_step)
+    if not rows:
         return
-    has_all = told.is_file() and told.read_bytes().strip() == str(past[-1].step).encode()
-    complete = {"wandb"} if has_all or wandb_mode() == "disabled" else set[str]()
-    for name in {*_TRACKERS} & {*names} - complete:
+    for name in _TRACKERS:
+        if name not in names:
+            continue
+        if name == "wandb" and (wandb_mode() == "disabled" or _is_wandb_complete(run, rows[-1].step)):
+            continue
         GuardedLogger(f"--loggers {name}", partial(LOGGERS[name], run)).close()
+
+
+def _is_wandb_complete(run: LoggedRun, last_step: int) -> bool:
+    """Return whether W&B has all steps of a run; opening the run would be slow."""
+    file = run.folder / "wandb" / _COMPLETE_FILE
+    return file.is_file() and file.read_bytes().strip() == str(last_step).encode()

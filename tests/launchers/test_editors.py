@@ -222,7 +222,7 @@ def in_a_step() -> dict[Path, list[int]]:
     """Breakpoints in ``accumulate`` and in what it calls, which a step of a run calls directly."""
     return {
         STEP: [
-            line_of("loss = backpropagate(fabric, model, window, objective or"),
+            line_of("local_loss = backpropagate(fabric, model, window, objective)"),
             line_of("loss = objective.loss(model,"),
         ]
     }

@@ -16,7 +16,8 @@ from fabric_train.model import patterns
 from fabric_train.model.adapter import Adapter, find_targets
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.trained_parts import TrainedParts, rates_by_name
-from fabric_train.optim.optimizer import build_optimizer, set_learning_rate
+from fabric_train.optim.learning_rate import set_learning_rate
+from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.preflight.memory_layout import bytes_of_states, read_units
 from fabric_train.preflight.prepare import prepare
 from tests.support.forked_runs import ForkedRuns

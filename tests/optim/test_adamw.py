@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fabric_train.arguments import TrainArguments, TrainingArguments, parse
-from fabric_train.optim.adamw import AdamW, LocalElements, LowPrecisionAdamW, random_bits, round_stochastically, salt
+from fabric_train.optim.adamw import AdamW, LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.optim.stochastic_rounding import LocalElements, random_bits, round_stochastically, salt
 from fabric_train.training.build_run import set_up_optimizer
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -208,7 +209,12 @@ def test_stochastic_rounding_follows_the_seed_of_the_run() -> None:
         words = ["--train_data_dir", "tokens", "--output_dir", "run", "--seed", str(seed), "--precision", "bf16-true"]
         start = SimpleNamespace(checkpoint=None, resumes=False)
         shape = SimpleNamespace(names={"weight": ("weight",)}, source="a model")
-        given = {"arguments": parse(TrainArguments, words), "start": start, "model": shape, "ever_trained": {"weight"}}
+        given = {
+            "arguments": parse(TrainArguments, words),
+            "start": start,
+            "model": shape,
+            "trained_in_any_phase": {"weight"},
+        }
         run: Any = SimpleNamespace(**given)
         fabric = Fabric(accelerator="cpu", devices=1)
         model: Any = fabric.setup_module(nn.Embedding.from_pretrained(torch.ones(64, 64, dtype=BF16), freeze=False))

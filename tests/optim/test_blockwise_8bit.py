@@ -8,8 +8,8 @@ from torch import nn
 
 from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.adamw import LowPrecisionAdamW
+from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
 from fabric_train.optim.optimizer import build_optimizer
-from fabric_train.optim.states import BLOCK, Blockwise8Bit
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -28,11 +28,11 @@ def numbers(count: int, signed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("count", [1, BLOCK, 5 * BLOCK + 17])
 def test_what_is_read_and_written_back_stays_as_it_is(signed: bool, count: int) -> None:
-    kept = Blockwise8Bit(count, signed, CPU)
+    kept = Blockwise8Bit(count, signed=signed, device=CPU)
     assert torch.equal(kept.read(0, count), torch.zeros(count))
     kept.write(0, numbers(count, signed))
     read = kept.read(0, count)
-    again = Blockwise8Bit(count, signed, CPU)
+    again = Blockwise8Bit(count, signed=signed, device=CPU)
     again.write(0, read)
     assert torch.equal(again.read(0, count), read)
     if count > 2 * BLOCK:  # in pieces of whole blocks
@@ -45,7 +45,7 @@ def test_what_is_read_and_written_back_stays_as_it_is(signed: bool, count: int) 
 def test_numbers_are_kept_within_a_small_share_of_their_blocks_largest(signed: bool, largest: float) -> None:
     count = 300 * BLOCK
     values = numbers(count, signed)
-    kept = Blockwise8Bit(count, signed, CPU)
+    kept = Blockwise8Bit(count, signed=signed, device=CPU)
     kept.write(0, values)
     read = kept.read(0, count)
     blocks = values.view(-1, BLOCK)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from fabric_train.arguments import DecayForm, Schedule, TrainingArguments
 from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.optim.adamw import MOMENTS, AdamW
-from fabric_train.optim.optimizer import build_optimizer, decayed_names, learning_rate, set_learning_rate
+from fabric_train.optim.learning_rate import learning_rate, set_learning_rate
+from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
 DECAYING = [schedule for schedule in get_args(Schedule) if schedule != "constant"]
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.adamw import LowPrecisionAdamW
-from fabric_train.optim.optimizer import build_optimizer, use_triton
-from fabric_train.optim.states import Row, TensorTable
+from fabric_train.optim.kernel_trial import use_triton
+from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.optim.tensor_table import Row, TensorTable
 from tests.support import launch_on_cpu
 from tests.support.device_operations import DeviceOperations
 from tests.support.forked_runs import ForkedRuns

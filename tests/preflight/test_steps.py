@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scale.goodput import Attempt, draw_week, goodput_of
-from fabric_train.preflight.steps import LLAMA_3_HOURS, Costs
+from fabric_train.preflight.save_interval import LLAMA_3_HOURS, Costs
 from tests.preflight.test_memory import write_model, write_rows
 from tests.support.short_runs import argv
 

@@ -207,11 +207,11 @@ def test_the_best_run_is_first_where_higher_is_better_too(found: Found) -> None:
 def test_no_word_is_broken_in_a_narrow_terminal(
     found: Found, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "_WIDTH_OF_FILES", 60)
+    monkeypatch.setattr(runs, "_REDIRECTED_WIDTH", 60)
     runs.main([str(found.folder)])
     *rows, last = capsys.readouterr().out.splitlines()
     assert [len(row) <= 60 for row in rows] == [True] * 5
     assert last.startswith("no room for data, model")
-    monkeypatch.setattr(runs, "_WIDTH_OF_FILES", 1000)
+    monkeypatch.setattr(runs, "_REDIRECTED_WIDTH", 1000)
     runs.main([str(found.folder)])
     assert str(tiny_model_dir) in capsys.readouterr().out

@@ -29,7 +29,7 @@ from fabric_train.report.health import find_unusual
 from fabric_train.report.run_files import RunFiles, open_runs
 from fabric_train.report.sections import run_sections
 from fabric_train.report.write import comparison_sections
-from fabric_train.training.curves import metric_charts
+from fabric_train.training.metric_charts import metric_charts
 from tests.report.conftest import HOSTILE, ReportedRuns
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv

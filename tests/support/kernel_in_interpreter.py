@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fabric_train.optim import states, triton_adamw
+from fabric_train.optim import tensor_table, triton_adamw
 from fabric_train.optim.adamw import step_factors
-from fabric_train.optim.states import Row, Storage, TensorTable
+from fabric_train.optim.tensor_table import Row, Storage, TensorTable
 from tests.support import launch_on_cpu
 
 FP32 = torch.float32
@@ -35,7 +35,7 @@ CHUNK = 2048  # so that few numbers are several chunks
 def main() -> None:
     """Print a JSON object: the names of the tensors that differ, by case."""
     triton_adamw._CHUNK = tl.constexpr(CHUNK)
-    states.CHUNK = launch_on_cpu.CHUNK = CHUNK
+    tensor_table.CHUNK = launch_on_cpu.CHUNK = CHUNK
     root = torch.Tensor.sqrt  # MKL's, in fp32, is not always the nearest number
     torch.Tensor.sqrt = lambda each: root(each.double()).float()  # type: ignore[method-assign,assignment]
     random = torch.Generator().manual_seed(0)
@@ -60,15 +60,15 @@ def _tensors(storage: Storage, numel: int, random: torch.Generator) -> dict[str,
     tensors = {
         "weights": torch.randn(numel, generator=random).to(storage.weights),
         "gradient": (0.01 * torch.randn(numel, generator=random)).to(storage.gradient),
-        "first_scales": 0.01 * torch.rand(blocks, generator=random),
-        "second_scales": 1e-4 * torch.rand(blocks, generator=random),
+        "exp_avg_scales": 0.01 * torch.rand(blocks, generator=random),
+        "exp_avg_sq_scales": 1e-4 * torch.rand(blocks, generator=random),
     }
     if storage.moments == EIGHT:
         moments = torch.randint(0, 256, (2, numel), generator=random, dtype=EIGHT)
     else:
         moments = 0.01 * torch.randn(2, numel, generator=random)
         moments = torch.stack([moments[0], moments[1].square()]).to(storage.moments)
-    return tensors | {"first": moments[0].clone(), "second": moments[1].clone()}
+    return tensors | {"exp_avg": moments[0].clone(), "exp_avg_sq": moments[1].clone()}
 
 
 def _table(storage: Storage, of_parameters: list[dict[str, torch.Tensor]]) -> TensorTable:
@@ -79,7 +79,7 @@ def _table(storage: Storage, of_parameters: list[dict[str, torch.Tensor]]) -> Te
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         row = Row(**addresses, numel=numel, first_program=0, begin=where[0], width=where[1], gap=where[2], key=-number)
         parameters.append((row, factors))
-    return states.tensor_table(storage, parameters, torch.device("cpu"))
+    return tensor_table.tensor_table(storage, parameters, torch.device("cpu"))
 
 
 if __name__ == "__main__":

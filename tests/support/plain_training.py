@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fabric_train.arguments import TrainingArguments
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.optim.optimizer import learning_rate
+from fabric_train.optim.learning_rate import learning_rate
 
 LR = 1e-3
 GRAD_CLIP = 0.4

@@ -25,7 +25,8 @@ from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import open_checkpoint, open_pretrained, read_local_part
 from fabric_train.model.parallelize import setup_model
-from fabric_train.optim.optimizer import build_optimizer, decayed_names, set_learning_rate
+from fabric_train.optim.learning_rate import set_learning_rate
+from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
 
 def main() -> None:
@@ -41,7 +42,9 @@ def main() -> None:
     model: Any = setup_model(fabric, unread.model, shape.layer_classes, arguments, unread.weights)
     cuts = flat_shards(model)
     named = named_parameters(model)
-    optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
+    optimizer: Any = fabric.setup_optimizers(
+        build_optimizer(named, decayed, arguments.training, seed=5, flat_shards=cuts)
+    )
     first = 1
     if checkpoint:
         restore_optimizer(checkpoint, fabric, model, optimizer)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from fabric_train.arguments import TrainingArguments
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.export.model_card import CardFacts, write_model_card
-from fabric_train.optim.optimizer import learning_rate
+from fabric_train.optim.learning_rate import learning_rate
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import counters, differences
 from tests.support.short_runs import argv, at_point, metrics

@@ -33,7 +33,7 @@ def test_an_evaluation_has_no_dropout_and_the_steps_after_it_do(tmp_path: Path, 
         dropped = model.train()(input_ids=ids, labels=ids).loss.item()
     assert not math.isclose(dropped, expected, rel_tol=1e-4)
     set_up = fabric.setup_module(model)
-    found = evaluate(fabric, set_up, [Batch(ids, ids)], interrupted=lambda _: interrupted)
+    found = evaluate(fabric, set_up, [Batch(ids, ids)], is_interrupted=lambda _: interrupted)
     assert set_up.training
     if interrupted:
         assert found is None
@@ -48,9 +48,9 @@ import fabric_train.training.step as steps
 
 backpropagate = steps.backpropagate
 
-def noting(fabric, model, window, *args):
+def noting(fabric, model, window, objective, **options):
     print("seed", window.step, rank, torch.initial_seed())
-    return backpropagate(fabric, model, window, *args)
+    return backpropagate(fabric, model, window, objective, **options)
 
 steps.backpropagate = noting
 """

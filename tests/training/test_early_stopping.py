@@ -11,7 +11,7 @@ import pytest
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState, best_checkpoint
 from fabric_train.checkpoint.discovery import prune
-from fabric_train.training.evaluation import EarlyStopping
+from fabric_train.training.early_stopping import EarlyStopping
 from tests.support.checkpoint_examples import write_checksums, write_full
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints, metrics

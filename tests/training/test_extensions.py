@@ -25,7 +25,7 @@ import torch
 from fabric_train import LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS
 from fabric_train.optim.states import DeclaredStates, State
 from fabric_train.training.evaluation import Metric
-from fabric_train.training.loggers import Logger
+from fabric_train.training.logger import Logger
 from fabric_train.training.objective import BatchLoss, CrossEntropy
 
 
@@ -35,7 +35,7 @@ class Weighted(CrossEntropy):
 
     def loss(self, model, batch, scale=None):
         loss = super().loss(model, batch, None if scale is None else self.weight * scale)
-        return BatchLoss(self.weight * loss.total, self.weight * loss.of_tokens)
+        return BatchLoss(self.weight * loss.total, self.weight * loss.token_losses)
 
 
 class Momentum(DeclaredStates, torch.optim.SGD):
@@ -136,7 +136,7 @@ def test_ranks_that_the_api_starts_have_what_a_module_registers(
         assert row.train_loss == pytest.approx(expected.train_loss, rel=1e-5)
         assert row.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         assert row.val_loss is not None
-        assert row.further["val_doubled"] == pytest.approx(2 * row.val_loss)
+        assert row.extra["val_doubled"] == pytest.approx(2 * row.val_loss)
     assert float(lines[-1]) == pytest.approx(of_one[-1].train_loss, rel=1e-5)
     assert len((folder / "by api" / "notes.txt").read_text().splitlines()) == 2
 

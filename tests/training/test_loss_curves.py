@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fabric_train.training.curves import PICTURE, LossCurves, MetricsTable, draw_loss_curves, read_curves
 from fabric_train.training.loggers import CSVLogger
-from fabric_train.training.metrics import Metrics, further_columns
+from fabric_train.training.loss_curves import PICTURE, LossCurves, draw_loss_curves
+from fabric_train.training.metrics import Metrics, extra_columns
+from fabric_train.training.metrics_table import MetricsTable, read_metrics_table
 
 BLUE = "3d7fc4"
 ORANGE = "d9782d"
@@ -39,10 +40,10 @@ def pixels_of(picture: Path) -> np.ndarray:
 
 
 def table_of(rows: Iterable[Metrics], folder: Path) -> MetricsTable:
-    table = CSVLogger(folder / "metrics.csv", -1, further_columns([], [], ["es", "ca", "gl"]))
+    table = CSVLogger(folder / "metrics.csv", -1, extra_columns([], [], ["es", "ca", "gl"]))
     for row in rows:
         table.log(row)
-    return read_curves(folder / "metrics.csv")
+    return read_metrics_table(folder / "metrics.csv")
 
 
 def opaque(picture: Path, colour: str) -> int:
@@ -70,7 +71,7 @@ def test_any_number_of_steps_is_drawn(tmp_path: Path, rows: list[Metrics]) -> No
 
 
 def test_a_run_draws_evaluations_in_a_hundredth_of_its_time_and_the_last_one_at_its_end(tmp_path: Path) -> None:
-    table = CSVLogger(tmp_path / "metrics.csv", -1, further_columns([], [], ["es", "ca", "gl"]))
+    table = CSVLogger(tmp_path / "metrics.csv", -1, extra_columns([], [], ["es", "ca", "gl"]))
     curves = LossCurves(tmp_path)
     picture = tmp_path / PICTURE
     sizes: list[int] = []

@@ -28,23 +28,16 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
-from fabric_train.training.loggers import (
-    CSVLogger,
-    GuardedLogger,
-    LoggedRun,
-    Logger,
-    TensorBoardLogger,
-    describe_loggers,
-    open_loggers,
-)
-from fabric_train.training.loop import Stopwatch, peak_memory_gb
+from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger
+from fabric_train.training.loggers import CSVLogger, TensorBoardLogger, describe_loggers, open_loggers
 from fabric_train.training.metrics import (
     Metrics,
+    extra_columns,
     find_lost_rows,
-    further_columns,
     grouped_name,
     read_metrics,
 )
+from fabric_train.training.stopwatch import Stopwatch, peak_memory_gb
 from fabric_train.training.trackers import WandbLogger, check_trackers, complete_trackers
 from tests.support.forked_runs import ForkedRuns, free_port
 from tests.support.wandb_files import read_history
@@ -173,7 +166,7 @@ def test_losses_of_sources_are_columns_whatever_the_names_hold(tmp_path: Path) -
     path = tmp_path / "metrics.csv"
     value = {"val_loss/es": 2.718281828459045, 'train_loss/a, "b"': 0.1, "val_bits_per_byte/gone\nlines": 3.5}
     row = replace(metrics(1), by_source=value)
-    logger = CSVLogger(path, -1, further_columns([], [], SOURCES))
+    logger = CSVLogger(path, -1, extra_columns([], [], SOURCES))
     logger.log(row)
     logger.close()
     assert read_metrics(path, 1) == [row]
@@ -194,7 +187,7 @@ def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path:
     path = tmp_path / "metrics.csv"
     write_csv(path, 0, range(1, 3))  # of before there were columns of sources
     for step, name in ((3, "es"), (4, "va")):
-        logger = CSVLogger(path, step - 1, further_columns([], [], [name]))
+        logger = CSVLogger(path, step - 1, extra_columns([], [], [name]))
         logger.log(replace(metrics(step), by_source={f"val_loss/{name}": float(step)}))
         logger.close()
     rows = rows_of(path)
@@ -309,7 +302,7 @@ def test_every_column_has_a_group() -> None:
         *("speed/step_time", "speed/data_wait", "speed/slowest_rank", "speed/rank_lag", "speed/mfu"),
         *("system/peak_memory_gb", "train/skipped_steps"),
     ]
-    further = further_columns(["margin"], ["accuracy"], ["es/news"])
+    further = extra_columns(["margin"], ["accuracy"], ["es/news"])
     assert [grouped_name(name) for name in further] == [
         *("train/margin", "val/accuracy", "val/margin", "train/es/news/loss", "val/es/news/loss"),
         *("val/es/news/perplexity", "val/es/news/bits_per_byte", "val/es/news/accuracy"),
@@ -455,7 +448,8 @@ import os, signal, sys
 from pathlib import Path
 from typing import NoReturn
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.loggers import LoggedRun, open_loggers
+from fabric_train.training.logger import LoggedRun
+from fabric_train.training.loggers import open_loggers
 
 loggers = open_loggers(["tensorboard"], LoggedRun(Path(sys.argv[1]), 0))
 for step in (1, 2, 3):
@@ -475,7 +469,8 @@ for name in list(os.environ):
     if name == "NETRC" or name.startswith("WANDB_") and name not in kept:
         del os.environ[name]
 from pathlib import Path
-from fabric_train.training.loggers import LoggedRun, Sample, open_loggers
+from fabric_train.training.logger import LoggedRun, Sample
+from fabric_train.training.loggers import open_loggers
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.run_log import start_log
 
@@ -643,7 +638,8 @@ LOG_WITHOUT = f"""
 import atexit, json, psutil, resource, signal, sys
 from pathlib import Path
 from fabric_train.training import trackers
-from fabric_train.training.loggers import LoggedRun, Outputs, Sample, open_loggers
+from fabric_train.training.logger import LoggedRun, Outputs, Sample
+from fabric_train.training.loggers import open_loggers
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.run_log import quiet_libraries, start_log
 

@@ -15,7 +15,7 @@ from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
-from fabric_train.optim.optimizer import learning_rate
+from fabric_train.optim.learning_rate import learning_rate
 from fabric_train.preflight.phases import plan_phases, read_stretches
 from fabric_train.report.run_files import RunFiles
 from fabric_train.report.sections import run_sections

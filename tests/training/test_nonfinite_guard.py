@@ -23,7 +23,8 @@ from fabric_train.data.stream_batches import LaneCursor, TextPosition
 from fabric_train.distributed.gradients import clip_grad_norm
 from fabric_train.training.objective import WindowLoss
 from fabric_train.training.statistics import SpikeRule
-from fabric_train.training.step import StepGuard, accumulate
+from fabric_train.training.step import accumulate
+from fabric_train.training.step_guard import StepGuard
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import tokenize, write_jsonl

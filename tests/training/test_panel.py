@@ -219,7 +219,7 @@ def test_a_fault_of_the_panel_is_reported_and_the_run_goes_on(
 ) -> None:
     faulty = """
 from fabric_train.distributed.signals import Heartbeat
-from fabric_train.training.loggers import GuardedLogger
+from fabric_train.training.logger import GuardedLogger
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.panel import Panel, open_progress
 from fabric_train.training.run_log import log, start_log

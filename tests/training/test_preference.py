@@ -24,7 +24,8 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.token_dataset import Rows, open_dataset
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.preflight.prepare import prepare
-from fabric_train.training.objective import LOSSES, Pairs, Preference, _log_of_the_others, sum_by_source
+from fabric_train.training.preference import LOSSES, Pairs, Preference, log1mexp
+from fabric_train.training.source_losses import sum_by_source
 from fabric_train.training.summary import warn_of_displacement
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
@@ -88,7 +89,7 @@ def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
     reference = (-10.0, -10.0)
     tokens = (5, 8)
     values = [torch.tensor([value], dtype=torch.float64) for value in (*logs, *reference, *tokens)]
-    metrics = {of: value.item() for of, value in Preference(GIVEN[name])._metrics(Pairs(*values)).items()}
+    metrics = {of: value.item() for of, value in Preference(GIVEN[name]).compute_metrics(Pairs(*values)).items()}
     # beyond the reference: 1 for the chosen answer, -2 for the rejected one; per token 1 / 5 and -2 / 8
     chosen, rejected = (0.2, -0.25) if name in ("dpo_norm", "ipo") else (1.0, -2.0)
     beta = GIVEN[name].dpo_beta
@@ -105,19 +106,19 @@ def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
 def test_orpo_is_exact_where_an_answer_is_nearly_certain_or_nearly_impossible() -> None:
     logs = torch.tensor([-1e-12, -1e-3, -0.6, -0.8, -40.0], dtype=torch.float64)
     expected = [-27.631021115929, -6.9082552373155, -0.7958703683463, -0.596617679189, -4.2483542552916e-18]
-    assert _log_of_the_others(logs).tolist() == pytest.approx(expected, rel=1e-9, abs=0)
+    assert log1mexp(logs).tolist() == pytest.approx(expected, rel=1e-9, abs=0)
 
 
 def test_an_answer_without_tokens_gives_finite_figures() -> None:
     values = [torch.tensor([value], dtype=torch.float64) for value in (0.0, -6.0, 0.0, -7.0, 0, 3)]
     for name in GIVEN:
-        metrics = Preference(GIVEN[name])._metrics(Pairs(*values))
+        metrics = Preference(GIVEN[name]).compute_metrics(Pairs(*values))
         assert all(value.isfinite().all() for value in metrics.values()), name
 
 
 def test_a_tie_is_half_an_accurate_pair() -> None:
     values = [torch.tensor([value], dtype=torch.float64) for value in (-4.0, -6.0, -5.0, -7.0, 3, 3)]
-    metrics = Preference(GIVEN["dpo"])._metrics(Pairs(*values))
+    metrics = Preference(GIVEN["dpo"]).compute_metrics(Pairs(*values))
     assert (metrics["accuracy"].item(), metrics["ties"].item(), metrics["margin"].item()) == (0.5, 1.0, 0.0)
 
 
@@ -214,9 +215,9 @@ def test_loss_and_gradient_are_those_of_each_answer_alone_by_full_logits(
     losses = losses - GIVEN[name].sft_weight * sums[:, 0] / tokens[:, 0]
     losses.sum().backward()
     assert batch.pieces is not None
-    assert found.of_pieces is not None
-    torch.testing.assert_close(found.of_pieces, losses.detach(), rtol=1e-5, atol=1e-6)
-    by_source = sum_by_source(found.of_pieces, batch.pieces.sources, 2)
+    assert found.piece_losses is not None
+    torch.testing.assert_close(found.piece_losses, losses.detach(), rtol=1e-5, atol=1e-6)
+    by_source = sum_by_source(found.piece_losses, batch.pieces.sources, 2)
     assert by_source.sum().item() == pytest.approx(float(found.total.detach()), rel=1e-12)
     for (parameter, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert weight.grad is not None and other.grad is not None  # noqa: PT018 - of one weight
@@ -235,7 +236,7 @@ def test_a_rank_without_rows_takes_part_in_the_backward_pass(model_dir: Path) ->
     empty = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), -100))
     loss = Preference(GIVEN["orpo"]).loss(model, empty)
     loss.total.backward()
-    assert (loss.total.item(), loss.of_pieces) == (0, None)
+    assert (loss.total.item(), loss.piece_losses) == (0, None)
     assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
 
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from fabric_train.arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.cli.parser import flatten
-from fabric_train.optim.optimizer import learning_rate
+from fabric_train.optim.learning_rate import learning_rate
 from fabric_train.preflight.resume_check import OWN_VERSIONS, Change, _decides, find_changes
 from fabric_train.training.metrics import grouped_name
 from tests.support.checkpoint_examples import write_checksums

@@ -136,7 +136,7 @@ def test_only_lines_of_saves_and_starts_stay_and_a_cut_off_line_is_replaced(tmp_
 ON_A_FULL_DISK = """
 import resource, signal, sys
 from fabric_train.distributed.signals import Heartbeat
-from fabric_train.training.loggers import GuardedLogger
+from fabric_train.training.logger import GuardedLogger
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.run_log import start_log
 from fabric_train.training.run_times import TimesFile

@@ -13,7 +13,8 @@ from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
-from fabric_train.training.loggers import Sample, SampleFile
+from fabric_train.training.logger import Sample
+from fabric_train.training.sample_file import SampleFile, read_samples
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, metrics
 
@@ -112,9 +113,11 @@ def test_lines_after_the_last_step_and_a_cut_line_are_removed(tmp_path: Path) ->
     SampleFile(file, -1).log_samples(samples)
     with file.open("a") as opened:
         opened.write('{"step": 6, "pro')
-    assert SampleFile(file, 2).past == samples[:2]
+    SampleFile(file, 2)
+    assert read_samples(file) == samples[:2]
     SampleFile(file, 2).log_samples([Sample(4, "p", "again")])
-    assert SampleFile(file, 4).past == [*samples[:2], Sample(4, "p", "again")]
+    SampleFile(file, 4)
+    assert read_samples(file) == [*samples[:2], Sample(4, "p", "again")]
     file.write_text("no json\n")
     with pytest.raises(InputError, match=r"samples.jsonl, line 1: damaged .*; move the file away"):
         SampleFile(file, 2)
@@ -138,7 +141,7 @@ def test_wrong_prompts_are_refused_before_the_run(
 
 ORDER = """
 from fabric_train.checkpoint.manager import (CheckpointManager)
-from fabric_train.training.loggers import Outputs
+from fabric_train.training.logger import Outputs
 
 def flush(self, original=Outputs.flush):
     print("flush", flush=True)

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.training.loggers import GuardedLogger, JSONLinesLogger, Logger
+from fabric_train.training.logger import GuardedLogger, Logger
+from fabric_train.training.loggers import JSONLinesLogger
 from fabric_train.training.metrics import Metrics
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, metrics
 
 NOTES = """
 from fabric_train import LOGGERS
-from fabric_train.training.loggers import Logger
+from fabric_train.training.logger import Logger
 
 class Notes(Logger):
     def __init__(self, run):
@@ -43,7 +44,7 @@ LOGGERS["notes"] = Notes
 BROKEN = """
 import sys
 from fabric_train import LOGGERS
-from fabric_train.training.loggers import Logger
+from fabric_train.training.logger import Logger
 
 def fail(*_):
     raise {error}
@@ -123,7 +124,7 @@ def test_json_lines_have_each_step_once_also_after_a_resume(tmp_path: Path) -> N
     for last_step, steps in ((-1, (1, 2, 3)), (2, (3, 4))):
         logger = JSONLinesLogger(file, last_step)
         for step in steps:
-            logger.log(Metrics(step=step, epoch=0, train_loss=None if step == 2 else 1.5, further={"val_x": 2.0}))
+            logger.log(Metrics(step=step, epoch=0, train_loss=None if step == 2 else 1.5, extra={"val_x": 2.0}))
         logger.flush()
         logger.close()
         with file.open("a") as damaged:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fabric_train.data.batch import IGNORED_LABEL
-from fabric_train.training.self_check import Figure, _disagreements, _Row
+from fabric_train.training.self_check import SplitResult, _disagreements, _Row
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, write_model, write_rows
@@ -116,8 +116,8 @@ def test_a_wrong_loop_is_found_on_rows_with_equal_numbers_of_labels(
 
 @pytest.mark.parametrize(("first", "second"), [(math.nan, math.nan), (math.nan, 2.0), (2.0, math.nan)])
 def test_a_loss_that_is_no_number_is_a_fault(first: float, second: float) -> None:
-    of_losses = _disagreements([Figure("a", first, 1.0), Figure("b", second, 1.0)], tolerance=0.1)
-    of_norms = _disagreements([Figure("a", 1.0, first), Figure("b", 1.0, second)], tolerance=0.1)
+    of_losses = _disagreements([SplitResult("a", first, 1.0), SplitResult("b", second, 1.0)], tolerance=0.1)
+    of_norms = _disagreements([SplitResult("a", 1.0, first), SplitResult("b", 1.0, second)], tolerance=0.1)
     assert of_losses[-1].startswith("b: loss ")
     assert of_norms[-1].startswith("b: gradient norm ")
     assert all("nan" in fault for fault in (*of_losses, *of_norms))
@@ -144,8 +144,8 @@ def test_a_stream_is_refused_in_a_line(forked_runs: ForkedRuns, tmp_path: Path, 
 
 
 def test_equal_figures_do_not_differ_even_if_they_are_not_finite() -> None:
-    here = Figure("one", math.inf, 2.0)
-    there = Figure("two", math.inf, 1.0)
+    here = SplitResult("one", math.inf, 2.0)
+    there = SplitResult("two", math.inf, 1.0)
     assert here.differences(there) == (0.0, 1.0)
 
 

@@ -27,7 +27,8 @@ from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.evaluation import evaluate
-from fabric_train.training.objective import CrossEntropy, sum_by_piece, sum_by_source
+from fabric_train.training.objective import CrossEntropy
+from fabric_train.training.source_losses import sum_by_piece, sum_by_source
 from fabric_train.training.step import backpropagate
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import write_checksums
@@ -135,9 +136,9 @@ def test_losses_of_sources_are_those_of_every_token_by_hand(
         loss = backpropagate(fabric, wrapped, window, CrossEntropy(), num_sources=3)
         for number, name in enumerate(SOURCES):
             nats, tokens, _ = wanted[name]
-            assert loss.tokens_of_sources[number] == tokens > 0
-            assert loss.of_sources[number].item() == pytest.approx(nats, rel=1e-5)
-        assert loss.of_sources.sum().item() == pytest.approx(loss.summed.sum().item(), rel=1e-12)
+            assert loss.sources.counts[number] == tokens > 0
+            assert loss.sources.losses[number].item() == pytest.approx(nats, rel=1e-5)
+        assert loss.sources.losses.sum().item() == pytest.approx(loss.summed.sum().item(), rel=1e-12)
 
 
 def test_evaluation_has_nats_tokens_and_bytes_of_each_source(tiny_model_dir: Path, mixture: TokenMixture) -> None:

@@ -1,0 +1,232 @@
+"""Find the reference model of preference objectives: where it is read from, and a hash of its weights."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from huggingface_hub import try_to_load_from_cache
+from lightning import Fabric
+
+from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import TrainerJson, TrainerState, read_trainer_json
+from fabric_train.checkpoint.adapter_folder import (
+    files_of_adapter,
+    find_base,
+    is_adapter,
+    read_adapter,
+    read_base_name,
+    trained_adapter,
+)
+from fabric_train.cli.errors import InputError, naming_option
+from fabric_train.data.streaming import Stream
+from fabric_train.distributed.ranks import gather_over_ranks
+from fabric_train.files.regular_file import open_regular
+from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
+from fabric_train.model.init_weights import new_shape
+from fabric_train.model.load_weights import find_safetensors
+from fabric_train.model.origin import ReferenceModel
+from fabric_train.model.parallelize import check_tensor_parallel
+from fabric_train.training.prepared_run import PreparedRun, StartingPoint
+from fabric_train.training.run_log import progress
+
+_READ_BYTES = 1 << 24
+
+
+def check_reference(run: PreparedRun) -> None:
+    """Raise an InputError if ``--reference`` names no model, or one that cannot be compared with the run's model."""
+    reference = run.arguments.preference.reference
+    if reference is None or run.arguments.planning.plan:
+        return
+    with naming_option("--reference ", instead_of="--model_name "):
+        shape = reference_run(run, resolve_reference_path(run)).model
+        if not (Path(shape.source) / "trainer.json").is_file():
+            check_readable(shape.source)
+    if shape.vocab_size != run.model.vocab_size:
+        raise InputError(
+            f"--reference {reference}: it has {shape.vocab_size} tokens and {run.model.source} has "
+            f"{run.model.vocab_size}; give a model of the same tokenizer"
+        )
+    row_length = run.plan.tokens_per_row
+    if (shape.max_positions or math.inf) < row_length:
+        raise InputError(
+            f"--reference {reference}: it takes {shape.max_positions} tokens and the rows have {row_length}; "
+            "give another reference, or tokenize with a smaller --max_length"
+        )
+    tensor_parallel_size = run.arguments.fsdp.tensor_parallel_size
+    if shape.adapter and tensor_parallel_size > 1:
+        raise InputError(
+            f"--tensor_parallel_size does not work with the adapter --reference {reference}; merge it first"
+        )
+    check_tensor_parallel(shape.config, f"--reference {reference}", tensor_parallel_size)
+
+
+def with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel | None]:
+    """Return a run, with the ``--reference`` that it began with if it gives none, and the reference of its checkpoint.
+
+    There is no saved reference if the run begins, or gives another one.
+    """
+    if run.start.checkpoint is None:
+        return run, None
+    if not run.start.resumes and not run.arguments.evaluation.only_reads:
+        return run, None
+    saved = read_trainer_json(run.start.checkpoint)
+    preference = run.arguments.preference
+    if preference.reference is not None and not is_reference_of(saved, preference.reference):
+        return run, None
+    preference = replace(preference, reference=saved.arguments.get("reference"))
+    return replace(run, arguments=replace(run.arguments, preference=preference)), saved.reference
+
+
+def is_reference_of(saved: TrainerJson, reference: str) -> bool:
+    """Return whether ``--reference`` names the reference that a checkpoint's run began with, by whatever path."""
+    if reference == saved.arguments.get("reference"):
+        return True
+    return saved.reference is not None and _resolve_name(reference) == saved.reference.place
+
+
+def resolve_reference_path(run: PreparedRun) -> str:
+    """Return where the reference of a run that begins is read from: ``--reference``, or the weights it starts from.
+
+    It is an absolute path, or a name on the hub; empty for the random weights of the run's seed.
+    """
+    reference = run.arguments.preference.reference
+    checkpoint = run.start.checkpoint
+    if reference is not None:
+        return _resolve_name(reference)
+    if run.adapter_base is not None:
+        if checkpoint is not None and is_adapter(checkpoint):
+            return os.path.realpath(checkpoint)
+        init_adapter = run.arguments.adapter.init_adapter
+        return os.path.realpath(init_adapter) if init_adapter else run.adapter_base.place
+    if checkpoint is not None:
+        return os.path.realpath(checkpoint)
+    if run.model.is_new:
+        return ""
+    model_name = run.arguments.model.model_name
+    if Path(model_name).is_dir():
+        return os.path.realpath(model_name)
+    return model_name  # a name on the hub
+
+
+def _resolve_name(reference: str) -> str:
+    """Return where the model that ``--reference`` names is read from: an absolute path, or a name on the hub."""
+    path = Path(reference)
+    if checkpoints.means_checkpoint(path):
+        return os.path.realpath(checkpoints.find_checkpoint(path))
+    if path.is_dir():
+        return os.path.realpath(path)
+    return reference
+
+
+def reference_run(run: PreparedRun, path: str) -> PreparedRun:
+    """Return a run at step 0 whose model is the reference at ``path``, for ``build_run.set_up_model``.
+
+    A run with an adapter and without ``--reference`` compares with the adapter that it starts from.
+    """
+    arguments = run.arguments
+    model_dir = Path(path)
+    is_given = arguments.preference.reference is not None
+    if path.startswith("/") and not model_dir.is_dir():
+        if is_given:
+            raise InputError(f"--reference {path}: no such folder; give a hub name, folder, checkpoint or run")
+        raise InputError(f"the reference model {path} is gone; put it back, or give --reference")
+
+    is_checkpoint = bool(path) and (model_dir / "trainer.json").is_file()
+    start = StartingPoint(model_dir if is_checkpoint else None, TrainerState())
+    if run.adapter_base is not None and not is_given:
+        if not _is_adapter(path):  # the adapter is new: the reference is its base
+            start = StartingPoint(None, TrainerState())
+        return replace(run, start=start)
+    if not _is_adapter(path):
+        return replace(run, start=start, model=_reference_shape(run, path), adapter_base=None)
+
+    # an adapter on a base of its own
+    if is_checkpoint:
+        base_name = arguments.model.model_name
+        base = find_base(base_name, model_dir, "--model_name")
+        adapter = trained_adapter(model_dir)
+    else:
+        base = find_base(read_base_name(model_dir), None, "--model_name")
+        adapter = read_adapter(model_dir)
+    attention = run.model.config._attn_implementation
+    shape = read_shape(base.place, arguments.fsdp.auto_wrap_policy, attention, adapter)
+    adapter_arguments = replace(arguments.adapter, adapter=None, init_adapter=path, base_weights=None)
+    arguments = replace(arguments, adapter=adapter_arguments)
+    return replace(run, start=start, model=shape, adapter_base=base, arguments=arguments)
+
+
+def _is_adapter(path: str) -> bool:
+    return bool(path) and Path(path).is_dir() and is_adapter(Path(path))
+
+
+def _reference_shape(run: PreparedRun, path: str) -> ModelShape:
+    """Return the model at a path; without one, the new model of the run, before any pattern has chosen its parts."""
+    arguments = run.arguments
+    layer_class = arguments.fsdp.auto_wrap_policy
+    attention = run.model.config._attn_implementation
+    if path:
+        return read_shape(path, layer_class, attention)
+    if run.model.is_new:
+        return run.model
+    assert not isinstance(run.data, Stream)
+    tokenizer = run.data.manifest and run.data.manifest.tokenizer
+    if tokenizer:
+        shape = new_shape(arguments.model, layer_class, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    else:
+        shape = new_shape(arguments.model, layer_class)
+    shape.config._attn_implementation = attention
+    return shape
+
+
+def hash_reference(fabric: Fabric, reference: PreparedRun, path: str) -> str:
+    """Return a hash of the model's files, each read by one rank; of a new model, of its seed and configuration.
+
+    All ranks call this together. ``reference`` is the ``reference_run`` of ``path``.
+    """
+    if not path:
+        config = json.dumps(reference.model.config.to_dict(), sort_keys=True, default=str)
+        return hashlib.sha256(f"{reference.arguments.data.seed} {config}".encode()).hexdigest()
+
+    weights_path = reference.adapter_base.place if reference.adapter_base else path
+    files = list(_list_model_files(weights_path))
+    if _is_adapter(path):
+        files += files_of_adapter(Path(path))
+    local_hashes = torch.zeros(len(files), 2, dtype=torch.int64)  # 128 bits of each file that this rank reads
+    for index in range(fabric.global_rank, len(files), fabric.world_size):
+        progress.info("hashing the reference model's files %d/%d", index + 1, len(files))
+        digest = bytes.fromhex(hash_file(files[index]))
+        local_hashes[index] = torch.from_numpy(np.frombuffer(digest, np.int64).copy())
+    hashes = gather_over_ranks(fabric, local_hashes).sum(dim=0).cpu()  # the other ranks have zeros
+    return hashlib.sha256(hashes.numpy().tobytes()).hexdigest()
+
+
+def _list_model_files(path: str) -> Iterator[Path]:
+    """Yield the configuration and the files of weights of a hub name, a folder or a checkpoint."""
+    model_dir = Path(path)
+    if not model_dir.is_dir():  # it is in the cache, where the run has read it
+        model_dir = Path(str(try_to_load_from_cache(path, "config.json"))).parent
+    yield model_dir / "config.json"
+    if (model_dir / "model").is_dir() and (model_dir / "trainer.json").is_file():
+        yield from sorted((model_dir / "model").glob("*.safetensors"))
+        return
+    safetensors = find_safetensors(path)
+    if safetensors:
+        yield from safetensors
+    else:  # pickles
+        yield from sorted(model_dir.glob("*.bin"))
+
+
+def hash_file(file: Path) -> str:
+    """Return the XXH3-128 of a file in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    with open_regular(file, "put the file back") as opened:
+        while content := opened.read(_READ_BYTES):
+            digest.update(content)
+    return digest.hexdigest()
