@@ -245,6 +245,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
 
     def _table_row(self, parameter: nn.Parameter, gradient: torch.Tensor, key: int) -> tuple[Row, Storage]:
         """Return the row of a parameter, without its first program, and how it is stored."""
+        # The tensors of the parameter on this rank; numbers in 8 bits have scales besides their codes.
         weights = local_part(parameter)
         exp_avg, exp_avg_sq = (self.state[parameter][name] for name in MOMENTS)
         exp_avg_scales = 0
@@ -258,6 +259,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
             exp_avg = local_part(exp_avg)
             exp_avg_sq = local_part(exp_avg_sq)
 
+        # The kernel gets addresses, so the tensors must be contiguous.
         tensors = [weights, gradient, exp_avg, exp_avg_sq]
         assert all(tensor.is_contiguous() for tensor in tensors)
         elements = self._elements[parameter]

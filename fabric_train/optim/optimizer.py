@@ -100,6 +100,7 @@ def build_optimizer(
         }
         groups.append(group)
 
+    # The factory of the table; settings are its parameters with defaults.
     parameters = OptimizedParameters(
         groups,
         frozenset(decayed),

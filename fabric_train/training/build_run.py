@@ -117,6 +117,7 @@ def set_up_optimizer(
     """Return the optimizer, with its state from the checkpoint if the run resumes."""
     arguments = run.arguments
     progress.info("building the optimizer")
+    # After sharding: the optimizer updates this rank's shards.
     named_parameters = trained_parameters(model)
     rates = rates_by_name(
         arguments.training.rates_of_parts, run.model.names, run.model.source, run.trained_in_any_phase
@@ -125,6 +126,7 @@ def set_up_optimizer(
         named_parameters,
         names_with_decay,
         arguments.training,
+        # Fabric could not clip under an fp16 gradient scaler, and XLA fuses by itself
         fused=arguments.model.precision != "16-mixed" and fabric.device.type != "xla",
         seed=arguments.data.seed,
         flat_shards=flat_shards(model),
@@ -133,6 +135,7 @@ def set_up_optimizer(
     )
     optimizer = fabric.setup_optimizers(torch_optimizer)
     assert isinstance(optimizer, _FabricOptimizer)
+    # The ranks choose the update together, before any state is restored.
     if isinstance(torch_optimizer, LowPrecisionAdamW) and named_parameters[0][1].device.type == "cuda":
         _choose_update(fabric, torch_optimizer)
     if run.start.checkpoint and run.start.resumes:
@@ -191,6 +194,7 @@ def build_validation(
     if rows is None:
         return None
     arguments = run.arguments
+    # Each group of ranks that computes the same rows reads its share of the split.
     ranks = data_ranks(fabric)
     batches = validation_batches(
         rows,
@@ -239,6 +243,7 @@ def build_outputs(
     )
     loggers = open_loggers(arguments.opened_loggers, logged_run)
 
+    # Both are guarded: a run goes on without its panel, and without times.jsonl.
     def open_display() -> Logger:
         return open_progress(run.folder.name, state.step, run.plan.num_steps, console, heartbeat)
 
@@ -268,6 +273,7 @@ def build_loop(
         outputs.saved(checkpoint)
 
     arguments = run.arguments
+    # The manager removes unfinished checkpoints of a run that was killed.
     checkpoint_manager = manager(
         run.folder / "checkpoints",
         fabric,
@@ -279,6 +285,7 @@ def build_loop(
         record_save,
         run.start.state.step,
     )
+    # What takes a step, and what drives it.
     stepper = Stepper(
         fabric=fabric,
         model=model,

@@ -47,6 +47,7 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
     else:
         origin = _WeightsOrigin(base_model=None, stages=(), legal_files=())
 
+    # Arguments as they were resolved, and how this session splits the work.
     argument_values = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
     session_values = argument_values | {"parallelism": run.devices.parallelism}
     session = TrainingSession(
@@ -60,6 +61,7 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
     if start.checkpoint and start.resumes:
         earlier_sessions = checkpoints.read_trainer_json(start.checkpoint).sessions
 
+    # What --shares names, in the order of the rows.
     mixture_sources: tuple[str, ...] = ()
     mixture_tokens: tuple[dict[str, int], ...] = ()
     if isinstance(run.data, TokenMixture):

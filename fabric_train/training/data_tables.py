@@ -62,6 +62,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
         text_columns.append("train")
     table = figures_table(f"Phases{run.steps_suffix}", ["share", "tokens"], [*text_columns, "source"])
 
+    # A phase is a row for each source that it reads.
     starts = [plan.data_starts_after + start for start in plan.mixture.starts_after]
     ends = [*starts[1:], plan.last_step]
     for start, end in zip(starts, ends, strict=True):

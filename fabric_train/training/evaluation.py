@@ -113,6 +113,7 @@ class _EvaluationSums:
 
     def reduce(self, source_names: Sequence[str]) -> Evaluation:
         """Sum over the ranks, which call this together, and return the evaluation."""
+        # One all-reduce for all sums; the host waits for the device here.
         device = self._fabric.device
         packed = PackedTensors(
             {
@@ -127,6 +128,7 @@ class _EvaluationSums:
         )
         sums = packed.unpack(sum_over_data_ranks(self._fabric, packed.vector).cpu())
 
+        # The sources that the split has tokens of.
         sources = {}
         counts, num_bytes = sums["source_counts"].tolist()
         for index, name in enumerate(source_names):
@@ -135,6 +137,7 @@ class _EvaluationSums:
                 known_bytes = None if math.isnan(num_bytes[index]) else num_bytes[index]
                 sources[name] = self._source_loss(loss_sum, int(counts[index]), known_bytes, metric_sums)
 
+        # The whole split.
         loss_sum = float(sums["loss"])
         count = int(sums["count"])
         objective_sums = sums["objective"].tolist()

@@ -176,9 +176,11 @@ class Loop:
     def _find_due(self, window: Window, step: TakenStep) -> Due:
         """Return what is due after a step."""
         arguments = self.run.arguments
+        # the end of the run or of a phase, and of each epoch
         is_border = window.step == self.num_steps or window.ends_epoch
         evaluate = is_border or window.step % arguments.evaluation.eval_step_interval == 0
         keep = is_border or window.step % arguments.save.save_step_interval == 0
+        # a signal is agreed on in the exchange of the step, so all ranks save here
         save = keep or bool(step.report.sync.stop_signal)
         has_fault = step.check.fault is not None
         log = evaluate or save or has_fault or window.step % arguments.logging.log_step_interval == 0
@@ -206,6 +208,8 @@ class Loop:
             peak_memory_gb=peak_memory_gb(self.stepper.fabric.device),
             **stopwatch.read(),
         )
+
+        # The objective's metrics, and what a source has in this window.
         metric_names = self.stepper.objective.metric_names
         means = {}
         if step.check.has_targets:

@@ -202,10 +202,12 @@ def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
     complete_lines = text[: text.rfind("\n") + 1]
     table = csv.reader(io.StringIO(complete_lines or text))
 
+    # The header.
     names = _next_row(table) or []
     if not are_columns(names) or len(set(names)) < len(names):
         raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(COLUMNS)}; {fix}")
 
+    # The rows, whose steps must rise.
     rows: list[Metrics] = []
     previous_step = -1
     while True:

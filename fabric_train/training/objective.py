@@ -125,6 +125,7 @@ def losses_at_targets(
     row_slice = batch.row_slice
     local_targets = targets if row_slice is None else Targets(row_slice.positions, row_slice.target_ids)
 
+    # Forward pass: the model's head returns the losses of the targets alone, or else all logits.
     total = None
     if has_loss_in_head(model):
         head_options = {"by_token": True} if by_token else {"scale": scale}
@@ -140,6 +141,7 @@ def losses_at_targets(
         target_logits = logits.index_select(0, local_targets.positions).float()  # fp32 [targets, V]
         local_losses = F.cross_entropy(target_logits, local_targets.ids, reduction="none")
 
+    # Losses of all targets, also those in the slices of other ranks.
     losses = local_losses
     if row_slice is not None:
         losses = whole_losses(row_slice, local_losses, len(targets.ids))

@@ -293,6 +293,7 @@ class ProgressPanel(ProgressLines, RenderHook):
     def __init__(self, title: str, first_step: int, num_steps: int, console: Console, heartbeat: Heartbeat) -> None:
         """Begin to draw; ``console`` prints to a terminal."""
         super().__init__(first_step, num_steps)
+        # what is drawn
         self._console = console
         self._heartbeat = heartbeat
         self._panel = Panel(
@@ -303,10 +304,12 @@ class ProgressPanel(ProgressLines, RenderHook):
             heartbeat.machines,
             is_unicode=console.encoding.startswith("utf"),
         )
+        # the thread that draws it
         self._lock = threading.RLock()
         self._is_live = True
         self._ended = threading.Event()
         self._fault: Exception | None = None
+        # what the console, standard error and a fork do while it is drawn
         self._stderr = sys.stderr
         if sys.stderr.isatty():
             sys.stderr = FileProxy(console, sys.stderr)  # its lines are printed above the panel

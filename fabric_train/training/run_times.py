@@ -266,6 +266,7 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
             training[name] += counted_seconds
             repeated += seconds.get(name, 0.0) - counted_seconds
 
+        # The other parts are never repeated.
         saving += seconds.get("saving", 0.0)
         ending += seconds.get("ending", 0.0)
         if index > 0:
@@ -273,6 +274,7 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
         if later_attempts:
             idle += max(later_attempts[0][0].time - lines[-1].time, 0.0)
 
+    # Medians of single starts and saves.
     starts: list[float] = []
     stalls: list[float] = []
     saves: list[float] = []

@@ -88,12 +88,14 @@ class StepGuard:
         mean_loss = float(loss)
         norm = float(grad_norm)
 
+        # A loss that is not finite: name the rows of its micro-batches.
         if not math.isfinite(mean_loss):
             bad_micro_batches = (~gather_losses().summed.isfinite()).nonzero().tolist()
             rows = self._describe_rows(window, bad_micro_batches)
             fault = f"step {window.step}: the loss is {mean_loss}, from {rows}"
             return StepCheck(mean_loss, norm, fault + self._worst(window, piece_losses))
 
+        # A gradient that overflows has no rows of its own: the window is named.
         if not math.isfinite(norm) and self._scaler is None:
             fault = (
                 f"step {window.step}: the gradient norm is {norm} and every loss finite; "
@@ -101,6 +103,7 @@ class StepGuard:
             )
             return StepCheck(mean_loss, norm, fault)
 
+        # A spike is only reported; the step is taken.
         median = self._spikes.usual_before_spike(mean_loss)
         if median is not None:
             losses = gather_losses()

@@ -42,6 +42,7 @@ def describe_start(run: PreparedRun) -> Group:
     model = run.model
     table = facts_table("Fabric Train")
 
+    # model
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     trained = "" if model.num_trained == model.num_parameters else f", {model.num_trained:,} train"
     layers = ", ".join(sorted(layer_class.__name__ for layer_class in model.layer_classes))
@@ -49,12 +50,14 @@ def describe_start(run: PreparedRun) -> Group:
     for description, modules in describe_parts(run):
         table.add_row(description, modules)
 
+    # start and data
     table.add_row("start", _describe_start_weights(run))
     table.add_row("data", _describe_data(run))
     for next_run in run.successive_runs[1:]:
         first_step = next_run.plan.data_starts_after + 1
         table.add_row(f"from step {first_step:,}", _describe_reading(next_run))
 
+    # devices, steps and learning rate
     table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")
     rank_noun = "devices" if plan.num_data_ranks == plan.world_size else "groups of devices"
     table.add_row(
@@ -70,6 +73,7 @@ def describe_start(run: PreparedRun) -> Group:
     rates = arguments.training.rates_of_parts
     if rates:
         table.add_row("rates of parts", ", ".join(f"{pattern} {rate:g}" for pattern, rate in rates.items()))
+    # outputs, and tables of the sources
     table.add_row("output", arguments.save.output_dir)
     if not arguments.evaluation.only_reads:
         table.add_row("metrics", _describe_metrics(run))
@@ -187,6 +191,7 @@ def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | N
     if "accuracy" in evaluation.whole.further:
         figures = _PAIR_FIGURES
 
+    # Beside each figure stands its value in the first evaluation.
     columns = []
     for figure in figures:
         name = figure.replace("_", " ")
