@@ -212,7 +212,7 @@ class MergedModels(CombinedTensors):
     def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the merge of the models' blocks, fp32, that begin at ``offsets`` of the tensor ``name``."""
         recipe = self.recipe
-        models = list(blocks)
+        models = list(blocks)  # the base last, if there is one
         base = models.pop() if recipe.base else models[0]
         differences = [model - base for model in models]
         changes = self._record(name, offsets, base, differences)

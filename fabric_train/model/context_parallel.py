@@ -218,7 +218,7 @@ def attend(
     num_halves = 2 if keys.shape[1] % 2 == 0 else 1
     own_keys_values = torch.stack([keys, values], dim=1).chunk(num_halves, dim=2)  # each [S, 2, K / halves, D]
     exchanges = [_Exchange(half, row_slice) for half in own_keys_values]
-    # all backward passes of _Received come last, so the gradients of both halves are on their way before one is awaited
+    # applied to both halves first, so that the backward pass waits only when the gradients of both are on their way
     sent = [_Received.apply(half, exchange) for half, exchange in zip(own_keys_values, exchanges, strict=True)]
 
     # Compute this rank's queries, half by half of the heads, and a stretch of consecutive tokens at a time.

@@ -119,7 +119,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
             gradients.weight = torch.zeros_like(weight, dtype=torch.float32)
 
         losses = _compute_chunks(
-            *(hidden, weight, bias, positions, targets, settings), gradients=gradients, weight_scale=weight_scale
+            hidden,
+            weight,
+            bias,
+            positions,
+            targets,
+            settings,
+            gradients=gradients,
+            weight_scale=weight_scale,
         )
 
         if adds_to_weight_grad:
@@ -222,6 +229,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         parameter = ctx.parameter
 
+        # With a parameter, its own gradient is the sum to which the chunks add.
         gradients = _Gradients()
         if needs_hidden:
             gradients.hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -234,9 +242,15 @@ class _TokenCrossEntropy(torch.autograd.Function):
         elif needs_weight:
             gradients.weight = torch.zeros_like(weight, dtype=torch.float32)
 
+        # Compute the chunks again. The gradient of each token's loss multiplies that token's gradients.
         token_scale = grad_losses.float()[:, None]  # [N, 1]
         _compute_chunks(
-            *(hidden, weight, bias, positions, targets, ctx.settings),
+            hidden,
+            weight,
+            bias,
+            positions,
+            targets,
+            ctx.settings,
             gradients=gradients,
             hidden_scale=token_scale,
             weight_scale=token_scale,

@@ -81,6 +81,7 @@ class ShardedTensor:
 
         With first rows 0, 10, 20, the rows 12 to 25 are in the second piece and the third.
         """
+        # a piece ends where the next one begins, the last one with the tensor
         first_rows = self.division.first_rows
         num_rows = self.shape[0] if self.shape else 1
         first_piece = max(bisect_right(first_rows, begin) - 1, 0)

@@ -74,11 +74,11 @@ def verify_weights(old: StoredTensors, extended: ExtendedTensors, folder: Path) 
     written = CheckpointTensors(safetensors_files(folder), "write the folder again")
     names = set(written)
     for name in extended:
-        is_as_expected = (
-            name in names and written.shape(name) == extended.shape(name) and written.dtype(name) == old.dtype(name)
-        )
-        if not is_as_expected:
-            raise RunError(f"{folder}: {name} is missing, or has another shape or type than it was written with")
+        fault = RunError(f"{folder}: {name} is missing, or has another shape or type than it was written with")
+        if name not in names:
+            raise fault
+        if written.shape(name) != extended.shape(name) or written.dtype(name) != old.dtype(name):
+            raise fault
         old_blocks = _kept_blocks(old, name, extended)
         written_blocks = _kept_blocks(written, name, extended)
         for old_block, written_block in zip(old_blocks, written_blocks, strict=True):
