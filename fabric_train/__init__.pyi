@@ -251,8 +251,6 @@ def evaluate(
     output_dir: StrPath | None = None,
     texts: StrPath | Sequence[StrPath] | None = None,
     pairs: StrPath | Sequence[StrPath] | None = None,
-    needle: Sequence[int | str] | None = None,
-    needle_trials: int = 3,
     text_column: StrPath = "text",
     max_length: int | str = 2048,
     overlap: int | str = 1,
@@ -266,8 +264,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare models by their loss on texts, or evaluate each checkpoint of a run, as ``evaluate.py`` does.
 
-    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs`` or ``needle``, what
-    ``pairs.json`` or ``needle.json`` has. With ``watch`` and ``tasks``, the rows of ``scores.csv`` are under "scores".
+    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
+    has. With ``tasks``, the rows of ``scores.csv`` are under "scores".
 
     Raises:
         InputError: the arguments, the models and the texts do not fit together; nothing is written.

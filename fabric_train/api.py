@@ -369,8 +369,8 @@ def convert(**arguments: Any) -> ConvertResult:
 def evaluate(**arguments: Any) -> dict[str, Any]:
     """Compare models by their loss on texts, or evaluate each checkpoint of a run, as ``evaluate.py`` does.
 
-    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs`` or ``needle``, what
-    ``pairs.json`` or ``needle.json`` has. With ``watch`` and ``tasks``, the rows of ``scores.csv`` are under "scores".
+    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
+    has. With ``tasks``, the rows of ``scores.csv`` are under "scores".
 
     Raises:
         InputError: the arguments, the models and the texts do not fit together; nothing is written.
@@ -382,7 +382,7 @@ def evaluate(**arguments: Any) -> dict[str, Any]:
     else:
         output_dir = Path(evaluate_arguments.watch or "", "evaluation")
     with _restored_process():
-        if evaluate_arguments.watch is None:
+        if evaluate_arguments.watch is None and evaluate_arguments.tasks is None:
             from fabric_train.evaluation.compare_models import compare_models
 
             compare_models(evaluate_arguments, prints=False)
@@ -392,11 +392,9 @@ def evaluate(**arguments: Any) -> dict[str, Any]:
             watch_run(evaluate_arguments, prints=False)
 
     results: dict[str, Any] = {}
-    if evaluate_arguments.watch is None or evaluate_arguments.texts is not None:
-        file_name = "evaluation.json"
-        for kind in ("needle", "pairs"):
-            if getattr(evaluate_arguments, kind) is not None:
-                file_name = f"{kind}.json"
+    has_losses = evaluate_arguments.watch is None and evaluate_arguments.tasks is None
+    if has_losses or evaluate_arguments.texts is not None:
+        file_name = "evaluation.json" if evaluate_arguments.pairs is None else "pairs.json"
         results |= json.loads((output_dir / file_name).read_text(encoding="utf-8"))
     if evaluate_arguments.tasks is not None:
         with (output_dir / "scores.csv").open(encoding="utf-8", newline="") as file:

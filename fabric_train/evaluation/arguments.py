@@ -1,6 +1,7 @@
 """The arguments of ``evaluate.py``, and the file that ``--tasks`` names."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from fabric_train.cli.argument_types import (
 from fabric_train.cli.errors import InputError
 
 _SETTING_TYPES: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}
-_TASK_TYPES = {"task": str, **_SETTING_TYPES, "metric": str}
+_TASK_TYPES = {"task": str, **_SETTING_TYPES, "metric": str, "metadata": str}
 _LONGEST_NAME = 1000
-_LISTS = ("models", "texts", "pairs", "needle")
+_LISTS = ("models", "texts", "pairs")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class EvaluateArguments:
     """Compare models by their loss on texts, with confidence intervals; evaluate each checkpoint of a run as it trains
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
-    PROGRAM --models models/llama-3-8b runs/1/all --needle 4k 32k 128k --texts es=books.jsonl --output_dir eval/2
+    PROGRAM --models models/llama-3-8b runs/1/all --tasks tasks.yaml --output_dir eval/2
     PROGRAM --watch runs/1 --tasks tasks.yaml --texts es=es.jsonl --models models/llama-3-8b
     """
 
@@ -53,12 +54,6 @@ class EvaluateArguments:
     """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or
     rows that fabric-train tokenize reads as pairs. How often each model prefers the chosen answer is in pairs.json.
     """
-    needle: list[RowLength] | None = None
-    """Lengths of texts in tokens, such as 4k 32k 128k. Instead of the loss, test how many facts each model finds that
-    are hidden in texts of these lengths, at five depths: of --texts, or of invented English sentences.
-    """
-    needle_trials: PositiveInt = 3
-    """With --needle: texts of each length, with other facts."""
     text_column: str = "text"
     """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
     'moves: ' with a space.
@@ -70,15 +65,15 @@ class EvaluateArguments:
     batch_tokens: RowLength = 8192
     """Tokens in one forward pass, padding included; fewer take less memory."""
     seed: NonNegativeInt64 = 0
-    """Seed of the bootstrap, and of the facts of --needle."""
+    """Seed of the bootstrap."""
     watch: str | None = None
     """Evaluate each checkpoint of this run on --texts, on --tasks with lm_eval, or on both."""
     tasks: str | None = None
-    """With --watch: YAML file with lm_eval's tasks by language."""
+    """YAML file with lm_eval's tasks by language, on which --models, and each checkpoint of --watch, are evaluated."""
     wait: bool = True
     """With --watch: wait for further checkpoints until the run has ended; false ends after those that are there."""
     batch_size: PositiveInt = 8
-    """With --watch: requests of lm_eval in one forward pass."""
+    """With --tasks: requests of lm_eval in one forward pass."""
 
     def faults(self) -> list[str]:
         """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
@@ -87,14 +82,10 @@ class EvaluateArguments:
         # arguments that exclude each other, or need each other
         if self.pairs is not None and self.texts is not None:
             faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
-        if self.needle is not None:
-            for name in ("pairs", "watch"):
-                if getattr(self, name) is not None:
-                    faults.append(f"--needle and --{name}: give one after the other")
+        if self.pairs is not None and self.tasks is not None:
+            faults.append("--pairs and --tasks: evaluate one after the other, which may have the same --output_dir")
         if self.watch is None:
             faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
-            if self.tasks is not None:
-                faults.append("--tasks needs --watch: give the run")
         else:
             if self.pairs is not None:
                 faults.append("--pairs and --watch: give --models instead, such as RUN/all")
@@ -122,6 +113,13 @@ class TaskSettings:
     """Documents; None: all."""
     files: str | None = None
     """SHA-256 of a task file and the local files that it names."""
+    metadata: str | None = None
+    """JSON of what lm_eval passes to the task, such as {"max_seq_lengths": [4096]}."""
+
+    @property
+    def max_seq_lengths(self) -> list[int]:
+        """Lengths in tokens of the texts that a synthetic task such as RULER generates; empty for other tasks."""
+        return json.loads(self.metadata or "{}").get("max_seq_lengths", [])
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,7 @@ def read_tasks(path: str) -> list[LanguageTask]:
           ca:
             - xnli_ca
             - {task: quiz_ca.yaml, num_fewshot: 5, limit: 100, metric: acc}
+          32k: [{task: niah_single_1, metadata: {max_seq_lengths: [32768]}}]    # what lm_eval passes to the task
     """
     content = yaml_core.load_file(path, "--tasks")
     if not isinstance(content, dict) or not isinstance(content.get("languages"), dict) or not content["languages"]:
@@ -170,6 +169,9 @@ def read_tasks(path: str) -> list[LanguageTask]:
                 faults.append(f"{language}: task {position}: expected a name or {{task: NAME, ...}}, got {item!r}")
                 continue
             item_name = f"{language}: task {position}"
+            metadata = item_values.get("metadata")
+            if metadata is not None:
+                item_values = item_values | {"metadata": _metadata_as_json(metadata, item_name, faults)}
             values = general_settings | _convert_values(item_values, _TASK_TYPES, item_name, list(_TASK_TYPES), faults)
             if values.get("task"):  # else its fault has been found
                 task = _open_task(str(language), values, Path(path).parent, faults)
@@ -191,6 +193,26 @@ def read_tasks(path: str) -> list[LanguageTask]:
 def is_task_file(task: str) -> bool:
     """Return whether a task is a file, and not a name of lm_eval."""
     return task.endswith((".yaml", ".yml"))
+
+
+def _metadata_as_json(metadata: Any, owner: str, faults: list[str]) -> str:
+    """Return ``metadata`` as sorted JSON; add a fault if it is no mapping.
+
+    ``max_seq_lengths``, the lengths in tokens of the texts that RULER's tasks generate, must be a list of them.
+    """
+    if not isinstance(metadata, dict):
+        faults.append(f"{owner}: metadata: expected a mapping such as {{max_seq_lengths: [4096]}}, got {metadata!r}")
+        return "{}"
+    lengths = metadata.get("max_seq_lengths", [4096])
+    is_list = isinstance(lengths, list) and len(lengths) > 0
+    if not is_list or not all(type(length) is int and length > 0 for length in lengths):
+        faults.append(f"{owner}: metadata: max_seq_lengths: expected a list such as [4096, 32768], got {lengths!r}")
+        return "{}"
+    try:
+        return json.dumps(metadata, sort_keys=True)
+    except TypeError:  # YAML has dates
+        faults.append(f"{owner}: metadata: expected texts, numbers, lists and mappings, got {metadata!r}")
+        return "{}"
 
 
 def _convert_values(
@@ -235,6 +257,7 @@ def _open_task(language: str, values: Mapping[str, Any], folder: Path, faults: l
         num_fewshot=values.get("num_fewshot"),
         limit=values.get("limit"),
         files=files_hash,
+        metadata=values.get("metadata"),
     )
     return LanguageTask(language, source, settings, values.get("metric"))
 

@@ -19,7 +19,6 @@ from fabric_train.evaluation.models import (
     find_models,
     score_models,
 )
-from fabric_train.evaluation.needle import ANSWERS, compare_needles
 from fabric_train.evaluation.pairs import compare_pairs
 from fabric_train.evaluation.texts import (
     EncodedText,
@@ -39,7 +38,7 @@ _BYTES_OF_LOSS = 4
 
 
 def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None:
-    """Evaluate ``--models`` on ``--texts`` or ``--pairs``, or by ``--needle``; write the results, and print a table.
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``; write the results, and print a table.
 
     A folder with an evaluation is extended. An InputError comes before anything is written, a RunError if a model's
     loss is not finite.
@@ -52,10 +51,6 @@ def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None
     models, damaged = find_models(arguments.models)
     if arguments.pairs is not None:
         compare_pairs(arguments, models, LossCache(folder / FOLDER), prints=prints)
-        check_all_evaluated(damaged)
-        return
-    if arguments.needle is not None:
-        compare_needles(arguments, models, folder / FOLDER / "downloads", prints=prints)
         check_all_evaluated(damaged)
         return
     _compare_losses(arguments, models, earlier, folder, prints=prints)
@@ -132,7 +127,7 @@ def check_output(folder: Path) -> None:
     check_no_dead_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
-    has_results = any((folder / name).is_file() for name in ("scores.csv", "pairs.json", ANSWERS))
+    has_results = any((folder / name).is_file() for name in ("scores.csv", "pairs.json"))
     is_evaluation = has_results or (folder / FOLDER).is_dir()
     if folder.is_dir() and any(folder.iterdir()) and not is_evaluation:
         raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")

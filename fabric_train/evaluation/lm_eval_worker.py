@@ -12,23 +12,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.cli.fabric_command import project_first
 from fabric_train.evaluation.arguments import EvaluateArguments, TaskSettings, is_task_file
+from fabric_train.evaluation.models import find_model
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
 from fabric_train.files.regular_file import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _OFFLINE = "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
+_NO_TEXTS = -1
+"""RULER's metrics are lengths of texts; a length that was not asked for has this value."""
 _PYTHON_SEED = 0  # of random, as in lm_eval's own program
 _SEED = 1234  # of torch and the examples in prompts, as there
 
@@ -96,28 +100,84 @@ def main() -> None:
     # tasks; lm_eval and datasets would print bars and warnings for each
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    tasks = _load_tasks(request.tasks)
     if request.scores is not None:
-        _evaluate(request, request.scores, tasks)
+        _evaluate(request, request.scores)
+        return
+    generates_texts = any(task.settings.metadata for task in request.tasks)
+    tokenizer = find_model(request.source).tokenizer if generates_texts and request.source else None
+    _load_tasks(request.tasks, tokenizer)
 
 
-def _load_tasks(requested_tasks: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
-    """Return lm_eval's tasks and groups, with their data; raise an InputError with every fault at once."""
+def check_lengths(name: str, max_positions: int | None, settings: Sequence[TaskSettings]) -> None:
+    """Raise an InputError if a task generates longer texts than a model has positions: lm_eval would cut them.
+
+    Args:
+        name: The name of the model, for the message.
+        max_positions: The longest sequence of the model in tokens; None without a limit.
+        settings: The settings of the tasks.
+    """
+    if max_positions is None:
+        return
+    faults = []
+    for task in settings:
+        longest = max(task.max_seq_lengths, default=0)
+        if longest > max_positions:
+            faults.append(
+                f"--tasks: {task.task}: max_seq_lengths has {longest:,} tokens, but {name} has {max_positions:,} "
+                f"positions; give {max_positions} or less, or first train it on longer rows"
+            )
+    if faults:
+        raise InputError(*faults)
+
+
+def _load_tasks(requested_tasks: Sequence[RequestedTask], tokenizer: Any) -> dict[TaskSettings, Any]:
+    """Return lm_eval's tasks and groups, with their data; raise an InputError with every fault at once.
+
+    Tasks with metadata generate their texts with ``tokenizer``; if it is None, they are left out.
+    """
+    if tokenizer is None:
+        return _load_tasks_with([task for task in requested_tasks if task.settings.metadata is None], "")
+    # lm_eval opens the tokenizer of such tasks again, by its folder
+    with TemporaryDirectory(prefix="fabric-train-tokenizer-") as tokenizer_dir:
+        _save_without_code(tokenizer, Path(tokenizer_dir))
+        return _load_tasks_with(requested_tasks, tokenizer_dir)
+
+
+def _save_without_code(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer without the names of its own Python code, which RULER's tasks would run without being asked."""
+    tokenizer.save_pretrained(folder)
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("auto_map", None)
+    config_file.write_text(json.dumps(config), encoding="utf-8")
+
+
+def _load_tasks_with(requested_tasks: Sequence[RequestedTask], tokenizer_dir: str) -> dict[TaskSettings, Any]:
+    """Load tasks, those with metadata with the tokenizer in a folder; see ``_load_tasks``."""
     from lm_eval.tasks import TaskManager  # slow
 
     has_names = any(not is_task_file(task.source) for task in requested_tasks)
-    manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
+    managers: dict[str | None, Any] = {}  # by metadata; each reads lm_eval's own tasks, which are 14,000 files
     loaded_tasks: dict[TaskSettings, Any] = {}
     faults = []
     for task in requested_tasks:
         # load
         name = task.source
+        metadata = task.settings.metadata
+        if metadata not in managers:
+            values = None
+            if metadata is not None:
+                values = json.loads(metadata) | {"tokenizer": tokenizer_dir}
+            managers[metadata] = TaskManager(include_defaults=has_names, metadata=values)
+        manager = managers[metadata]
         if not is_task_file(name) and name not in manager.task_index:
             hint = nearest_name(name, manager.all_tasks)
             faults.append(f"--tasks: {name}: lm_eval {version('lm_eval')} has no such task{hint}")
             continue
+        random.seed(_PYTHON_SEED)  # of the texts that a task generates
         try:
-            loaded = manager.load([name])
+            with _without_progress_bars():
+                loaded = manager.load([name])
         except Exception as error:  # noqa: BLE001 - a task's own code, and the hub's and datasets' many errors
             is_offline = isinstance(error, ConnectionError) or "Hub" in str(error)
             faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_OFFLINE if is_offline else ''}")
@@ -131,6 +191,13 @@ def _load_tasks(requested_tasks: Sequence[RequestedTask]) -> dict[TaskSettings, 
         metrics: set[str] = set()
         for lm_eval_task in lm_eval_tasks:
             metrics |= set(lm_eval_task.aggregation())
+        unknown_lengths = [str(length) for length in task.settings.max_seq_lengths if str(length) not in metrics]
+        if unknown_lengths:
+            known_lengths = ", ".join(sorted((metric for metric in metrics if metric.isdigit()), key=int))
+            faults.append(
+                f"--tasks: {name}: it has no score for texts of {', '.join(unknown_lengths)} tokens; "
+                f"give {known_lengths}"
+            )
         if task.metric is not None and task.metric.split(",")[0] not in metrics:
             faults.append(f"--tasks: {name}: it has no metric {task.metric}; it has {', '.join(sorted(metrics))}")
     if faults:
@@ -138,7 +205,7 @@ def _load_tasks(requested_tasks: Sequence[RequestedTask]) -> dict[TaskSettings, 
     return loaded_tasks
 
 
-def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSettings, Any]) -> None:
+def _evaluate(request: WorkerRequest, scores: ModelScores) -> None:
     """Evaluate the model on one task after the other; write the scores after each."""
     import torch
     from lm_eval.models.huggingface import HFLM
@@ -147,12 +214,14 @@ def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSe
 
     model, tokenizer = load_for_inference(request.source)
     lm: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
+    check_lengths(scores.name, lm.max_length, [task.settings for task in request.tasks])
+    tasks = _load_tasks(request.tasks, tokenizer)
     for settings, loaded in tasks.items():
         # each task is seeded, so that its score does not depend on the tasks before it
         started = time.monotonic()
         random.seed(_PYTHON_SEED)
         torch.manual_seed(_SEED)
-        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):  # lm_eval's bars would fill a log
+        with _without_progress_bars():
             results = _run_lm_eval(lm, loaded, settings)
         seconds = time.monotonic() - started
 
@@ -162,6 +231,11 @@ def _evaluate(request: WorkerRequest, scores: ModelScores, tasks: Mapping[TaskSe
         metrics = ", ".join(f"{name.removesuffix(',none')} {metric}" for name, metric in score.metrics.items())
         counts = f"{score.num_documents} documents, {score.num_fewshot}-shot"
         print(f"{scores.name}: {settings.task}: {metrics} ({counts}), {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def _without_progress_bars() -> AbstractContextManager[object]:
+    """Keep lm_eval's progress bars out of a log."""
+    return nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO())
 
 
 def _run_lm_eval(lm: Any, loaded: Any, settings: TaskSettings) -> Any:
@@ -220,6 +294,8 @@ def _read_metrics(results: Any, name: str) -> dict[str, MetricScore]:
         # keys are METRIC,FILTER and METRIC_stderr,FILTER, beside names such as alias
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        if metric.isdigit() and value == _NO_TEXTS:
             continue
         stderr = values.get(f"{metric}_stderr,{filter_name}")
         scores[key] = MetricScore(

@@ -1,4 +1,4 @@
-"""Evaluate each checkpoint of a run on lm_eval's tasks and on texts, beside its training or afterwards.
+"""Evaluate models, and each checkpoint of a run beside its training or afterwards, on lm_eval's tasks and on texts.
 
 Any number of watchers may share the output folder: a lock for each model keeps them apart.
 """
@@ -17,7 +17,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.evaluation import loss_table, scores
 from fabric_train.evaluation.arguments import EvaluateArguments, LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.compare_models import check_output
-from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, evaluate_in_worker
+from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, check_lengths, evaluate_in_worker
 from fabric_train.evaluation.models import FOLDER, check_all_evaluated, find_models, identity_of_files
 from fabric_train.evaluation.scores import ModelScores, ScoreTable
 from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest, identity_of, open_texts
@@ -100,9 +100,10 @@ class WatchedTexts:
 
 @dataclass
 class Watch:
-    """The evaluation of a run's checkpoints, and of other models, each of them once."""
+    """The evaluation of models, and of the checkpoints of a run, each of them once."""
 
-    run: Path
+    run: Path | None
+    """None if only ``models`` are evaluated."""
     output: Path
     tasks: list[LanguageTask]
     models: list[WatchedModel]
@@ -181,7 +182,10 @@ class Watch:
 
     def _name_on_texts(self, model: WatchedModel) -> str:
         """Return the name of a model in ``evaluation.json``; a checkpoint has the name that RUN/all gives it."""
-        return model.name if model.step is None else str(self.run / model.name)
+        if model.step is None:
+            return model.name
+        assert self.run is not None  # only its checkpoints have a step
+        return str(self.run / model.name)
 
     def _evaluate(self, model: WatchedModel) -> None:
         """Evaluate a model on texts and then on the tasks that it lacks; print why if that fails."""
@@ -223,6 +227,8 @@ class Watch:
     def _all_models(self) -> Iterator[WatchedModel]:
         """Yield the models of ``--models``, then the checkpoints of the run by step."""
         yield from self.models
+        if self.run is None:
+            return
         for step, checkpoint in saved_checkpoints(self.run).items():
             with suppress(FileNotFoundError):
                 identity = full_digest(identity_of_files(checkpoint))
@@ -244,9 +250,9 @@ class Watch:
 
 
 def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_worker, *, prints: bool = True) -> None:
-    """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
+    """Evaluate the models of ``--models``, and the checkpoints of ``--watch``, until nothing is left to evaluate.
 
-    With ``--wait true``, wait for further checkpoints until the run has ended.
+    With ``--watch`` and ``--wait true``, wait for further checkpoints until the run has ended.
 
     Args:
         arguments: The arguments of ``evaluate.py``.
@@ -255,30 +261,40 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
 
     Raises:
         InputError: an argument, a text or a model is wrong; nothing has been written.
-        RunError: a checkpoint could not be evaluated; the others have been.
+        RunError: a model could not be evaluated; the others have been.
     """
     # check everything before anything is evaluated
-    assert arguments.watch is not None
-    run = Path(arguments.watch)
-    if not run.is_dir():
-        raise InputError(f"--watch {run}: {missing_folder(run)}; give the folder of a run")
-    if not arguments.wait and not saved_checkpoints(run):
-        raise InputError(f"--watch {run}: it has no checkpoint yet; --wait true waits for the first one")
+    run = None
+    if arguments.watch is not None:
+        run = Path(arguments.watch)
+        if not run.is_dir():
+            raise InputError(f"--watch {run}: {missing_folder(run)}; give the folder of a run")
+        if not arguments.wait and not saved_checkpoints(run):
+            raise InputError(f"--watch {run}: it has no checkpoint yet; --wait true waits for the first one")
     tasks = read_tasks(arguments.tasks) if arguments.tasks is not None else []
     if tasks:
         check_package("lm_eval", "--tasks")
     compared_models, damaged = find_models(arguments.models or [])
     models = []
     for model in compared_models:
+        check_lengths(f"--models {model.name}", model.max_positions, [task.settings for task in tasks])
         models.append(WatchedModel(model.name, model.source, step=None, identity=full_digest(model.identity)))
-    output_dir = Path(arguments.output_dir or run / "evaluation")
+    if arguments.output_dir is not None:
+        output_dir = Path(arguments.output_dir)
+    else:
+        assert run is not None  # EvaluateArguments.faults
+        output_dir = run / "evaluation"
+    if run is None:
+        check_output(output_dir)
     texts = WatchedTexts.open(arguments, output_dir) if arguments.texts is not None else None
     watch = Watch(run, output_dir, tasks, models, arguments.batch_size, evaluate, texts)
-    if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
-        _check_tasks(tasks, prints=prints)
+    pending = watch.pending()
+    may_follow = run is not None and arguments.wait and not run_has_ended(run)
+    if tasks and (pending or may_follow):
+        _check_tasks(tasks, pending[0].source if pending else "", prints=prints)
 
     # evaluate
-    if texts:
+    if texts or run is None:
         (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # marks an evaluation, for the workers
     _evaluate_all(watch, arguments, prints=prints)
 
@@ -295,8 +311,11 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     check_all_evaluated(damaged)
 
 
-def _check_tasks(tasks: list[LanguageTask], *, prints: bool) -> None:
+def _check_tasks(tasks: list[LanguageTask], model_source: str, *, prints: bool) -> None:
     """Load the tasks in a process of its own, which prints their faults.
+
+    Tasks that generate their texts need the tokenizer of a model, ``model_source``; if it is empty, the run has no
+    checkpoint yet, and they are checked when it has one.
 
     Raises:
         RunError: a task cannot be loaded, and this program does not print.
@@ -304,7 +323,7 @@ def _check_tasks(tasks: list[LanguageTask], *, prints: bool) -> None:
     """
     _print_line("loading the tasks")
     requested = [RequestedTask(task.settings, task.source, task.metric) for task in tasks]
-    exit_code = evaluate_in_worker(WorkerRequest(requested))
+    exit_code = evaluate_in_worker(WorkerRequest(requested, model_source))
     if exit_code and not prints:
         raise RunError("lm_eval cannot load the tasks: the lines on standard error say why")
     if exit_code:
@@ -316,7 +335,7 @@ def _evaluate_all(watch: Watch, arguments: EvaluateArguments, *, prints: bool) -
     is_waiting = False
     while True:
         # looked at before the checkpoints: one that is saved in between is found in the next round
-        has_ended = run_has_ended(watch.run)
+        has_ended = watch.run is None or run_has_ended(watch.run)
         if watch.evaluate_next():
             is_waiting = False
             watch.write_table()

@@ -1,8 +1,9 @@
-"""evaluate.py --watch with the real lm_eval: local tasks in two languages, a full and a sharded checkpoint."""
+"""evaluate.py --tasks with the real lm_eval: local tasks in two languages, a full and a sharded checkpoint, RULER."""
 
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -149,6 +150,32 @@ def test_scores_are_those_of_lm_evals_own_program(folder: Path, start: Start, lm
     found = scores(folder)
     for metric in ("acc", "acc_norm", "word_perplexity", "bits_per_byte"):
         assert found["step-00000001", metric] == pytest.approx(own[f"{metric},none"], rel=1e-6)
+
+
+def test_models_without_a_run_have_scores_and_are_found_again(folder: Path, lm_eval_python: Path) -> None:
+    words = ["--models", "base", "run", "--tasks", "tasks.yaml", "--output_dir", "out"]
+    command = [str(lm_eval_python), str(ROOT / "evaluate.py"), *words]
+    environment = {**os.environ, "HF_HOME": str(folder / "cache")}
+    for evaluated in (["base", "run"], []):
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert re.findall(r"^(\S+): evaluating 2 of 2 tasks$", ended.stderr, re.MULTILINE) == evaluated
+    table = (folder / "out" / "scores.md").read_text(encoding="utf-8")
+    assert "| base |" in table
+    assert "| run |" in table
+
+
+def test_facts_in_texts_that_ruler_generates_are_counted(folder: Path, smollm2_dir: Path, lm_eval_python: Path) -> None:
+    tasks = "languages: {4k: [{task: niah_single_1, metadata: {max_seq_lengths: [4096]}, limit: 1}]}"
+    (folder / "ruler.yaml").write_text(tasks, encoding="utf-8")
+    words = ["--models", str(smollm2_dir), "--tasks", "ruler.yaml", "--output_dir", "out", "--batch_size", "1"]
+    command = [str(lm_eval_python), str(ROOT / "evaluate.py"), *words]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    with (folder / "out" / "scores.csv").open(encoding="utf-8") as lines:
+        scores_by_metric = {row["metric"]: float(row["value"]) for row in csv.DictReader(lines)}
+    assert set(scores_by_metric) == {"4096"}  # and none of the lengths that were not asked for
+    assert scores_by_metric["4096"] in (0.0, 1.0)
 
 
 def test_interrupted_program_leaves_no_process_and_goes_on_later(folder: Path, start: Start) -> None:

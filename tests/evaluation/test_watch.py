@@ -18,7 +18,7 @@ from fabric_train.cli.errors import INPUT_ERROR, InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation import lm_eval_worker
 from fabric_train.evaluation.arguments import EvaluateArguments, LanguageTask, TaskSettings, read_tasks
-from fabric_train.evaluation.lm_eval_worker import WorkerRequest, evaluate_in_worker
+from fabric_train.evaluation.lm_eval_worker import WorkerRequest, check_lengths, evaluate_in_worker
 from fabric_train.evaluation.scores import (
     MetricScore,
     TaskScore,
@@ -97,6 +97,17 @@ def test_base_and_then_each_new_checkpoint_are_evaluated_once(run: Path) -> None
     assert evaluate_all(run) == []
     save(run, 30)
     assert evaluate_all(run) == [("step-00000030", every)]
+
+
+def test_models_are_evaluated_without_a_run(tmp_path: Path) -> None:
+    evaluator = Evaluator()
+    rival = WatchedModel("models/rival", "models/rival", None, "rival")
+    watcher = Watch(None, tmp_path, TASKS, [BASE, rival], 8, evaluator)  # type: ignore[arg-type]
+    while watcher.evaluate_next():
+        pass
+    tasks = ["quiz_es", "xnli_es", "text_ca"]
+    assert evaluator.requests == [("models/base", tasks), ("models/rival", tasks)]
+    assert [model.name for model in watcher.write_table().models] == ["models/base", "models/rival"]
 
 
 def test_only_tasks_with_new_settings_are_evaluated_again(run: Path) -> None:
@@ -254,6 +265,8 @@ def test_tasks_take_the_general_settings_unless_they_have_their_own(tmp_path: Pa
         ("languages: {es: a}", "es: expected a list of tasks"),
         ("languages: {es: [a, a]}", "es: a is given twice: give it once"),
         ("languages: {es: [none.yaml]}", "none.yaml: No such file or directory; give a task file of lm_eval"),
+        ("languages: {es: [{task: a, metadata: 3}]}", "es: task 1: metadata: expected a mapping"),
+        ("languages: {es: [{task: a, metadata: {max_seq_lengths: 4096}}]}", "max_seq_lengths: expected a list"),
         ("es: [a]", "expected 'languages:' with tasks"),
         ("languages: [", "not a YAML file"),
     ],
@@ -264,6 +277,17 @@ def test_each_fault_of_the_tasks_file_is_one_line(tmp_path: Path, text: str, fau
     (line,) = refused.value.faults
     assert line.startswith(f"--tasks {tmp_path}/tasks.yaml: ")
     assert fault in line
+
+
+def test_generated_texts_must_fit_the_models_positions(tmp_path: Path) -> None:
+    given = "languages: {4k: [{task: niah, metadata: {max_seq_lengths: [4096, 8192], other: a}}]}"
+    (task,) = read_tasks(write_tasks(tmp_path, given))
+    assert task.settings.max_seq_lengths == [4096, 8192]
+    assert task.settings != replace(task.settings, metadata=None)  # evaluated apart
+    check_lengths("a model", 8192, [task.settings])
+    check_lengths("a model without a limit", None, [task.settings])
+    with pytest.raises(InputError, match=r"niah: max_seq_lengths has 8,192 tokens, but a model has 8,191 positions"):
+        check_lengths("a model", 8191, [task.settings])
 
 
 def test_a_task_file_is_another_one_when_its_data_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +340,8 @@ def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
     ("argv", "fault"),
     [
         (["--watch", "run"], "--watch needs --tasks or --texts: give one of them"),
-        (["--models", "a", "--output_dir", "b", "--tasks", "c"], "--tasks needs --watch: give the run"),
+        (["--tasks", "c", "--output_dir", "b"], "--models is required"),
+        (["--tasks", "c", "--models", "b"], "--output_dir is required"),
         (["--texts", "es=b", "--output_dir", "c"], "--models is required"),
         (["--texts", "es=b", "--models", "c"], "--output_dir is required"),
     ],
