@@ -157,8 +157,10 @@ def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
     device = run.user_arguments.device
     fabric = build_fabric(run.user_arguments, run.model.layer_classes)
     with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
+        # All ranks are there from here on: each checks its share of the checkpoint.
         progress.info("checking the checkpoint")
         code = execute(fabric, check_content(fabric, run, note), heartbeat, console, write_run_report)
+        # Everything is saved: a signal must not end a rank while the others wait for it.
         heartbeat.enter(StepPhase.ENDING)
         stop_signals.ignore()
         destroy_process_group(fabric)

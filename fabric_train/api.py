@@ -198,12 +198,14 @@ def run_train(arguments: TrainArguments) -> TrainResult:
 
     device = arguments.device
     with _restored_process():
+        # Several devices without a launcher: other processes train.
         if not arguments.planning.plan and find_launcher() is None:
             accelerator = strategy.resolve_accelerator(device.accelerator)
             if strategy.count_devices(device.devices, accelerator) > 1:
                 arguments = arguments_for_ranks(arguments)
                 exit_code = run_ranks(arguments, folders_for_ranks(arguments))
                 return _read_train_result(arguments, exit_code)
+        # One device, a rank of a launcher, or a plan: this process does it.
         console = start_log()
         try:
             exit_code = run_training(arguments, console)
@@ -347,6 +349,7 @@ def convert(**arguments: Any) -> ConvertResult:
     convert_arguments = build_arguments(convert_to_hf.ConvertArguments, arguments)
     with _restored_process():
         targets, damaged, request = convert_to_hf.plan_exports(convert_arguments)
+        # A fault in one of several checkpoints leaves the others to be exported.
         exports: list[Export] = []
         faults = [f"{name}: damaged" for name in damaged]
         for target, source in targets.items():

@@ -363,6 +363,7 @@ def _check_interfaces() -> Finding:
             return Finding("fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
     if not addresses:
         return Finding("ok", "no interface except loopback: runs on this machine alone")
+    # Docker's bridges lead to no other machine.
     candidates = [interface for interface in addresses if not interface.startswith("docker")]
     if len(candidates) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
         found = f"{len(candidates)} interfaces: {description}; NCCL takes the first that it finds"
@@ -466,6 +467,7 @@ def _check_folder(folder: Path, usual_bytes: float, level: Level) -> Finding:
     For ``usual_bytes`` and ``level`` see ``_FolderNeed``.
     """
     folder = folder.expanduser().absolute()
+    # A folder that does not exist yet is made later, on the disk of the nearest one above it.
     existing = next(ancestor for ancestor in (folder, *folder.parents) if os.path.exists(ancestor))
     try:
         with tempfile.TemporaryFile(dir=existing) as file:

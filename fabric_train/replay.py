@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     from fabric_train.training.replay_certificate import Certificate, compare
     from fabric_train.training.run import repeat_steps
 
+    # Devices of the replay: those of the run, unless others are given.
     quiet_libraries()
     progress.info("checking run, data and model")
     device = train_arguments.device
@@ -107,11 +108,14 @@ def main(argv: list[str] | None = None) -> None:
     assert arguments.first_and_last is not None  # parsing has refused it
 
     with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
+        # Compare what needs no training: arguments, data and rows.
         replay = prepare_replay(run_dir, arguments.first_and_last, train_arguments, device, Path(temporary))
         if replay.faults:
             _report(Certificate(replay, steps=[]))  # which ends the program
         for line in replay.other_versions:
             note(f"another version than in the run: {line}")
+
+        # Train the steps again, on all ranks.
         run = replay.run
         progress.info("connecting the ranks")
         fabric = build_fabric(run.arguments, run.model.layer_classes)

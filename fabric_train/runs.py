@@ -125,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         if _matches(run, arguments.filter or ()):
             runs.append(run)
     _check_columns(arguments.columns or [], runs)
+    # Sorting is stable: runs with the same value stay in the order of their names.
     runs.sort(key=lambda run: run.run)
     runs.sort(key=lambda run: _sort_key(run, arguments.sort))
     if arguments.json:

@@ -95,12 +95,14 @@ def adamw_step(
         key: Key of the random bits of this step and parameter, int32 [].
     """
     weight_factor, first_gain, second_decay, second_gain, rate, root_factor, eps = factors.unbind()
+    # the update of arXiv:1711.05101, algorithm 2, in fp32
     weights, exp_avg, exp_avg_sq = (tensor.float() for tensor in tensors)
     gradient = gradient.float()
     exp_avg = exp_avg + (gradient - exp_avg) * first_gain
     exp_avg_sq = exp_avg_sq * second_decay + gradient * gradient * second_gain
     weights = weights * weight_factor - rate * exp_avg / (exp_avg_sq.sqrt() * root_factor + eps)
 
+    # round to the dtype of each tensor
     random: tuple[torch.Tensor | None, ...] = (None, None, None)
     if indices is not None:
         random = _split_random_bits(random_bits(indices, key))

@@ -37,6 +37,7 @@ def _find_difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable
     tried = _small_optimizer(optimizer)
     tried.launch = launch
     reference = _small_optimizer(optimizer)
+    # Two steps with the same gradients: the second one reads the moments that the first one has written.
     for trial_optimizer in (tried, reference):
         for parameter in trial_optimizer.param_groups[0]["params"]:
             angles = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
@@ -44,6 +45,7 @@ def _find_difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable
         trial_optimizer.step()
         trial_optimizer.step()
 
+    # Few numbers may be rounded to the other neighbour, since the last bit before rounding may differ.
     tried_parameters = tried.param_groups[0]["params"]
     reference_parameters = reference.param_groups[0]["params"]
     for parameter, reference_parameter in zip(tried_parameters, reference_parameters, strict=True):

@@ -147,16 +147,19 @@ def _restore_optimizer(
     fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, run: PreparedRun, checkpoint: Path
 ) -> None:
     """Restore the optimizer's state from a checkpoint, as far as it has states of the parameters that train now."""
+    # An adapter on the weights of a checkpoint that trained all of them.
     if run.adapter_base and not is_adapter(checkpoint):
         if fabric.is_global_zero:
             note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
         return
+    # Another optimizer, which has other states.
     saved_optimizer = checkpoints.read_trainer_json(checkpoint).component("optimizer")
     current_optimizer = component(run.components, "optimizer")
     if (saved_optimizer.name, saved_optimizer.module) != (current_optimizer.name, current_optimizer.module):
         if fabric.is_global_zero:
             note(f"the optimizer starts from zero: the checkpoint has the states of the {saved_optimizer}")
         return
+    # Parameters that were frozen up to here have no states yet.
     progress.info("loading the optimizer's state")
     new_names = run.model.trained.keys() - _saved_trained_names(run, checkpoint)
     if new_names and fabric.is_global_zero:

@@ -30,6 +30,7 @@ class EarlyStopping:
     def describe(self, state: TrainerState) -> str:
         """Return why the run has ended at a state."""
         assert state.progress is not None
+        # what is watched: a metric, the whole split, or a source
         first_evaluation = state.first_evaluation
         metric = self.source.partition("/")[0]
         if first_evaluation is not None and metric in first_evaluation.whole.further:
@@ -39,6 +40,7 @@ class EarlyStopping:
         else:
             name = f"the validation loss of {self.source}"
 
+        # what it has not done
         best = state.progress.best
         if best is None:
             observation = "is not finite"

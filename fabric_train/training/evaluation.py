@@ -211,12 +211,12 @@ def evaluate(
     if objective is None:
         objective = CrossEntropy()
     sums = _EvaluationSums(fabric, objective, len(source_names), metrics or {})
-    model.eval()
+    model.eval()  # no dropout
     for index, batch in enumerate(batches):
         if is_interrupted(index):
             model.train()
             return None
-        sums.add(model, batch)
+        sums.add(model, batch)  # the host does not wait for the device
         run_pending(fabric.device)
     model.train()
     return sums.reduce(source_names)

@@ -237,7 +237,7 @@ class Loop:
             num_samples=state.num_samples + window.num_rows,
             skipped_steps=state.skipped_steps + has_fault,
             steps_without_targets=state.steps_without_targets + (not step.check.has_targets),
-            train_loss=None if has_fault else step.check.loss,
+            train_loss=None if has_fault else step.check.loss,  # None: the step was not taken
             rows_hash=window.rows_hash,
             rows_of_sources=_add_rows(state.rows_of_sources, window.rows_of_sources),
             counted_of_sources=dict(counts_by_source) or None,

@@ -56,12 +56,14 @@ _SINGLE_CURVES = (
 
 def metric_charts(runs: Sequence[NamedTable], marks: Sequence[Mark] = ()) -> list[Chart]:
     """Return the charts of one run, or of several over one another. ``marks`` belong to the first run."""
+    # A page has a limited number of points, which its curves share.
     tables = [table for _, table in runs]
     plans = list(_plan_charts(tables))
     num_curves = sum(_count_curves(plan, tables) for plan in plans)
     max_points = _MAX_PAGE_POINTS // max(num_curves, 1)
     max_points = min(max(max_points, _MIN_CURVE_POINTS), _MAX_CURVE_POINTS)
 
+    # Charts without any value are left out.
     charts = []
     for plan in plans:
         series: list[Series] = []
@@ -138,7 +140,7 @@ def _build_series(
             continue
         steps = table.steps[rows].astype(np.float64)
         values = table.columns[curve.column][rows]
-        points = sample_points(steps, values, max_points)
+        points = sample_points(steps, values, max_points)  # indices; extremes are kept
         smooth = None
         if is_smooth:
             smooth = moving_average(values, _smoothing_width(num_points))[points]

@@ -212,6 +212,7 @@ class Preference:
         KL(reference ‖ policy) per token: it is the mean over both answers of the reference's log-probability minus the
         policy's. The estimate holds as far as the answers are such as the reference would give.
         """
+        # Rewards are of the log-probabilities that the loss takes.
         per_token = pairs.per_token()
         takes_sums = self._arguments.objective in _LOSSES_OF_SUMS and not self._arguments.length_normalised
         rewarded = pairs if takes_sums else per_token

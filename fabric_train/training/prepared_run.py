@@ -212,12 +212,14 @@ class PreparedRun:
 
         At a phase with other token datasets, it continues like a branch of itself.
         """
+        # The same data: only the parts that train change.
         saved = read_trainer_json(checkpoint)
         start = replace(self.start, checkpoint=checkpoint, state=state, branches=False, stages=saved.stages)
         next_run = self.next_run
         if next_run is None or state.step < self.plan.last_step:
             return replace(self, start=start).with_current_parts()
 
+        # Other data: a branch point in the run's own folder, with what has changed.
         old_arguments = flatten(self.arguments)
         new_arguments = flatten(next_run.arguments)
         changed = {}

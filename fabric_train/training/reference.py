@@ -139,6 +139,7 @@ def _agree_on_files(
             missing_splits = list(files.missing_splits)
         except InputError as error:
             fault = str(error)
+    # Ranks may see different files on a network file system: rank 0 decides.
     folder, missing_splits, fault = fabric.broadcast((folder, missing_splits, fault))
     if fault:
         raise InputError(fault)

@@ -167,7 +167,7 @@ def _is_adapter(path: str) -> bool:
 
 
 def _reference_shape(run: PreparedRun, path: str) -> ModelShape:
-    """Return the model at a path; without one, the new model of the run, before any pattern has chosen its parts."""
+    """Return the model at a path; without one, the model with random weights that the run began with."""
     arguments = run.arguments
     layer_class = arguments.fsdp.auto_wrap_policy
     attention = run.model.config._attn_implementation

@@ -311,6 +311,7 @@ def _compare_step(replay: Replay, logged: Metrics, repeated: Metrics | None) -> 
     """Compare a row of metrics.csv with the same step of the replay."""
     if repeated is None:
         return _ComparedStep(logged, None, {}, [f"step {logged.step}: not reached here"])
+    # How far each figure is from the logged one.
     tolerance = replay.tolerance(logged.step)
     logged_values = _exact_values(logged) | _figures(logged)
     repeated_values = _exact_values(repeated) | _figures(repeated)
@@ -318,6 +319,7 @@ def _compare_step(replay: Replay, logged: Metrics, repeated: Metrics | None) -> 
     for name, figure in _figures(logged).items():
         differences[name] = relative_difference(figure, repeated_values.get(name, math.nan))
 
+    # What differs: values of metrics.csv, and values that it lacks.
     faults = []
     for name, value in logged_values.items():
         if tolerance and replay.has_pairs and name in _CANCELLING_COLUMNS:

@@ -263,9 +263,11 @@ def _list_splits(rows: list[_Row], micro_batch_size: int, *, isolates: bool, has
         plural = "s" if size > 1 else ""
         yield _Split(f"{size} row{plural} a micro-batch", rows, size)
 
+    # The first ranks get the rows with the most labels.
     by_num_labels = sorted(rows, key=lambda row: -row.num_supervised)
     yield _Split(f"{max_size} rows, dealt by their labels", by_num_labels, max_size)
 
+    # Documents that are isolated have the same losses in rows of their own.
     documents: list[_Row] = []
     for row in rows:
         documents.extend(row.documents(group_size=2 if has_pairs else 1))

@@ -59,6 +59,7 @@ class SourceLossCollector:
             nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
             return SourceLosses(nothing, sums[0], sums[1:], counts)
 
+        # Over the whole window at once: the order of the sums does not depend on the micro-batches.
         values = torch.cat(self._values, dim=1)  # [1 + metrics, P]
         if self._num_sources:
             sources = torch.cat([pieces.sources for pieces in self._pieces])

@@ -137,6 +137,7 @@ class StepGuard:
             rows = window.rows_of(micro_batch, data_ranks(self._fabric).size, rank)
             names_by_rank.setdefault(rank, []).extend(row_names[row] for row in rows)
 
+        # The limit holds for all ranks together.
         num_left = _MAX_LISTED_ROWS
         descriptions = []
         for rank, names in names_by_rank.items():

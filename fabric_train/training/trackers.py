@@ -380,6 +380,7 @@ def _create_mlflow_run(client: Any, run: LoggedRun) -> str:
         tags["mlflow.note.content"] = config["notes"]
     mlflow_run = client.create_run(experiment_id, run_name=config["run_name"] or run.folder.name, tags=tags)
     run_id = mlflow_run.info.run_id
+    # Parameters are limited in length and number for each request.
     parameters = [Param(name, str(value)[:_MAX_PARAMETER_LENGTH]) for name, value in config.items()]
     for start in range(0, len(parameters), _MAX_PARAMETERS):
         client.log_batch(run_id, params=parameters[start : start + _MAX_PARAMETERS])
