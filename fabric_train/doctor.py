@@ -6,7 +6,6 @@ meet it and imports neither torch nor transformers, so all of them together take
 """
 
 import ctypes
-import dataclasses
 import json
 import os
 import re
@@ -88,7 +87,7 @@ class Finding:
 
     level: Level
     """A "fault" stops a run or leaves its GPUs unused, a "warning" slows it down or stops some runs, or "ok"."""
-    found: str
+    observation: str
     fix: str = ""
     """How to repair it."""
 
@@ -119,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
 
     console = open_console()
     if arguments.json:
-        checks = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
+        checks = [_to_json(name, finding) for name, finding in findings.items()]
         print(json.dumps({"faults": counts["fault"], "warnings": counts["warning"], "checks": checks}, indent=2))
     elif console.is_terminal:
         console.print(_to_table(findings))
@@ -127,11 +126,15 @@ def main(argv: list[str] | None = None) -> None:
     else:  # for logs and grep: every line begins with its level and is whole
         for name, finding in findings.items():
             fix = f"; {finding.fix}" if finding.fix else ""
-            print(f"{finding.level:<8} {name}: {finding.found}{fix}")
+            print(f"{finding.level:<8} {name}: {finding.observation}{fix}")
         worst_level = next(level for level in ("fault", "warning", "ok") if counts[level])
         print(f"{worst_level:<8} {summary}")
     if counts["fault"]:
         sys.exit(FAILURE)
+
+
+def _to_json(name: str, finding: Finding) -> dict[str, str]:
+    return {"name": name, "level": finding.level, "found": finding.observation, "fix": finding.fix}
 
 
 def _to_table(findings: Mapping[str, Finding]) -> Table:
@@ -142,7 +145,7 @@ def _to_table(findings: Mapping[str, Finding]) -> Table:
         table.add_column(header, overflow="fold", header_style="dim")
     for name, finding in findings.items():
         level = Text(finding.level, _STYLES[finding.level])
-        table.add_row(level, Text(name), Text(finding.found), Text(finding.fix))
+        table.add_row(level, Text(name), Text(finding.observation), Text(finding.fix))
     return table
 
 
@@ -202,8 +205,8 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     if not num_gpus:
         return Finding("ok", f"no NVIDIA GPU here, runs use the CPU; {built}")
     if not cuda_version:
-        found = f"{built}, and {counted(num_gpus, 'GPU')} would not be used"
-        return Finding("fault", found, f"pip install torch=={version.split('+')[0]} from PyPI")
+        observation = f"{built}, and {counted(num_gpus, 'GPU')} would not be used"
+        return Finding("fault", observation, f"pip install torch=={version.split('+')[0]} from PyPI")
 
     # The kernel's part of the driver.
     torch_cuda_major = int(cuda_version.split(".")[0])
@@ -217,19 +220,19 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
 
     # Its library, which says up to which CUDA version it works.
     if cuda is None:
-        found = f"driver {driver_version} is loaded, but its libcuda.so.1 is not found here"
-        return Finding("fault", found, _CONTAINER_FIX)
+        observation = f"driver {driver_version} is loaded, but its libcuda.so.1 is not found here"
+        return Finding("fault", observation, _CONTAINER_FIX)
     driver_cuda = ctypes.c_int()  # 1000 * major + 10 * minor
     error = cuda.cuDriverGetVersion(ctypes.byref(driver_cuda))
     if error:
-        found = f"driver {driver_version} is loaded and does not answer (CUDA error {error})"
-        return Finding("fault", found, f"install {newer_driver}")
+        observation = f"driver {driver_version} is loaded and does not answer (CUDA error {error})"
+        return Finding("fault", observation, f"install {newer_driver}")
     driver_cuda_major, remainder = divmod(driver_cuda.value, 1000)
-    found = f"driver {driver_version} is for CUDA {driver_cuda_major}.{remainder // 10}, {built}"
+    observation = f"driver {driver_version} is for CUDA {driver_cuda_major}.{remainder // 10}, {built}"
     if driver_cuda_major < torch_cuda_major:
         fix = f"install {newer_driver} on the host, or a torch for CUDA {driver_cuda_major}"
-        return Finding("fault", found, fix)
-    return Finding("ok", found)
+        return Finding("fault", observation, fix)
+    return Finding("ok", observation)
 
 
 def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
@@ -242,8 +245,8 @@ def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
         return Finding("ok", "none")
     machine = f"this machine has {counted(num_gpus, 'GPU')}"
     if visible_devices is not None and visible_devices.strip() in ("", "-1", "NoDevFiles"):
-        found = f"{setting}, so runs use the CPU; {machine}"
-        return Finding("warning", found, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)")
+        observation = f"{setting}, so runs use the CPU; {machine}"
+        return Finding("warning", observation, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)")
     if cuda is None:
         return Finding("fault", f"{machine}, none can be used without libcuda.so.1", _CONTAINER_FIX)
 
@@ -255,19 +258,19 @@ def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(error, ctypes.byref(text))
         reason = (text.value or b"unknown error").decode()
-        found = f"CUDA does not start: {reason} ({error}); {machine}"
-        return Finding("fault", found, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM"))
+        observation = f"CUDA does not start: {reason} ({error}); {machine}"
+        return Finding("fault", observation, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM"))
 
     # CUDA ends the list at the first device that does not exist.
     names = [name.strip() for name in visible_devices.split(",")] if visible_devices else []
     if num_visible.value < len(names):
         missing = names[num_visible.value]
-        found = f"{setting}, but {missing} does not exist, so only {num_visible.value} can be used; {machine}"
-        return Finding("fault", found, "correct or unset it")
-    found = f"{num_visible.value} of {num_gpus} visible"
+        observation = f"{setting}, but {missing} does not exist, so only {num_visible.value} can be used; {machine}"
+        return Finding("fault", observation, "correct or unset it")
+    observation = f"{num_visible.value} of {num_gpus} visible"
     if setting:
-        found += f"; {setting}"
-    return Finding("ok", found)
+        observation += f"; {setting}"
+    return Finding("ok", observation)
 
 
 def _count_gpus() -> int:
@@ -295,36 +298,36 @@ def _check_shared_memory(num_gpus: int) -> Finding:
         return Finding("fault", f"cannot be written to: {error.strerror}", fix)
     size = disk.f_blocks * disk.f_frsize
     free = disk.f_bavail * disk.f_frsize
-    found = f"{show_size(free)} of {show_size(size)} free"
+    observation = f"{show_size(free)} of {show_size(size)} free"
     if free < _MIN_SHARED_MEMORY and num_gpus > 1:
-        return Finding("fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix)
+        return Finding("fault", f"{observation}, too little for NCCL on {num_gpus} GPUs", fix)
     if free < _USUAL_SHARED_MEMORY:
-        return Finding("warning", f"{found}, little for data workers and NCCL", fix)
-    return Finding("ok", found)
+        return Finding("warning", f"{observation}, little for data workers and NCCL", fix)
+    return Finding("ok", observation)
 
 
 def _check_locked_memory(infiniband: list[str]) -> Finding:
     """InfiniBand registers memory, which counts as locked; CUDA's pinned memory does not."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
+    observation = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
     status = Path("/proc/self/status").read_text()
     capabilities = re.search(r"^CapEff:\s*(\w+)$", status, re.MULTILINE)
     may_lock = capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1)
     if limit == resource.RLIM_INFINITY or not infiniband or may_lock:
-        return Finding("ok", found)
+        return Finding("ok", observation)
     fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"
-    return Finding("fault", f"{found}, too little for InfiniBand ({', '.join(infiniband)})", fix)
+    return Finding("fault", f"{observation}, too little for InfiniBand ({', '.join(infiniband)})", fix)
 
 
 def _check_open_files() -> Finding:
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"limit of {limit:,} for each process"
+    observation = f"limit of {limit:,} for each process"
     if limit >= _USUAL_OPEN_FILES:
-        return Finding("ok", found)
+        return Finding("ok", observation)
     higher_limit = max(min(highest, 65536), _USUAL_OPEN_FILES)
     fix = f"docker run --ulimit nofile=65536; otherwise ulimit -n {higher_limit}"
     level: Level = "fault" if limit < _MIN_OPEN_FILES else "warning"
-    return Finding(level, found, fix)
+    return Finding(level, observation, fix)
 
 
 def _check_processes(num_ranks: int) -> Finding:
@@ -343,12 +346,12 @@ def _check_processes(num_ranks: int) -> Finding:
     if not limits:
         return Finding("ok", "unlimited")
     limit, scope = min(limits)
-    found = f"limit of {limit:,} processes and threads {scope}"
+    observation = f"limit of {limit:,} processes and threads {scope}"
     if limit >= num_ranks * _USUAL_PROCESSES_PER_GPU:
-        return Finding("ok", found)
+        return Finding("ok", observation)
     fix = "docker run --pids-limit=-1; for a user: ulimit -u unlimited"
     level: Level = "fault" if limit < _MIN_PROCESSES else "warning"
-    return Finding(level, found, fix)
+    return Finding(level, observation, fix)
 
 
 def _check_interfaces() -> Finding:
@@ -359,16 +362,16 @@ def _check_interfaces() -> Finding:
         patterns = os.environ.get(variable)
         has_prefixes = variable.startswith("NCCL")
         if patterns and not _matches_interface(patterns, [*addresses, "lo"], has_prefixes=has_prefixes):
-            found = f"{variable}={patterns}: no such interface is up"
-            return Finding("fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
+            observation = f"{variable}={patterns}: no such interface is up"
+            return Finding("fault", observation, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
     if not addresses:
         return Finding("ok", "no interface except loopback: runs on this machine alone")
     # Docker's bridges lead to no other machine.
     candidates = [interface for interface in addresses if not interface.startswith("docker")]
     if len(candidates) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
-        found = f"{len(candidates)} interfaces: {description}; NCCL takes the first that it finds"
+        observation = f"{len(candidates)} interfaces: {description}; NCCL takes the first that it finds"
         fix = f"for runs on several machines set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, e.g. to {candidates[0]}"
-        return Finding("warning", found, fix)
+        return Finding("warning", observation, fix)
     return Finding("ok", description)
 
 
@@ -416,8 +419,8 @@ def _check_infiniband(devices: list[str]) -> Finding:
     except OSError:
         return Finding("warning", f"{names}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1")
     if not any(os.access(file, os.R_OK | os.W_OK) for file in Path("/dev/infiniband").glob("uverbs*")):
-        found = f"{names}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
-        return Finding("warning", found, "docker run --device /dev/infiniband; or add the user to its group")
+        observation = f"{names}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
+        return Finding("warning", observation, "docker run --device /dev/infiniband; or add the user to its group")
     return Finding("ok", names)
 
 
@@ -479,13 +482,13 @@ def _check_folder(folder: Path, usual_bytes: float, level: Level) -> Finding:
         if isinstance(error, PermissionError):
             fix += f", or give it to this user: chown {os.geteuid()} {existing}"
         return Finding(level, f"{existing} cannot be written to: {error.strerror}", fix)
-    found = f"{folder}, {show_size(disk.free)} free"
+    observation = f"{folder}, {show_size(disk.free)} free"
     if disk.free < _MIN_FREE_BYTES:
-        return Finding(level, found, "free some space there, or choose a folder on another disk")
+        return Finding(level, observation, "free some space there, or choose a folder on another disk")
     if disk.free < usual_bytes:
         fix = f"free some space there: less than {show_size(usual_bytes)} is often too little"
-        return Finding("warning", found, fix)
-    return Finding("ok", found)
+        return Finding("warning", observation, fix)
+    return Finding("ok", observation)
 
 
 if __name__ == "__main__":

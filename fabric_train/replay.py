@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
             if damage:
                 raise InputError(f"{checkpoint} is damaged: {damage}; replay steps after another checkpoint")
             if fabric.device.type == "cpu":  # fabric run gives each rank more threads than Fabric's own start does
-                use_threads_of(replay.there[0].device)
+                use_threads_of(replay.run_layouts[0].device)
             steps = repeat_steps(fabric, run, replay.steps[1], heartbeat)
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()

@@ -82,9 +82,9 @@ class Replay:
     """The rows of metrics.csv from the first step that is trained to the last one."""
     evaluations: dict[int, float]
     """Validation losses in checkpoints, by step."""
-    there: list[RunLayout]
+    run_layouts: list[RunLayout]
     """The layout of each session of the run that took some of these steps."""
-    here: RunLayout
+    replay_layout: RunLayout
     """The layout of the replay."""
     contents: str
     """Whether the content of the rows was checked."""
@@ -95,13 +95,13 @@ class Replay:
 
     def on(self, device: str) -> "Replay":
         """Return the replay with the name of its device."""
-        return replace(self, here=replace(self.here, device=device))
+        return replace(self, replay_layout=replace(self.replay_layout, device=device))
 
     @property
     def same_until(self) -> float:
         """The last step that must be the same bit for bit: as long as all steps were split as they are here."""
-        for layout in self.there:
-            if self.here.differences(layout):
+        for layout in self.run_layouts:
+            if self.replay_layout.differences(layout):
                 return layout.first_step - 1
         return math.inf
 
@@ -190,8 +190,8 @@ class Certificate:
         """How near the figures have to be, and why."""
         replay = self.replay
         reasons: dict[str, None] = {}
-        for layout in replay.there:
-            reasons |= dict.fromkeys(replay.here.differences(layout))
+        for layout in replay.run_layouts:
+            reasons |= dict.fromkeys(replay.replay_layout.differences(layout))
         if not reasons:
             return "bit for bit: the same number and kind of devices, split in the same way"
         first_step = replay.run.start.state.step + 1
@@ -227,8 +227,8 @@ class Certificate:
             "largest_differences": self.largest_differences,
             "faults": self.faults,
             "contents": replay.contents,
-            "there": _describe_layouts(replay.there),
-            "here": str(replay.here),
+            "there": _describe_layouts(replay.run_layouts),
+            "here": str(replay.replay_layout),
             "versions": run.versions,
             "other_versions": replay.other_versions,
             "machine": machine_name(),
@@ -285,8 +285,8 @@ class Certificate:
         first_step, last_step = replay.steps
         facts = {
             "steps": f"{first_step} to {last_step}, {origin}, {len(self.steps)} logged steps compared",
-            "there": _describe_layouts(replay.there),
-            "here": f"{replay.here}",
+            "there": _describe_layouts(replay.run_layouts),
+            "here": f"{replay.replay_layout}",
             "figures": self.rule,
             "compared": ", ".join(replay.compared),
             "not compared": "; ".join(replay.not_compared),
