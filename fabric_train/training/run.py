@@ -128,45 +128,40 @@ def _write_run_folder(run: PreparedRun) -> None:
 
 
 def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWriter) -> int:
-    """Build the loop of a run and train; return the exit code."""
-    loop = build(run)
-    with _input_errors_as_failures():
-        return _train_all_phases(loop, build, write_report)
-
-
-def _train_all_phases(loop: Loop, build: Callable[..., Loop], write_report: ReportWriter) -> int:
     """Train, including phases with other parts or data, write the report, and return the exit code."""
-    run = loop.run
+    # The only reference to the loop, in this function and its callers: the model of a phase is freed with it.
+    loop = build(run)
     outputs = loop.outputs
     started = time.monotonic()
     report_lines: list[str] = []
-    try:
-        # From here on a signal does not end the process: the run stops at the next micro-batch and saves.
-        stop_signals.defer()
-        end = _train_loop(loop)
-
-        # Phases with other parts of the model, or other token datasets: build the model and the optimizer again.
-        while _has_next_phase(loop, end):
-            assert end.checkpoint is not None
-            loop.stepper.heartbeat.enter(StepPhase.LOADING, step=end.state.step + 1)
-            release_parameters(loop.stepper.model)
-            del loop
-            gc.collect()  # frees the model and the optimizer before others are built
-            run = run.continued_from(end.checkpoint, end.state)
-            log.info(summary.describe_border(run))
-            loop = build(run, outputs)
+    with _input_errors_as_failures():
+        try:
+            # From here on a signal does not end the process: the run stops at the next micro-batch and saves.
+            stop_signals.defer()
             end = _train_loop(loop)
 
-        # The last uploads, and the report.
-        loop.stepper.heartbeat.enter(StepPhase.ENDING)
-        if end.checkpoint:
-            outputs.saved(end.checkpoint, is_last=True)
-        seconds = time.monotonic() - started
-        is_rank_0 = loop.stepper.fabric.is_global_zero
-        if not end.stopped_by and run.arguments.logging.report and is_rank_0:
-            report_lines = _write_report(loop, write_report)
-    finally:
-        outputs.close()
+            # Phases with other parts of the model, or other token datasets: build the model and the optimizer again.
+            while _has_next_phase(loop, end):
+                assert end.checkpoint is not None
+                loop.stepper.heartbeat.enter(StepPhase.LOADING, step=end.state.step + 1)
+                release_parameters(loop.stepper.model)
+                del loop
+                gc.collect()  # frees the model and the optimizer before others are built
+                run = run.continued_from(end.checkpoint, end.state)
+                log.info(summary.describe_border(run))
+                loop = build(run, outputs)
+                end = _train_loop(loop)
+
+            # The last uploads, and the report.
+            loop.stepper.heartbeat.enter(StepPhase.ENDING)
+            if end.checkpoint:
+                outputs.saved(end.checkpoint, is_last=True)
+            seconds = time.monotonic() - started
+            is_rank_0 = loop.stepper.fabric.is_global_zero
+            if not end.stopped_by and run.arguments.logging.report and is_rank_0:
+                report_lines = _write_report(loop, write_report)
+        finally:
+            outputs.close()
 
     # What the user reads at the end.
     if end.stopped_by:
