@@ -117,10 +117,10 @@ class Pieces(TensorRecord):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RowSegment:
     """Tokens ``begin`` to ``end`` of a slice, which are consecutive in the rows, and the keys that they see.
 
-    The keys are the tokens ``first_key`` to ``last_key`` of the rows: from the start of the first token's document to
+    The keys are the tokens ``begin_key`` to ``end_key`` of the rows: from the start of the first token's document to
     the last token. ``lengths`` are the tokens of each document in the slice, and ``borders``, int32 [documents + 1],
     their cumulative sums from 0. ``key_lengths`` and ``key_borders`` are those of the keys. They differ only in the
     first document: its keys begin before the slice if its tokens do.
@@ -128,14 +128,14 @@ class Stretch:
 
     begin: int
     end: int
-    first_key: int
-    last_key: int
+    begin_key: int
+    end_key: int
     lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     borders: torch.Tensor
     key_borders: torch.Tensor
 
-    def to(self, device: torch.device) -> "Stretch":
+    def to(self, device: torch.device) -> "RowSegment":
         return replace(
             self,
             borders=to_device_async(self.borders, device),
@@ -145,21 +145,23 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """A rank's part of the rows of a batch.
-
-    ``input_ids`` and ``position_ids`` are int64 [1, S]. ``positions``, int64 [N], are where targets are predicted in
-    the slice, ``target_ids``, int64 [N], the tokens there, and ``numbers``, int64 [N], which targets of the batch they
-    are. ``chunks``, int64, has the place of each chunk of the rows among the chunks of rank 0, rank 1 and so on.
-    """
+    """A rank's part of the rows of a batch: S tokens, in which N targets are predicted."""
 
     group: ContextGroup
     input_ids: torch.Tensor
+    """int64 [1, S]."""
     position_ids: torch.Tensor
+    """int64 [1, S], from 0 in each document."""
     positions: torch.Tensor
+    """Where in the slice targets are predicted, int64 [N]."""
     target_ids: torch.Tensor
-    numbers: torch.Tensor
-    chunks: torch.Tensor
-    stretches: tuple[Stretch, ...]
+    """The tokens to predict there, int64 [N]."""
+    target_indices: torch.Tensor
+    """Which of the targets of the batch these are, int64 [N]."""
+    chunk_indices: torch.Tensor
+    """For each chunk of the rows, its index among the chunks of rank 0, then those of rank 1 and so on, int64."""
+    segments: tuple[RowSegment, ...]
+    """The consecutive tokens of the slice."""
 
     def to(self, device: torch.device) -> "RowSlice":
         """Return the slice on a device; the host does not wait."""
@@ -169,9 +171,9 @@ class RowSlice:
             position_ids=to_device_async(self.position_ids, device),
             positions=to_device_async(self.positions, device),
             target_ids=to_device_async(self.target_ids, device),
-            numbers=to_device_async(self.numbers, device),
-            chunks=to_device_async(self.chunks, device),
-            stretches=tuple(stretch.to(device) for stretch in self.stretches),
+            target_indices=to_device_async(self.target_indices, device),
+            chunk_indices=to_device_async(self.chunk_indices, device),
+            segments=tuple(segment.to(device) for segment in self.segments),
         )
 
 

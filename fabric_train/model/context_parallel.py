@@ -6,7 +6,7 @@ whose tokens see many.
 
 All layers but attention treat each token alone. For attention the ranks gather the keys and values of all slices, and
 each computes its own queries, as in Llama 3 (arXiv:2407.21783, section 3.3.2). The gathered keys are in the order of
-the rows, so consecutive queries (a ``Stretch``) see consecutive keys, and the kernels for documents take both with
+the rows, so consecutive queries (a ``RowSegment``) see consecutive keys, and the kernels for documents take both with
 their borders. torch's own context parallelism (``torch.distributed.tensor.experimental``) has no documents: it takes
 causal rows.
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fabric_train.data.batch import Batch, RowSlice, Stretch, find_targets
+from fabric_train.data.batch import Batch, RowSegment, RowSlice, find_targets
 from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.model.varlen_kernel import attention_dtype, causal_varlen
 
@@ -83,9 +83,9 @@ def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
         position_ids=torch.from_numpy(position_ids[None]),
         positions=torch.from_numpy(positions),
         target_ids=targets.ids[torch.from_numpy(own_targets)],
-        numbers=torch.from_numpy(own_targets),
-        chunks=torch.from_numpy(chunk_indices),
-        stretches=_find_stretches(own_chunks, chunk_size, borders),
+        target_indices=torch.from_numpy(own_targets),
+        chunk_indices=torch.from_numpy(chunk_indices),
+        segments=_find_segments(own_chunks, chunk_size, borders),
     )
 
 
@@ -158,9 +158,9 @@ def count_keys(borders: np.ndarray, num_chunks: int) -> np.ndarray:
     return num_keys.reshape(num_chunks, chunk_size).sum(axis=1)
 
 
-def _find_stretches(chunks: np.ndarray, chunk_size: int, borders: np.ndarray) -> tuple[Stretch, ...]:
+def _find_segments(chunks: np.ndarray, chunk_size: int, borders: np.ndarray) -> tuple[RowSegment, ...]:
     """Return the consecutive tokens of a rank, whose ``chunks`` are ascending, with the keys that they see."""
-    stretches = []
+    segments = []
     begin = 0  # in the slice
     ends_of_runs = np.flatnonzero(np.diff(chunks) > 1) + 1
     for run in np.split(chunks, ends_of_runs):
@@ -175,12 +175,12 @@ def _find_stretches(chunks: np.ndarray, chunk_size: int, borders: np.ndarray) ->
         query_borders = np.concatenate([[0], inner_borders - begin_token, [end_token - begin_token]])
         key_borders = np.concatenate([[0], inner_borders - begin_key, [end_token - begin_key]])
         end = begin + end_token - begin_token
-        stretches.append(
-            Stretch(
+        segments.append(
+            RowSegment(
                 begin=begin,
                 end=end,
-                first_key=begin_key,
-                last_key=end_token,
+                begin_key=begin_key,
+                end_key=end_token,
                 lengths=tuple(np.diff(query_borders).tolist()),
                 key_lengths=tuple(np.diff(key_borders).tolist()),
                 borders=torch.from_numpy(query_borders.astype(np.int32)),
@@ -188,7 +188,7 @@ def _find_stretches(chunks: np.ndarray, chunk_size: int, borders: np.ndarray) ->
             )
         )
         begin = end
-    return tuple(stretches)
+    return tuple(segments)
 
 
 @torch.compiler.disable
@@ -221,53 +221,53 @@ def attend(
     # applied to both halves first, so that the backward pass waits only when the gradients of both are on their way
     sent = [_Received.apply(half, exchange) for half, exchange in zip(own_keys_values, exchanges, strict=True)]
 
-    # Compute this rank's queries, half by half of the heads, and a stretch of consecutive tokens at a time.
+    # Compute this rank's queries, half by half of the heads, and a segment of consecutive tokens at a time.
     uses_kernel = module.config._attn_implementation == CONTEXT_VARLEN
-    attend_stretch = _attend_by_kernel if uses_kernel else _attend_by_document
+    attend_segment = _attend_by_kernel if uses_kernel else _attend_by_document
     query_halves = queries.chunk(num_halves, dim=1)  # each [S, H / halves, D]
     outputs = []
     for half, exchange, query_half in zip(sent, exchanges, query_halves, strict=True):
         gathered = _Gathered.apply(half, exchange)  # [L, 2, K / halves, D]
-        stretch_outputs = []
-        for stretch in row_slice.stretches:
-            visible: Any = _Range.apply(gathered, exchange, stretch.first_key, stretch.last_key)
+        segment_outputs = []
+        for segment in row_slice.segments:
+            visible: Any = _Range.apply(gathered, exchange, segment.begin_key, segment.end_key)
             visible_keys, visible_values = visible.unbind(1)
-            stretch_queries = query_half[stretch.begin : stretch.end]
-            stretch_outputs.append(attend_stretch(stretch_queries, visible_keys, visible_values, stretch, scaling))
-        outputs.append(torch.cat(stretch_outputs))
+            segment_queries = query_half[segment.begin : segment.end]
+            segment_outputs.append(attend_segment(segment_queries, visible_keys, visible_values, segment, scaling))
+        outputs.append(torch.cat(segment_outputs))
     return torch.cat(outputs, dim=1)[None], None
 
 
 def _attend_by_kernel(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, stretch: Stretch, scaling: float | None
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: RowSegment, scaling: float | None
 ) -> torch.Tensor:
-    """Return attention for the tokens of a stretch, [tokens, H, D], by torch's kernel for documents."""
+    """Return attention for the tokens of a segment, [tokens, H, D], by torch's kernel for documents."""
     return causal_varlen(
         queries,
         keys,
         values,
-        borders=stretch.borders,
-        key_borders=stretch.key_borders,
-        longest=max(stretch.lengths),
-        longest_keys=max(stretch.key_lengths),
+        borders=segment.borders,
+        key_borders=segment.key_borders,
+        longest=max(segment.lengths),
+        longest_keys=max(segment.key_lengths),
         scaling=scaling,
     )
 
 
 def _attend_by_document(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, stretch: Stretch, scaling: float | None
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: RowSegment, scaling: float | None
 ) -> torch.Tensor:
-    """Return attention for the tokens of a stretch, [tokens, H, D], one document after the other."""
+    """Return attention for the tokens of a segment, [tokens, H, D], one document after the other."""
     outputs = []
-    query_documents = queries.split(stretch.lengths)
-    key_documents = keys.split(stretch.key_lengths)
-    value_documents = values.split(stretch.key_lengths)
+    query_documents = queries.split(segment.lengths)
+    key_documents = keys.split(segment.key_lengths)
+    value_documents = values.split(segment.key_lengths)
     for document in zip(query_documents, key_documents, value_documents, strict=True):
         query, key, value = (heads.transpose(0, 1)[None] for heads in document)  # [1, heads, tokens, D]
         num_queries = query.shape[2]
         num_keys = key.shape[2]
         mask = None
-        if num_keys > num_queries:  # keys before the stretch; sdpa's own causal mask would begin with the first key
+        if num_keys > num_queries:  # keys before the segment; sdpa's own causal mask would begin with the first key
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
             mask = mask.tril(num_keys - num_queries)
         output = F.scaled_dot_product_attention(
@@ -283,7 +283,7 @@ class _Exchange:
     def __init__(self, keys_values: torch.Tensor, row_slice: RowSlice) -> None:
         """Begin to send ``keys_values`` of this rank, [S, 2, K, D]."""
         self._group = row_slice.group.group
-        self._chunk_indices = row_slice.chunks
+        self._chunk_indices = row_slice.chunk_indices
         self._dtype = keys_values.dtype
         self._gradient: torch.Tensor | None = None  # of the gathered keys and values, fp32 [L, 2, K, D]
         self._summed: torch.Tensor | None = None  # of this rank's, fp32 [S, 2, K, D]
@@ -395,7 +395,7 @@ class _WholeLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, slice_losses: torch.Tensor, row_slice: RowSlice, num_targets: int) -> torch.Tensor:
-        ctx.target_indices = row_slice.numbers  # of this rank's targets among all of them
+        ctx.target_indices = row_slice.target_indices  # of this rank's targets among all of them
         losses = slice_losses.new_zeros(num_targets, *slice_losses.shape[1:])
         losses.index_copy_(0, ctx.target_indices, slice_losses)
         dist.all_reduce(losses, group=row_slice.group.group)  # the others have zeros at these targets

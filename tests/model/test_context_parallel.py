@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfi
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch, Stretch
+from fabric_train.data.batch import Batch, RowSegment
 from fabric_train.distributed.ranks import ContextGroup
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.model.attention_choice import choose_attention
@@ -23,7 +23,7 @@ from fabric_train.model.context_parallel import (
     _attend_by_document,
     _attend_by_kernel,
     _Exchange,
-    _find_stretches,
+    _find_segments,
     count_keys,
     cut_rows,
     deal_chunks,
@@ -48,25 +48,25 @@ def test_every_token_is_in_one_slice_and_sees_its_document(batch: Batch, num_ran
     borders = np.arange(num_rows + 1) * length
     if batch.documents is not None:
         borders = batch.documents.borders.numpy()
-    size = slices[0].input_ids.shape[1] * num_ranks // len(slices[0].chunks)
-    place = torch.arange(len(slices[0].chunks) * size).view(-1, size)[slices[0].chunks].flatten().tolist()
+    size = slices[0].input_ids.shape[1] * num_ranks // len(slices[0].chunk_indices)
+    place = torch.arange(len(slices[0].chunk_indices) * size).view(-1, size)[slices[0].chunk_indices].flatten().tolist()
     gathered = torch.cat([part.input_ids[0] for part in slices])[place]
     assert gathered[: num_rows * length].tolist() == batch.input_ids.flatten().tolist()
     own_place = 0
     for part in slices:
-        for stretch in part.stretches:
-            documents = zip(stretch.lengths, stretch.key_lengths, strict=True)
-            last_key = stretch.first_key
+        for segment in part.segments:
+            documents = zip(segment.lengths, segment.key_lengths, strict=True)
+            end_key = segment.begin_key
             for num_tokens, num_keys in documents:
-                begin = last_key
-                last_key = last_key + num_keys
+                begin = end_key
+                end_key = end_key + num_keys
                 own = [place.index(own_place + number) for number in range(num_tokens)]
                 own_place += num_tokens
-                assert own == [*range(last_key - num_tokens, last_key)]  # the last keys are of the tokens themselves
-                inside = [border for border in borders if border < last_key]
-                assert begin == (inside[-1] if last_key <= num_rows * length else num_rows * length)
-            assert last_key == stretch.last_key
-    numbers = torch.cat([part.numbers for part in slices])
+                assert own == [*range(end_key - num_tokens, end_key)]  # the last keys are of the tokens themselves
+                inside = [border for border in borders if border < end_key]
+                assert begin == (inside[-1] if end_key <= num_rows * length else num_rows * length)
+            assert end_key == segment.end_key
+    numbers = torch.cat([part.target_indices for part in slices])
     assert sorted(numbers.tolist()) == [*range(len(numbers))]
 
 
@@ -94,8 +94,8 @@ def test_the_keys_of_a_chunk_are_counted_with_the_token_itself() -> None:
 def test_a_document_is_attended_to_with_the_scale_of_the_model() -> None:
     query, key, value = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(0))
     borders = torch.tensor([0, 5], dtype=torch.int32)
-    stretch = Stretch(0, 5, 0, 5, (5,), (5,), borders, borders)
-    found = _attend_by_document(query, key, value, stretch, 0.9)
+    segment = RowSegment(0, 5, 0, 5, (5,), (5,), borders, borders)
+    found = _attend_by_document(query, key, value, segment, 0.9)
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.9
     scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
@@ -109,10 +109,10 @@ def test_gradients_of_keys_are_summed_in_fp32_whatever_their_type() -> None:
     assert exchange._gradient.flatten().tolist() == [0, 1 + 2**-8, 0]
 
 
-def test_chunks_that_follow_each_other_are_one_stretch() -> None:
-    """A stretch is a call of the attention kernel."""
-    found = _find_stretches(np.array([0, 1, 3]), 4, np.array([0, 6, 14, 16]))
-    assert [(part.begin, part.end, part.first_key, part.last_key) for part in found] == [(0, 8, 0, 8), (8, 12, 6, 16)]
+def test_chunks_that_follow_each_other_are_one_segment() -> None:
+    """A segment is a call of the attention kernel."""
+    found = _find_segments(np.array([0, 1, 3]), 4, np.array([0, 6, 14, 16]))
+    assert [(part.begin, part.end, part.begin_key, part.end_key) for part in found] == [(0, 8, 0, 8), (8, 12, 6, 16)]
     assert [part.lengths for part in found] == [(6, 2), (2, 2)]
     assert [part.key_lengths for part in found] == [(6, 2), (8, 2)]
 
@@ -191,14 +191,14 @@ def test_devices_that_do_not_make_whole_groups_are_refused(options: list[str], n
 
 
 @pytest.mark.cuda
-def test_on_cuda_the_kernel_sees_the_keys_before_a_stretch() -> None:
-    """The stretch has the end of a document of 300 tokens, one of 64, and the beginning of one of 100."""
+def test_on_cuda_the_kernel_sees_the_keys_before_a_segment() -> None:
+    """The segment has the end of a document of 300 tokens, one of 64, and the beginning of one of 100."""
     lengths = (100, 64, 36)
     key_lengths = (300, 64, 36)
     borders, key_borders = (
         torch.tensor([0, *np.cumsum(each)], dtype=torch.int32, device="cuda") for each in (lengths, key_lengths)
     )
-    stretch = Stretch(0, 200, 0, 400, lengths, key_lengths, borders, key_borders)
+    segment = RowSegment(0, 200, 0, 400, lengths, key_lengths, borders, key_borders)
     generator = torch.Generator("cuda").manual_seed(0)
     given = [
         torch.randn(tokens, heads, 64, dtype=torch.bfloat16, device="cuda", generator=generator)
@@ -208,7 +208,7 @@ def test_on_cuda_the_kernel_sees_the_keys_before_a_stretch() -> None:
     for attend, dtype in ((_attend_by_kernel, torch.bfloat16), (_attend_by_document, torch.float32)):
         inputs = [each.detach().to(dtype).requires_grad_() for each in given]
         query, key, value = inputs
-        output = attend(query, key, value, stretch, None)
+        output = attend(query, key, value, segment, None)
         (output.float() * torch.linspace(-1, 1, 200, device="cuda")[:, None, None]).sum().backward()
         found.append([output, *(each.grad for each in inputs)])
     for of_kernel, expected in zip(*found, strict=True):
