@@ -26,7 +26,7 @@ def load_onto_devices(meta_model: MetaModel, gpu_bytes: int | None = None) -> An
     """
     model = meta_model.model
     gpu_limits = _gpu_limits(gpu_bytes)
-    device_map: dict[str, str] = {"": "cpu"}
+    device_map: dict[str, str] = {"": "cpu"}  # "" is the whole model
     if gpu_limits:
         device_map = {"": "cuda:0"} if fits_one_device(model, gpu_bytes) else spread(model, gpu_limits)
     _materialize(model, device_map)
@@ -62,6 +62,7 @@ def spread(model: Any, gpu_limits: Mapping[int, int]) -> dict[str, str]:
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_max_memory
 
+    # accelerate fills the GPUs in their order, and then host memory; a layer is never split
     limits: dict[Any, int] = {"cpu": get_max_memory()["cpu"], **gpu_limits}
     layer_classes = list(model._no_split_modules or ())
     with warnings.catch_warnings():

@@ -30,6 +30,7 @@ class TextPrinter(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt's ids [1, T] first, and then each new id [1]."""
+        # the first call has the prompt
         if self._prompt_ids is None:
             self._prompt_ids = value[0].tolist()
             if self._shows_prompt:
@@ -208,7 +209,8 @@ class _GumbelNoise(LogitsProcessor):
         """Return scores [B, V] with the noise of the next token."""
         vocab_size = scores.shape[1]
         draws = [torch.empty(vocab_size).exponential_(generator=stream) for stream in self._streams]
-        exponential = torch.stack(draws)  # [B, V]; -log of it has a Gumbel distribution
+        # argmax(scores - log E) is a sample of softmax(scores) if E is exponential: -log E has a Gumbel distribution
+        exponential = torch.stack(draws)  # [B, V]
         return scores.float() - exponential.log().to(scores.device)
 
 

@@ -91,6 +91,7 @@ def _load_exported_adapter(
 def find_own_checkpoint(name: str) -> Path | None:
     """Return the checkpoint that a name means (see ``find_checkpoint``); None for a hub name or Hugging Face folder."""
     folder = Path(name)
+    # a checkpoint has a trainer.json; a folder that has only a config.json is a Hugging Face folder
     is_export = (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
     is_ours = is_short_name(folder) or (folder.is_dir() and not is_export)
     return find_whole_checkpoint(folder) if is_ours else None
@@ -133,6 +134,7 @@ def describe(
         in_4_bits = shape.adapter is not None and shape.adapter.base_weights
         dtype = torch.bfloat16 if on_gpu and not in_4_bits else training_dtype
         return DescribedModel(shape, base, dtype, checkpoint)
+    # a full model: the dtype of a checkpoint is that of its tensors, whatever its configuration says
     shape = hf_model.read_shape(str(checkpoint or name))
     stored_dtype: Any = shape.config.dtype or torch.float32
     if checkpoint is not None:

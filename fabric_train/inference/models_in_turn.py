@@ -75,6 +75,7 @@ class ModelsInTurn:
         if peft_folder is not None and described.adapter:  # an adapter on an adapter
             return self._load_alone(name)
 
+        # read the base unless it is in memory; it is kept for later models only if it fits one device
         key = _base_key(described)
         if self._base_key != key:
             self._drop_base()
@@ -84,6 +85,7 @@ class ModelsInTurn:
             self._base = _in_fp32(load_onto_devices(meta_model))
             self._base_key = key
 
+        # put the adapter on, and remember how to take it off
         if described.adapter:
             self._add_checkpoint_adapter(described, described.adapter)
         if peft_folder is None:

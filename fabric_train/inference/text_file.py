@@ -101,7 +101,7 @@ class OutputFile:
         """Check that the lines so far are of the same prompts, settings and model, and count them."""
         with open_regular(self.path, _FIX) as file:
             content = file.read()
-        self._size = content.rfind(b"\n") + 1
+        self._size = content.rfind(b"\n") + 1  # a last line without its end was cut off
         lines = content[: self._size].splitlines()
         if len(lines) > len(self._prompts):
             raise InputError(f"{self.path} has {len(lines)} lines for {len(self._prompts)} prompts; {_FIX}")

@@ -177,6 +177,7 @@ class AlignedTensors(StoredTensors):
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         if name not in self._model.rows_by_token:
             return self._model.read_block(name, offsets, shape)
+        # the first model's rows, then over them the model's own rows of the same tokens
         block = self._first_model.read_block(name, offsets, shape).clone()
         column_slices = [slice(begin, begin + size) for begin, size in zip(offsets[1:], shape[1:], strict=True)]
         columns = (slice(None), *column_slices)
@@ -215,7 +216,7 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
     opened = OpenedModels(first_model, [first_model])
     first_vocabulary = read_vocabulary(first_model.folder)
     for model in other_models:
-        _check_sizes(model, first_model)
+        _check_sizes(model, first_model)  # before its vocabulary is read, which takes longer
         vocabulary = read_vocabulary(model.folder)
         has_same_rows = model.shape_of_model.vocab_size == first_model.shape_of_model.vocab_size
         if vocabulary is not None and first_vocabulary is not None:

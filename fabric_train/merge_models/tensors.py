@@ -109,14 +109,19 @@ def add_agreeing(base: torch.Tensor, differences: Sequence[torch.Tensor], weight
     Each value's elected sign is the one of the weighted sum of its differences, which are 0 where they were dropped.
     ``differences`` have the shape of the base, and there is a weight for each.
     """
+    # elect a sign for each value: that of the weighted sum of all differences
     weighted = torch.stack([difference * weight for difference, weight in zip(differences, weights, strict=True)])
     signs = weighted.sign()  # [models, *shape]
     elected = torch.where(weighted.sum(dim=0) >= 0, 1.0, -1.0)  # [*shape]
+
+    # the weighted mean of the differences with that sign
     agrees = signs == elected
     model_weights = torch.tensor(weights).view(-1, *(1 for _ in base.shape))  # [models, 1, …, 1]
     weight_sum = (model_weights * agrees).sum(dim=0)
     divisor = torch.where(weight_sum == 0, 1.0, weight_sum)
     merged = base + (weighted * agrees).sum(dim=0) / divisor
+
+    # counts for the card
     is_shared = (signs != 0).sum(dim=0) > 1
     is_in_conflict = (signs.amin(dim=0) < 0) & (signs.amax(dim=0) > 0)
     return AgreedSum(merged, int(is_shared.sum()), int(is_in_conflict.sum()))

@@ -64,6 +64,7 @@ class ExtendableTokenizer:
         self.folder = folder
         self._sentencepiece = sentencepiece
         self.first_id = tokenizer.vocab_size
+        # the file as JSON, to change it, and the tokenizer as it was, to encode with
         self._content = read_json(folder / "tokenizer.json", dict, _ADVICE)
         self.fast: Tokenizer = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
         self._model: dict[str, Any] = self._content["model"]

@@ -84,6 +84,7 @@ def learn_merges(
                     f"--num_tokens {num_tokens}: the texts have only {len(learned.tokens):,} new tokens that come "
                     f"{_MIN_COUNT} times; give a lower number, or more text"
                 )
+            # A pair that cannot become a token is never looked at again.
             left, right = pair
             token = text_by_id[left] + text_by_id[right]
             changes_kept_word = pair in forbidden or (takes_whole_words and token in kept_words)
@@ -100,6 +101,7 @@ def learn_merges(
                 show(len(learned.tokens) / num_tokens)
             learned.merges.append((text_by_id[left], text_by_id[right]))
             pairs.merge(pair, token_id)
+            # such a tokenizer does not merge a word that is a token, so its pairs need not be learned any more
             if takes_whole_words and token in pairs.segments:
                 pairs.replace(token, (token_id,))
     learned.segments.update(pairs.segments)

@@ -77,6 +77,7 @@ def _read_place(name: str, place: str, text_column: str, byte_limit: int, seed: 
     kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)
     if kind != "text":
         raise InputError(f"--texts {place}: its rows are chats or instructions; give documents with plain text")
+    # parts are small, so that a sample has documents from all over a large source
     part_bytes = max(_SMALLEST_PART, byte_limit // _SAMPLED_PARTS)
     expected_bytes = min(byte_limit, source.num_bytes or byte_limit)
     documents: list[str] = []
