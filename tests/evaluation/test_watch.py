@@ -102,7 +102,7 @@ def test_base_and_then_each_new_checkpoint_are_evaluated_once(run: Path) -> None
 def test_models_are_evaluated_without_a_run(tmp_path: Path) -> None:
     evaluator = Evaluator()
     rival = WatchedModel("models/rival", "models/rival", None, "rival")
-    watcher = Watch(None, tmp_path, TASKS, [BASE, rival], 8, evaluator)  # type: ignore[arg-type]
+    watcher = Watch(None, tmp_path, TASKS, [BASE, rival], 8, evaluator)
     while watcher.evaluate_next():
         pass
     tasks = ["quiz_es", "xnli_es", "text_ca"]
