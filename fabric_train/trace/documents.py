@@ -81,7 +81,7 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
         row_ranks = ranks.at(position)
         if rank is not None and rank not in row_ranks:
             continue
-        dataset, dataset_row = data.place(row)
+        dataset, dataset_row = data.locate(row)
         for document in documents_in(dataset, dataset_row, vocabularies[dataset.folder]):
             origin = document.origin  # None without a document index
             documents.append(
@@ -330,7 +330,7 @@ def _find_reads(history: RunHistory, segment: RunSegment, documents: list[Indexe
     for read in data.order.reads_of(rows, last_step - segment.starts_after):
         step = read.step + segment.starts_after
         if step >= segment.first_step:
-            dataset, dataset_row = data.place(read.row)
+            dataset, dataset_row = data.locate(read.row)
             yield DocumentRead(
                 step=step,
                 epoch=read.epoch,

@@ -107,25 +107,25 @@ class RunData:
     datasets: TokenDataset | TokenMixture
     order: WindowOrder
 
-    def place(self, row: int) -> tuple[TokenDataset, int]:
-        """Return the token dataset of a row, and the row's number in its train split."""
+    def locate(self, row: int) -> tuple[TokenDataset, int]:
+        """Return the token dataset of a row of the data order, and the row's index in its train split."""
         if isinstance(self.datasets, TokenDataset):
             return self.datasets, row
-        part, number = self.datasets.train.locate(row)
-        return self.datasets.parts[part], number
+        dataset_index, dataset_row = self.datasets.train.locate(row)
+        return self.datasets.parts[dataset_index], dataset_row
 
-    def row_at(self, folder: str, number: int) -> int | None:
-        """Return the row with a number in a token dataset's train split: the inverse of :meth:`place`.
+    def row_at(self, folder: str, dataset_row: int) -> int | None:
+        """Return the row of the data order that is a row of a token dataset's train split: undo :meth:`locate`.
 
-        None if no step reads the row.
+        None if the data order does not have it.
         """
         folders = [str(dataset.folder) for dataset in self.datasets.parts]
         if folder not in folders:
             return None
         rows = self.datasets.train
         if isinstance(rows, JoinedRows):
-            return rows.row_at(folders.index(folder), number)
-        return number
+            return rows.row_at(folders.index(folder), dataset_row)
+        return dataset_row
 
 
 class RunHistory:
@@ -335,7 +335,7 @@ def _open_datasets(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] 
     if datasets.fingerprint != order.fingerprint:
         manifest = read_manifest(checkpoint)
         saved_fingerprints = {part.manifest_sha256 for part in manifest.parts} if manifest else set()
-        changed_datasets = [part for part in datasets.parts if part.fingerprint not in saved_fingerprints]
+        changed_datasets = [dataset for dataset in datasets.parts if dataset.fingerprint not in saved_fingerprints]
         changed_folders = ", ".join(str(dataset.folder) for dataset in changed_datasets or datasets.parts)
         raise InputError(
             f"{changed_folders}: not what the run of {checkpoint} read, manifest.json "
