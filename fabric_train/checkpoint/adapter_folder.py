@@ -1,11 +1,8 @@
-"""The files of an adapter: adapter_model.safetensors and adapter_config.json, which peft reads, and its base model.
+"""The files of an adapter: adapter_model.safetensors and adapter_config.json, which peft reads.
 
-The adapter is the same on all ranks, and is written once, in one file. Its base is not copied: the checkpoint names it,
-and has a hash of its weights (``base_weights``), which shows whether a base was changed, or was moved unchanged.
+The adapter is the same on all ranks, and is written once, in one file. ``adapter_base`` finds and opens its base.
 """
 
-import copy
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabric_train.checkpoint.base_weights import open_base_weights, same_weights
 from fabric_train.checkpoint.peft_settings import (
     CONFIG,
     SAVE_ADVICE,
@@ -25,29 +21,13 @@ from fabric_train.checkpoint.peft_settings import (
     uncomputed_settings,
 )
 from fabric_train.checkpoint.trainer_json import read_trainer_json
-from fabric_train.cli.errors import InputError, note
-from fabric_train.cli.launcher import is_first_on_machine
+from fabric_train.cli.errors import InputError
 from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.files.regular_file import read_json
-from fabric_train.model.adapter import (
-    AdaptedWeights,
-    Adapter,
-    adapted_layers,
-    attach,
-    is_adapter_parameter,
-    materialize,
-    start_magnitudes,
-)
-from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
-from fabric_train.model.load_weights import (
-    MetaModel,
-    build_on_meta,
-    open_checkpoint,
-    open_pretrained,
-)
-from fabric_train.model.nf4 import QuantizedWeights, check_installed, quantize_layers
-from fabric_train.model.origin import AdapterBase, find_origin
-from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights
+from fabric_train.model.adapter import Adapter, adapted_layers, is_adapter_parameter
+from fabric_train.model.nf4 import check_installed
+from fabric_train.model.origin import AdapterBase
+from fabric_train.model.weight_files import CheckpointTensors, StoredTensors
 
 if TYPE_CHECKING:
     from fabric_train.arguments import AdapterArguments
@@ -245,190 +225,6 @@ def choose_adapter(arguments: "AdapterArguments") -> Adapter | None:
     if faults:
         raise InputError(*faults)
     return replace(adapter, dropout=arguments.lora_dropout, base_weights=arguments.base_weights)
-
-
-def find_base(name: str | None, checkpoint: Path | None, option: str | None = None) -> AdapterBase:
-    """Find the base of an adapter, and check that it has the weights that the adapter was trained on.
-
-    The first rank of each machine compares the weights.
-
-    Args:
-        name: Hub name or folder of the base of a new adapter; for a checkpoint's adapter, the folder to which its base
-            has moved.
-        checkpoint: The checkpoint that has the adapter. If it has none, it is itself the base of a new adapter.
-        option: The option with which the user gives ``name``.
-
-    Raises:
-        InputError: the base of the checkpoint is missing, or has other weights.
-    """
-    # a new adapter
-    if checkpoint is None or not is_adapter(checkpoint):
-        return _base_at(str(checkpoint or name))
-
-    # the base that the checkpoint names, or the place to which it has moved
-    trainer = read_trainer_json(checkpoint)
-    saved = trainer.adapter_base
-    if saved is None:
-        raise InputError(f"{checkpoint}: trainer.json names no base of its adapter; use another checkpoint")
-    is_missing = os.path.isabs(saved.place) and not Path(saved.place).is_dir()
-    is_saved_name = name == trainer.arguments["model_name"] and not Path(str(name)).is_dir()
-    if is_missing and (name is None or is_saved_name):
-        alternative = f", or give the folder where it is now by {option}" if option else ""
-        raise InputError(
-            f"{checkpoint}: its base {saved.place} is gone; put it or a link to it back there{alternative}"
-        )
-    base = _base_at(str(name) if is_missing else saved.place)
-
-    # compare the weights, once on each machine
-    if saved.fingerprint is None:
-        note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} is not compared")
-        return base
-    if not is_first_on_machine():
-        return base
-    compared_base = same_weights(base, saved)
-    if compared_base is not None:
-        return compared_base
-    if is_missing:
-        raise InputError(
-            f"{checkpoint}: its base {saved.place} is gone, and {base.place} has other weights; "
-            f"give the model that it was trained on by {option}"
-        )
-    raise InputError(f"{checkpoint}: its base {base.place} has other weights; put back the weights")
-
-
-def _base_at(name: str) -> AdapterBase:
-    open_base_weights(name)  # reports missing and damaged files
-    return AdapterBase(os.path.realpath(name) if Path(name).is_dir() else name)
-
-
-def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
-    """Return a note if the adapter of ``--init_adapter`` was trained on another base than ``base``.
-
-    An adapter of a checkpoint has a hash of its base's weights; any other adapter may only name its base.
-    """
-    saved = None
-    if (adapter_dir / "trainer.json").is_file():
-        saved = read_trainer_json(adapter_dir).adapter_base
-    if saved is not None and saved.fingerprint is not None:
-        if same_weights(base, saved) is not None:
-            return None
-        return f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.place}, not of {base.place}"
-    base_name = read_json(adapter_dir / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
-    if not isinstance(base_name, str) or _is_same_model(base_name, base.place):
-        return None
-    return f"--init_adapter {adapter_dir}: it names {base_name} as its base, and this run puts it on {base.place}"
-
-
-def _is_same_model(base_name: str, model_name: str) -> bool:
-    """Return whether the base that an adapter's configuration names is a model, or the model's origin on the hub."""
-    if base_name == model_name or os.path.realpath(base_name) == os.path.realpath(model_name):
-        return True
-    origin, _ = find_origin(model_name)
-    return origin.repository == base_name
-
-
-def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
-    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one.
-
-    If the adapter trains the head apart from the embedding, and the base has them tied, the head is built as a weight
-    of its own, which is read from the embedding's.
-    """
-    base_shape = replace(shape, source=base.place)  # the adapter's configuration, the base's files
-    tied_names = _names_of_untied_head(shape, base)
-    if not tied_names:
-        return _open_model(base_shape, dtype)
-    # read it as it is stored, with one weight for both
-    tied_config = copy.deepcopy(shape.config)
-    tied_config.tie_word_embeddings = True
-    tied_model = _open_model(replace(base_shape, config=tied_config), dtype)
-    if tied_model.weights is None:
-        raise InputError(f"{base.place}: its weights cannot be read in parts; save it again with save_pretrained")
-    return MetaModel(build_on_meta(base_shape, dtype), _RenamedWeights(tied_model.weights, tied_names))
-
-
-def _open_model(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
-    """Build a model from a checkpoint of a run, or from pretrained weights."""
-    if (Path(shape.source) / "trainer.json").is_file():
-        return open_checkpoint(shape, Path(shape.source), dtype)
-    return open_pretrained(shape, dtype)
-
-
-def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
-    """Return {name of the head's weight: name of the embedding's} if only the base has them tied, else {}."""
-    if shape.adapter is None or shape.config.tie_word_embeddings or not shape.adapter.train_also:
-        return {}
-    base_model: Any = build_on_meta(read_shape(base.place), torch.float32)
-    if not trains_head_apart(base_model, shape.adapter):
-        return {}
-    tied_weight = base_model.get_output_embeddings().weight
-    names = []
-    for name, parameter in base_model.named_parameters(remove_duplicate=False):
-        if parameter is tied_weight:
-            names.append(name)
-    embedding_name, *head_names = names
-    return dict.fromkeys(head_names, embedding_name)
-
-
-class _RenamedWeights:
-    """Weights of which some are read under other names; see ``Weights``."""
-
-    def __init__(self, weights: Weights, stored_names: dict[str, str]) -> None:
-        self._weights = weights
-        self._stored_names = stored_names
-
-    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        return self._weights.read_block(self._stored_names.get(name, name), offsets, shape)
-
-
-def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
-    """Build the base of an adapter as :func:`open_base` does, its layers in 4 bits if ``shape.adapter`` says so."""
-    opened = open_base(shape, base, dtype)
-    if shape.adapter is None or not shape.adapter.base_weights:
-        return opened
-    if opened.weights is None:
-        raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
-    layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
-    quantize_layers(layers, dtype, shape.adapter.train_also)
-    return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))
-
-
-def open_adapted(
-    shape: ModelShape, base: AdapterBase, dtype: torch.dtype, seed: int, adapter_dir: Path | None
-) -> MetaModel:
-    """Build a base model with an adapter.
-
-    Args:
-        shape: Of the model with the adapter.
-        base: The base of the adapter.
-        dtype: Of the base's weights.
-        seed: For the weights of a new adapter.
-        adapter_dir: Folder of the adapter; None for a new one.
-
-    Returns:
-        The model on the meta device with its weights; if the base's weights cannot be read in parts, the model in
-        memory, without further weights.
-    """
-    assert shape.adapter is not None
-    stored = None
-    if adapter_dir is not None:
-        stored = AdapterTensors(adapter_dir)
-        check_fits(stored, shape.trained, adapter_dir)
-    opened = open_frozen(shape, base, dtype)
-    attach(opened.model, shape.adapter, base.place)
-    weights = AdaptedWeights(opened.weights, seed, stored)
-    if opened.weights is not None:
-        return MetaModel(opened.model, weights)
-
-    # the base is in memory already: read the adapter now
-    materialize(opened.model, torch.device("cpu"))
-    with torch.no_grad():
-        for name, parameter in opened.model.named_parameters():
-            # a new adapter leaves whole modules that train as the base has them
-            if name in shape.trained and (stored is not None or is_adapter_parameter(name)):
-                parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
-    if weights.is_new:
-        start_magnitudes(opened.model, None)
-    return MetaModel(opened.model, None)
 
 
 def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: Path) -> None:

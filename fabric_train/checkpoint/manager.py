@@ -149,6 +149,7 @@ class CheckpointManager:
         self,
         state: TrainerState,
         cursors: np.ndarray | Path | None = None,
+        *,
         waits: bool = False,
         interim: bool = False,
         scheduled: bool = False,

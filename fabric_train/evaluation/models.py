@@ -27,9 +27,9 @@ from fabric_train.checkpoint import (
     is_short_name,
     means_all,
 )
+from fabric_train.checkpoint.adapter_base import find_base
 from fabric_train.checkpoint.adapter_folder import (
     check_keeps_documents_apart,
-    find_base,
     is_adapter,
     is_exported_adapter,
     read_base_name,

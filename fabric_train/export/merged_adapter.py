@@ -13,14 +13,8 @@ from typing import Literal
 import torch
 
 from fabric_train.checkpoint import read_trainer_json
-from fabric_train.checkpoint.adapter_folder import (
-    AdapterTensors,
-    find_base,
-    is_adapter,
-    open_adapted,
-    read_adapter,
-    trained_adapter,
-)
+from fabric_train.checkpoint.adapter_base import find_base, open_adapted
+from fabric_train.checkpoint.adapter_folder import AdapterTensors, is_adapter, read_adapter, trained_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import blocks
 from fabric_train.model import hf_model

@@ -16,7 +16,8 @@ from rich.progress import Progress, track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.checkpoint import read_trainer_json
-from fabric_train.checkpoint.adapter_folder import AdapterTensors, open_base
+from fabric_train.checkpoint.adapter_base import open_base
+from fabric_train.checkpoint.adapter_folder import AdapterTensors
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory

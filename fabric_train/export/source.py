@@ -6,7 +6,8 @@ from pathlib import Path
 import xxhash
 
 from fabric_train.checkpoint import read_trainer_json
-from fabric_train.checkpoint.adapter_folder import find_base, is_adapter
+from fabric_train.checkpoint.adapter_base import find_base
+from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.export.average import AveragedTensors, PlainAverage, WeightedCheckpoint
 from fabric_train.export.merged_adapter import MergeInto, is_in_4_bits, open_whole

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 
 from fabric_train.checkpoint import find_whole_checkpoint, is_short_name, read_trainer_json
-from fabric_train.checkpoint.adapter_folder import (
-    find_base,
-    is_adapter,
-    is_exported_adapter,
-    open_adapted,
-    open_base,
-    read_base_name,
-    trained_adapter,
-)
+from fabric_train.checkpoint.adapter_base import find_base, open_adapted, open_base
+from fabric_train.checkpoint.adapter_folder import is_adapter, is_exported_adapter, read_base_name, trained_adapter
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.cli.errors import InputError, set_memory_advice
 from fabric_train.inference.arguments import GenerateArguments

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fabric_train.checkpoint.adapter_base import open_frozen
 from fabric_train.checkpoint.adapter_folder import (
     AdapterTensors,
     can_be_taken_off,
     check_fits,
     is_exported_adapter,
-    open_frozen,
     read_base_name,
 )
 from fabric_train.inference.devices import fits_one_device, load_onto_devices

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint.adapter_folder import choose_adapter, find_base, is_adapter, note_on_other_base
+from fabric_train.checkpoint.adapter_base import find_base, note_on_other_base
+from fabric_train.checkpoint.adapter_folder import choose_adapter, is_adapter
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError

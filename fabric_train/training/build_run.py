@@ -7,7 +7,8 @@ from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint.adapter_folder import is_adapter, open_adapted
+from fabric_train.checkpoint.adapter_base import open_adapted
+from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.checkpoint.base_weights import start_hashing
 from fabric_train.checkpoint.manager import CheckpointManager, read_cursors
 from fabric_train.checkpoint.tensors import restore_optimizer

@@ -16,9 +16,9 @@ from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import TrainerJson, TrainerState, read_trainer_json
+from fabric_train.checkpoint.adapter_base import find_base
 from fabric_train.checkpoint.adapter_folder import (
     files_of_adapter,
-    find_base,
     is_adapter,
     read_adapter,
     read_base_name,

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint import base_weights
-from fabric_train.checkpoint.adapter_folder import find_base
+from fabric_train.checkpoint.adapter_base import find_base
 from fabric_train.checkpoint.base_weights import fingerprint, hashed, open_base_weights, same_weights
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
