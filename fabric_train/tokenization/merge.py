@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 
 from fabric_train.cleaning.dropped import CONTAMINATION_FILE, join_samples
 from fabric_train.cli.argument_types import POSITIONAL, given_twice
@@ -23,13 +26,14 @@ from fabric_train.token_dataset.manifest import (
     MergedPart,
     PairLedger,
     SourceLedger,
+    SourceRecord,
     SplitLedger,
     TokenizerRecord,
     changed_tokenizer,
     read_manifest,
     write_manifest,
 )
-from fabric_train.token_dataset.token_folder import open_splits
+from fabric_train.token_dataset.token_folder import Split, open_splits
 from fabric_train.tokenization.merge_rows import MergeInput, without_parts, write_parts, write_rows
 from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import (
@@ -77,10 +81,10 @@ def open_inputs(
     """Open token datasets that can be read as one, with what ``manifest_of`` returns for the folder of each.
 
     InputError, with one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
-    columns differ from the first one's.
+    columns differ from those of the first dataset.
     """
 
-    def open_one(folder: Path) -> MergeInput:
+    def open_input(folder: Path) -> MergeInput:
         splits = open_splits(folder)
         manifest = manifest_of(folder)
         if manifest is None:
@@ -89,118 +93,162 @@ def open_inputs(
             raise InputError(f"{folder}: its splits differ from its manifest.json; tokenize again")
         return MergeInput(folder, manifest, splits)
 
-    opened = open_each(open_one, folders)
-    faults = [fault for other in opened[1:] for fault in _differences(opened[0], other)]
+    datasets = open_each(open_input, folders)
+    faults: list[str] = []
+    for dataset in datasets[1:]:
+        faults += _find_differences(datasets[0], dataset)
     if faults:
         raise InputError(*faults)
-    return opened
+    return datasets
 
 
-def merge_manifests(merged: Sequence[MergeInput]) -> Manifest:
+def merge_manifests(datasets: Sequence[MergeInput]) -> Manifest:
     """Return the manifest of all rows of the token datasets together; it has a document index if each has one."""
-    has_index = all(dataset.manifest.has_index for dataset in merged)
+    has_index = all(dataset.manifest.has_index for dataset in datasets)
+    sources: list[SourceRecord] = []
+    parts: list[MergedPart] = []
+    for dataset in datasets:
+        parts += dataset.parts()
+        for source in dataset.manifest.sources:
+            # a packed slice names all sources of its run, also those of which it has nothing
+            if source.num_files or source.documents:
+                # weights and shares are relative to the sources of one part; the part's settings keep the weights
+                sources.append(replace(source, weight=None, share_asked=None, share_reached=None))
     return Manifest(
-        ledger=_sum([dataset.manifest.ledger for dataset in merged], with_sources=has_index),
-        # weights and shares are relative to the other sources of one part; the part's settings keep the weights
-        sources=tuple(
-            replace(source, weight=None, share_asked=None, share_reached=None)
-            for dataset in merged
-            for source in dataset.manifest.sources
-            if source.num_files or source.documents  # a packed slice names all sources
-        ),
-        tokenizer=_tokenizer(merged),
-        settings=merged[0].manifest.settings,
+        ledger=_add_ledgers([dataset.manifest.ledger for dataset in datasets], with_sources=has_index),
+        sources=tuple(sources),
+        tokenizer=_merge_tokenizer_records(datasets),
+        settings=datasets[0].manifest.settings,
         versions={name: version(name) for name in _VERSIONS_OF},
-        parts=tuple(part for dataset in merged for part in dataset.parts()),
+        parts=tuple(parts),
         has_index=has_index,
-        has_pairs=merged[0].manifest.has_pairs,
-        chat_formats=_chat_formats(merged),
+        has_pairs=datasets[0].manifest.has_pairs,
+        chat_formats=_chat_formats(datasets),
     )
 
 
-def _chat_formats(merged: Sequence[MergeInput]) -> tuple[Component, ...]:
-    """Return the registered formats of all parts, each once."""
+def _chat_formats(datasets: Sequence[MergeInput]) -> tuple[Component, ...]:
+    """Return the registered formats of all datasets, each once."""
     chat_formats: list[Component] = []
-    for dataset in merged:
+    for dataset in datasets:
         for chat_format in dataset.manifest.chat_formats:
             if chat_format not in chat_formats:
                 chat_formats.append(chat_format)
     return tuple(chat_formats)
 
 
-def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
-    """Yield one line for each difference that prevents a merge."""
-    ours = first.manifest
-    theirs = other.manifest
-    if ours.settings.max_length != theirs.settings.max_length:
+def _find_differences(reference: MergeInput, dataset: MergeInput) -> Iterator[str]:
+    """Yield one line for each difference between two datasets that prevents a merge."""
+    reference_manifest = reference.manifest
+    manifest = dataset.manifest
+
+    # the form of the rows
+    reference_length = reference_manifest.settings.max_length
+    max_length = manifest.settings.max_length
+    if reference_length != max_length:
         yield (
-            f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, the rows of {first.folder} have "
-            f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
+            f"{dataset.folder}: its rows have {max_length:,} tokens, the rows of {reference.folder} have "
+            f"{reference_length:,}; tokenize one of them again with the --max_length of the other"
         )
-    if ours.has_pairs != theirs.has_pairs:
-        has, lacks = (first, other) if ours.has_pairs else (other, first)
-        yield f"{has.folder} has preference pairs, {lacks.folder} has none; keep them apart"
-    digests = ours.tokenizer.sha256
-    others = theirs.tokenizer.sha256
-    names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
-    if names == [CHAT_TEMPLATE_FILE]:
-        has, lacks = (other, first) if names[0] in others else (first, other)
+    if reference_manifest.has_pairs and not manifest.has_pairs:
+        yield f"{reference.folder} has preference pairs, {dataset.folder} has none; keep them apart"
+    elif manifest.has_pairs and not reference_manifest.has_pairs:
+        yield f"{dataset.folder} has preference pairs, {reference.folder} has none; keep them apart"
+
+    # the files of the tokenizer
+    reference_hashes = reference_manifest.tokenizer.sha256
+    hashes = manifest.tokenizer.sha256
+    all_names = sorted({*reference_hashes, *hashes})
+    differing_files = [name for name in all_names if reference_hashes.get(name) != hashes.get(name)]
+    if differing_files == [CHAT_TEMPLATE_FILE]:
+        # the dataset that has the file shows the way; if both have one, the reference decides
+        with_template = reference
+        without_template = dataset
+        if CHAT_TEMPLATE_FILE in hashes:
+            with_template = dataset
+            without_template = reference
         yield (
-            f"{other.folder}: its chat template differs from {first.folder}'s; tokenize {lacks.folder} again with "
-            f"--chat_template {has.folder / 'tokenizer' / names[0]}"
+            f"{dataset.folder}: its chat template differs from {reference.folder}'s; "
+            f"tokenize {without_template.folder} again with "
+            f"--chat_template {with_template.folder / 'tokenizer' / CHAT_TEMPLATE_FILE}"
         )
-    elif names:
+    elif differing_files:
+        verb = "differs" if len(differing_files) == 1 else "differ"
         yield (
-            f"{other.folder}: its tokenizer differs from {first.folder}'s: {', '.join(names)} differ"
-            f"{'s' if len(names) == 1 else ''}; tokenize one of them again with the --tokenizer_name of the other"
+            f"{dataset.folder}: its tokenizer differs from {reference.folder}'s: {', '.join(differing_files)} {verb}; "
+            "tokenize one of them again with the --tokenizer_name of the other"
         )
-    templates = {ours.tokenizer.chat_template_sha256, theirs.tokenizer.chat_template_sha256} - {None}
-    if len(templates) == 2 and not names:
+
+    # the template that rendered the chats, which may come from --chat_template; None if there are no chats
+    reference_template = reference_manifest.tokenizer.chat_template_sha256
+    template = manifest.tokenizer.chat_template_sha256
+    has_both_templates = reference_template is not None and template is not None
+    if has_both_templates and reference_template != template and not differing_files:
         yield (
-            f"{other.folder}: its chats are rendered with another template than {first.folder}'s; "
+            f"{dataset.folder}: its chats are rendered with another template than {reference.folder}'s; "
             "tokenize one of them again"
         )
-    for name in first.splits.keys() & other.splits.keys():
-        schemas = (dataset.splits[name].schema for dataset in (first, other))
-        here, there = ({field.name: field.type for field in schema if field.name != "labels"} for schema in schemas)
-        if here != there:
-            yield f"{other.folder}: {name} has other columns than {first.folder}'s; tokenize again"
+
+    # the columns; `labels` are added where they are missing
+    for name in reference.splits.keys() & dataset.splits.keys():
+        if _types_by_column(reference.splits[name]) != _types_by_column(dataset.splits[name]):
+            yield f"{dataset.folder}: {name} has other columns than {reference.folder}'s; tokenize again"
 
 
-def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:
-    splits = {}
-    for name in dict.fromkeys(name for ledger in ledgers for name in ledger.splits):
-        of_split = [ledger.splits[name] for ledger in ledgers if name in ledger.splits]
-        names = dict.fromkeys(source for one in of_split for source in one.sources) if with_sources else ()
-        of_sources = {source: [one.sources[source] for one in of_split if source in one.sources] for source in names}
-        sources = {source: SourceLedger(**_totals(own)) for source, own in of_sources.items()}
-        pairs = [one.pairs for one in of_split if one.pairs is not None]
-        of_pairs = PairLedger(**_totals(pairs)) if pairs else None
-        splits[name] = SplitLedger(**_totals(of_split), sources=sources, pairs=of_pairs)
+def _types_by_column(split: Split) -> dict[str, pa.DataType]:
+    """Return the type of each column except ``labels``."""
+    return {column.name: column.type for column in split.schema if column.name != "labels"}
+
+
+def _add_ledgers(ledgers: Sequence[Ledger], *, with_sources: bool) -> Ledger:
+    """Return the sum of the ledgers, split by split and, ``with_sources``, source by source."""
+    ledgers_by_split: dict[str, list[SplitLedger]] = {}
+    for ledger in ledgers:
+        for split_name, split_ledger in ledger.splits.items():
+            ledgers_by_split.setdefault(split_name, []).append(split_ledger)
+
+    splits: dict[str, SplitLedger] = {}
+    for split_name, split_ledgers in ledgers_by_split.items():
+        ledgers_by_source: dict[str, list[SourceLedger]] = {}
+        if with_sources:
+            for split_ledger in split_ledgers:
+                for source_name, source_ledger in split_ledger.sources.items():
+                    ledgers_by_source.setdefault(source_name, []).append(source_ledger)
+        sources = {name: SourceLedger(**_totals(group)) for name, group in ledgers_by_source.items()}
+        pair_ledgers = [ledger.pairs for ledger in split_ledgers if ledger.pairs is not None]
+        pairs = PairLedger(**_totals(pair_ledgers)) if pair_ledgers else None
+        splits[split_name] = SplitLedger(**_totals(split_ledgers), sources=sources, pairs=pairs)
     return Ledger(splits=splits, **_totals(ledgers))
 
 
 def _totals(
     ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger] | Sequence[PairLedger],
-) -> dict:
-    """Return the sum of each count, and per reason the sums of the counts by reason."""
-    totals: dict = {}
+) -> dict[str, Any]:
+    """Return the sum of each count, and per reason the sums of the counts by reason.
+
+    The nested ledgers (``splits``, ``sources`` and ``pairs``) are left out: the caller adds them up by name.
+    """
+    totals: dict[str, Any] = {}
     for ledger in ledgers:
-        for counted in fields(ledger):
-            value = getattr(ledger, counted.name)
+        for ledger_field in fields(ledger):
+            name = ledger_field.name
+            value = getattr(ledger, name)
             if isinstance(value, int | float):
-                totals[counted.name] = totals.get(counted.name, 0) + value
-            elif counted.name not in ("splits", "sources", "pairs"):
-                totals[counted.name] = dict(Counter(totals.get(counted.name, {})) + Counter(value))
+                totals[name] = totals.get(name, 0) + value
+            elif name not in ("splits", "sources", "pairs"):
+                totals[name] = dict(Counter(totals.get(name, {})) + Counter(value))
     return totals
 
 
-def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
+def _merge_tokenizer_records(datasets: Sequence[MergeInput]) -> TokenizerRecord:
     """Return the first tokenizer record with a chat template, or the first record, with the ends of all turns."""
-    records = [dataset.manifest.tokenizer for dataset in merged]
-    ends = {end for record in records for end in record.turn_end_token_ids}
-    first = next((record for record in records if record.chat_template_sha256), records[0])
-    return replace(first, turn_end_token_ids=tuple(sorted(ends)))
+    records = [dataset.manifest.tokenizer for dataset in datasets]
+    turn_end_ids: set[int] = set()
+    for record in records:
+        turn_end_ids.update(record.turn_end_token_ids)
+    records_with_template = [record for record in records if record.chat_template_sha256]
+    base_record = records_with_template[0] if records_with_template else records[0]
+    return replace(base_record, turn_end_token_ids=tuple(sorted(turn_end_ids)))
 
 
 def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
@@ -208,10 +256,17 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     arguments = parse_arguments(MergeArguments, argv)
     folders = [Path(name).expanduser() for name in arguments.dataset_dirs]
     target = Path(arguments.output_dir)
+
+    # open the slices, if these are slices
     are_slices = any(is_slice(folder) for folder in folders)
     if not are_slices and len(without_parts(folders)) < 2 and not arguments.parts:
         raise InputError("--dataset_dirs: give two token datasets or more")
-    slices = open_slices(folders, target) if are_slices else []
+    slices: list[Slice] = []
+    if are_slices:
+        slices = open_slices(folders, target)
+        folders = [packed.folder for packed in slices]  # in the order of the input
+
+    # merge what the folders hold: counted lines, encoded shards, or rows
     if slices and slices[0].arguments.counts_lines:
         _merge_counts(slices, target, sizes)
         return
@@ -223,107 +278,147 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
             )
         manifest, notes = merge_slices(slices, target, sizes)
     else:
-        manifest, notes = merge([one.folder for one in slices] or folders, target, arguments.parts)
-    console = open_console()
-    several = "slices" if are_slices else "parts"
-    is_long = are_slices or len(manifest.parts) > _MOST_NAMED
-    merged = f"{len(folders):,} {several}" if is_long else ", ".join(part.name for part in manifest.parts)
+        manifest, notes = merge(folders, target, as_parts=arguments.parts)
+
+    # the summary
+    if are_slices:
+        merged = f"{len(folders):,} slices"
+    elif len(manifest.parts) > _MOST_NAMED:
+        merged = f"{len(folders):,} parts"
+    else:
+        merged = ", ".join(part.name for part in manifest.parts)
+    lines = [f"merged   {merged}"]
+    lines += [f"note     {note}" for note in notes]
+    if are_slices:
+        lines += [f"warning  {loss}" for loss in manifest.losses()]
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
-    lines = [f"merged   {merged}", *(f"note     {note}" for note in notes)]
-    lines += [f"warning  {loss}" for loss in manifest.losses()] if are_slices else []
-    for line in (*lines, f"written  {target}: {rows}"):
+    lines.append(f"written  {target}: {rows}")
+    console = open_console()
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> None:
-    """Write the lines that repeat in all counted slices, and print some of them and what follows."""
-    lines = merge_counts(slices, target, sizes)
-    given = slices[0].arguments
-    print(
-        f"merged   {len(slices):,} counted slices",
-        f"lines    {len(lines.hashes):,} are in {lines.num_documents:,} documents or more; look at the most frequent:",
-        *("         " + "".join(one if one.isprintable() else "?" for one in line) for line in lines.shown()),
-        f"written  {target}",
-        f"next     slice {given.shard}, and the others likewise: {encode_command(given, str(target))}",
-        sep="\n",
-    )
+    """Write the lines that repeat in all counted slices; print the most frequent ones and the next command."""
+    repeated = merge_counts(slices, target, sizes)
+    arguments = slices[0].arguments
+    num_lines = f"{len(repeated.hashes):,} are in {repeated.num_documents:,} documents or more"
+    print(f"merged   {len(slices):,} counted slices")
+    print(f"lines    {num_lines}; look at the most frequent:")
+    for line in repeated.shown():
+        # a line of the corpus may hold control characters of the terminal
+        printable = "".join(character if character.isprintable() else "?" for character in line)
+        print(f"         {printable}")
+    print(f"written  {target}")
+    command = encode_command(arguments, str(target))
+    print(f"next     slice {arguments.shard}, and the others likewise: {command}")
 
 
 def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tuple[Manifest, list[str]]:
     """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    With ``as_parts``, write only where they are. Documents are not compared: one that is in two of the datasets comes
-    twice. Return the manifest, and notes for the user.
+    With ``as_parts``, write only where the folders are. Documents are not compared: a document of two datasets is in
+    the result twice. Return the manifest, and notes for the user.
     """
+    # open the datasets, and check all before anything is written
     check_not_taken(target)
     folders = without_parts(folders)
     for folder in folders:
         check_not_inside(target, folder)
-    merged = open_inputs(folders)
-    if are_slices := [open_slice(one.folder) for one in merged if is_slice(one.folder)]:
-        filled = fill_hashes([one.manifest for one in merged], are_slices)
-        merged = [replace(one, manifest=manifest) for one, manifest in zip(merged, filled, strict=True)]
-    faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
+    datasets = open_inputs(folders)
+    slices = [open_slice(dataset.folder) for dataset in datasets if is_slice(dataset.folder)]
+    if slices:
+        manifests = fill_hashes([dataset.manifest for dataset in datasets], slices)
+        pairs = zip(datasets, manifests, strict=True)
+        datasets = [replace(dataset, manifest=manifest) for dataset, manifest in pairs]
+    faults: list[str] = []
+    for dataset in datasets:
+        faults += changed_tokenizer(dataset.folder, dataset.manifest.tokenizer)
     if faults:
         raise InputError(*faults)
-    first = merged[0]
-    manifest = merge_manifests(merged)
-    without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
+
+    # write the dataset
+    manifest = merge_manifests(datasets)
     with complete_folder(target) as folder:
-        copy_folder(first.folder / "tokenizer", folder / "tokenizer")
+        copy_folder(datasets[0].folder / "tokenizer", folder / "tokenizer")
         if as_parts:
-            write_parts(folder, target, merged, manifest)
+            write_parts(folder, target, datasets, manifest)
         else:
-            write_rows(merged, manifest, folder)
-        lists = [dataset.folder / CONTAMINATION_FILE for dataset in merged]
-        if hits := b"".join(file.read_bytes() for file in lists if file.exists()):
+            write_rows(datasets, manifest, folder)
+        hit_files = [dataset.folder / CONTAMINATION_FILE for dataset in datasets]
+        hits = b"".join(file.read_bytes() for file in hit_files if file.exists())
+        if hits:
             (folder / CONTAMINATION_FILE).write_bytes(hits)
-        join_samples([dataset.folder for dataset in merged], folder)
+        join_samples([dataset.folder for dataset in datasets], folder)
         write_manifest(folder, manifest)
+
+    # notes for the user
     notes = [
-        f"{folder} has no document index, because an older version wrote it, so {target} has none; tokenize it again "
-        "to have one"
-        for folder in without_index
+        f"{dataset.folder} has no document index, because an older version wrote it, so {target} has none; "
+        "tokenize it again to have one"
+        for dataset in datasets
+        if not dataset.manifest.has_index
     ]
-    names = [chat_format.name for chat_format in manifest.chat_formats]
+    num_versions = Counter(chat_format.name for chat_format in manifest.chat_formats)
     notes += [
         f"the parts were read by different versions of the data_format {name}; manifest.json has each"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
+        for name, count in num_versions.items()
+        if count > 1
     ]
-    return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
+    notes += _settings_that_differ(manifest.parts)
+    notes += _sources_in_common(datasets)
+    return manifest, notes
 
 
 def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
-    settings = [asdict(part.settings) for part in parts]
-    for name in settings[0]:
-        values = list(dict.fromkeys(json.dumps(given[name]) for given in settings))
-        if len(values) > 1:
-            shown = [*values[:_MOST_NAMED], *["…"] * (len(values) > _MOST_NAMED)]
+    """Yield a line for each setting, and one for the cleaning, that is not the same in all parts."""
+    settings_by_part = [asdict(part.settings) for part in parts]
+    for name in settings_by_part[0]:
+        distinct_values = list(dict.fromkeys(json.dumps(settings[name]) for settings in settings_by_part))
+        if len(distinct_values) > 1:
+            shown = distinct_values[:_MOST_NAMED]
+            if len(distinct_values) > _MOST_NAMED:
+                shown.append("…")
             yield f"--{name} differs: {', '.join(shown)}; manifest.json keeps each part's"
     if len({json.dumps(part.cleaning, sort_keys=True) for part in parts}) > 1:
         yield "the parts were cleaned differently; manifest.json has the settings of each part"
 
 
-def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
-    """Yield a line for each token dataset whose files were also read for later ones."""
-    first: dict[str, tuple[Path, str]] = {}
-    again: dict[Path, tuple[dict[str, None], dict[Path, None]]] = {}  # by folder, its files and the other folders
-    for dataset in merged:
-        for source in () if is_slice(dataset.folder) else dataset.manifest.sources:  # slices share files, not documents
+@dataclass(frozen=True)
+class _FileUse:
+    """The token dataset that was made from a file, and the path under which the file was read."""
+
+    dataset_dir: Path
+    path: str
+
+
+def _sources_in_common(datasets: Sequence[MergeInput]) -> Iterator[str]:
+    """Yield a line for each token dataset whose files were also read for later datasets."""
+    first_uses: dict[str, _FileUse] = {}  # by SHA-256
+    # per dataset, its files that later datasets read too, and these datasets; dicts are sets that keep an order
+    shared_files: dict[Path, dict[str, None]] = {}
+    later_datasets: dict[Path, dict[Path, None]] = {}
+    for dataset in datasets:
+        if is_slice(dataset.folder):
+            continue  # slices share files, not documents
+        for source in dataset.manifest.sources:
             for file in source.files:
-                folder, path = first.setdefault(file.sha256, (dataset.folder, file.path))
-                if folder != dataset.folder:
-                    files, others = again.setdefault(folder, ({}, {}))
-                    files[path] = others[dataset.folder] = None
-    for folder, (files, others) in again.items():
-        read = _first_of([*files])
-        verb = "was" if len(files) == 1 else "were"
-        yield f"{read} of {folder} {verb} also read for {_first_of([*others])}: documents may come twice"
+                first_use = first_uses.setdefault(file.sha256, _FileUse(dataset.folder, file.path))
+                if first_use.dataset_dir != dataset.folder:
+                    shared_files.setdefault(first_use.dataset_dir, {})[first_use.path] = None
+                    later_datasets.setdefault(first_use.dataset_dir, {})[dataset.folder] = None
+    for dataset_dir, paths in shared_files.items():
+        files = _name_first([*paths])
+        verb = "was" if len(paths) == 1 else "were"
+        readers = _name_first([*later_datasets[dataset_dir]])
+        yield f"{files} of {dataset_dir} {verb} also read for {readers}: documents may come twice"
 
 
-def _first_of(values: Sequence[object]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0]} and {len(values) - 1:,} more"
+def _name_first(values: Sequence[object]) -> str:
+    """Return the first value, and how many more there are."""
+    if len(values) == 1:
+        return str(values[0])
+    return f"{values[0]} and {len(values) - 1:,} more"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Write the rows of finished token datasets as one: copied or linked, with joined indexes; or only where they are.
+"""Write the rows of finished token datasets as one dataset: copied or linked, or as a list of where they are.
 
-``token_dataset/parts.py`` has the form of the second.
+``token_dataset/parts.py`` describes the files of such a list.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -69,187 +69,263 @@ class MergeInput:
 
 
 def without_parts(folders: Sequence[Path]) -> list[Path]:
-    """Return token datasets with the parts of each that consists of parts in its place."""
-    return [own for folder in folders for own in (_parts_of(folder) if is_of_parts(folder) else [folder])]
+    """Return the token datasets, with a dataset that consists of parts replaced by its parts."""
+    dataset_dirs: list[Path] = []
+    for folder in folders:
+        if is_of_parts(folder):
+            dataset_dirs += _open_part_dirs(folder)
+        else:
+            dataset_dirs.append(folder)
+    return dataset_dirs
 
 
-def _parts_of(folder: Path) -> list[Path]:
+def _open_part_dirs(folder: Path) -> list[Path]:
+    """Return the folders of the parts; InputError if a part is missing or has changed."""
     parts = open_parts(folder)
     check_parts(parts)
     return [Path(os.path.normpath(parts.folder_of(number))) for number in range(len(parts.record.parts))]
 
 
 def write_rows(
-    merged: Sequence[MergeInput],
+    datasets: Sequence[MergeInput],
     manifest: Manifest,
     folder: Path,
-    place: Callable[[Path, Path], object] = shutil.copyfile,
+    place_file: Callable[[Path, Path], object] = shutil.copyfile,
 ) -> None:
     """Write the rows and the document indexes of all splits into ``folder``.
 
-    ``place`` copies a file of rows, or links it. A file without labels is written with them if others have labels.
+    ``place_file`` copies a file of rows, or links it. A file without labels is rewritten with labels if another file of
+    the split has them.
     """
-    num_bytes = sum(
-        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
-    )
+    num_bytes = 0
+    for dataset in datasets:
+        for split in dataset.splits.values():
+            num_bytes += sum(file.stat().st_size for file in split.files)
     with transient_bar("joining", DownloadColumn(), TimeRemainingColumn()) as (bar, task):
         bar.update(task, total=num_bytes)
         for name in manifest.ledger.splits:
             (folder / name).mkdir()
-            own = [dataset.splits[name] for dataset in merged if name in dataset.splits]
-            _join(own, folder / name, place, partial(bar.advance, task))
+            splits = [dataset.splits[name] for dataset in datasets if name in dataset.splits]
+            _join_splits(splits, folder / name, place_file, partial(bar.advance, task))
             if manifest.has_index:
-                _join_indexes(merged, name, folder / name)
+                _join_indexes_of_split(datasets, name, folder / name)
     write_dataset_dict(folder, manifest.ledger.splits)
 
 
-def _join(
-    splits: Sequence[Split], folder: Path, place: Callable[[Path, Path], object], advance: Callable[[int], None]
+def _join_splits(
+    splits: Sequence[Split], folder: Path, place_file: Callable[[Path, Path], object], advance: Callable[[int], None]
 ) -> None:
     """Place the files of the splits in ``folder`` in order; if one split has labels, the others get them too."""
-    template = next((split for split in splits if "labels" in split.schema.names), splits[0])
-    files = [(file, split.schema.names == template.schema.names) for split in splits for file in split.files]
-    names = [f"data-{index:05d}-of-{len(files):05d}.arrow" for index in range(len(files))]
-    for name, (file, is_whole) in zip(names, files, strict=True):
-        if is_whole:
-            place(file, folder / name)
-        else:
-            _copy_with_labels(file, folder / name, template.schema)
-        advance(file.stat().st_size)
+    splits_with_labels = [split for split in splits if "labels" in split.schema.names]
+    template = splits_with_labels[0] if splits_with_labels else splits[0]
+
+    # the files of rows
+    num_files = sum(len(split.files) for split in splits)
+    names: list[str] = []
+    for split in splits:
+        lacks_labels = split.schema.names != template.schema.names
+        for file in split.files:
+            name = f"data-{len(names):05d}-of-{num_files:05d}.arrow"
+            names.append(name)
+            if lacks_labels:
+                _copy_with_labels(file, folder / name, template.schema)
+            else:
+                place_file(file, folder / name)
+            advance(file.stat().st_size)
+
+    # the two records that `datasets.load_from_disk` reads
     info = read_json(template.files[0].parent / "dataset_info.json", dict, "tokenize again")
     write_json(folder / "dataset_info.json", {"features": info["features"]})
     states = [read_json(split.files[0].parent / "state.json", dict, "tokenize again") for split in splits]
     fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
     digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
-    listed = {"_data_files": [{"filename": name} for name in names], "_fingerprint": digest[:16]}
-    write_json(folder / "state.json", {**states[0], **listed})
+    state = dict(states[0])
+    state["_data_files"] = [{"filename": name} for name in names]
+    state["_fingerprint"] = digest[:16]  # the length of a fingerprint of datasets
+    write_json(folder / "state.json", state)
 
 
 def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
     """Copy a file without ``labels`` and add them: all its tokens are supervised."""
-    with pa.OSFile(str(target), "wb") as opened, pa.ipc.new_stream(opened, schema) as writer:
+    source_columns = ["input_ids" if name == "labels" else name for name in schema.names]
+    with pa.OSFile(str(target), "wb") as stream, pa.ipc.new_stream(stream, schema) as writer:
         for batch in read_arrow(file):
-            columns = [batch.column("input_ids" if name == "labels" else name) for name in schema.names]
+            columns = [batch.column(name) for name in source_columns]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
-def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> None:
+@dataclass(frozen=True)
+class IndexToJoin:
+    """The document index of a split, and where its files come in the merged dataset."""
+
+    index: DocumentIndex
+    first_file: int
+    """The number of its first file in the merged manifest."""
+    rows_before: int
+    """If that file continues one of an earlier dataset: how many of its rows are there; else 0."""
+
+
+def _join_indexes_of_split(datasets: Sequence[MergeInput], split: str, folder: Path) -> None:
     """Join the document indexes of a split; the files of each dataset follow the files of the datasets before it."""
-    num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
-    first_files = np.cumsum([0, *num_files]).tolist()
-    rows_before = count_rows_before([dataset.folder for dataset in merged])
-    opened = [
-        (index, first, before)
-        for dataset, first, before in zip(merged, first_files, rows_before, strict=False)
-        if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
-    ]
-    indexes, firsts, before = zip(*opened, strict=True)
-    join_indexes(folder, indexes, firsts, before)
+    rows_before = count_rows_before([dataset.folder for dataset in datasets])
+    indexes: list[IndexToJoin] = []
+    first_file = 0
+    for dataset, num_rows_before in zip(datasets, rows_before, strict=True):
+        index = open_index(dataset.folder, dataset.manifest, split)
+        if index is not None:
+            indexes.append(IndexToJoin(index, first_file, num_rows_before))
+        # a dataset without this split has files too
+        first_file += sum(source.num_files for source in dataset.manifest.sources)
+    join_indexes(folder, indexes)
 
 
-def join_indexes(
-    folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int], rows_before: Sequence[int]
-) -> None:
-    """Write the index of the split ``folder``, whose rows come from several splits, joined in order.
+def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
+    """Write the index of the split ``folder``, whose rows come from the splits of ``inputs``, joined in order.
 
-    ``first_files`` has the number of each one's first file in the new manifest, and ``rows_before`` how many rows of
-    this file are in the splits before.
+    The joined index has the documents that begin in a row first, and then those that begin in none, as each of the
+    inputs has.
     """
     (folder / INDEX_FOLDER).mkdir()
-    num_placed = [int(index.rows["documents"][-1]) for index in indexes]
-    sizes = (
-        sum(len(index.documents) for index in indexes),
-        sum(len(index.rows) - 1 for index in indexes) + 1,
-        sum(len(index.continuations) for index in indexes),
-    )
-    documents, rows, continuations = (
-        np.lib.format.open_memmap(folder / INDEX_FOLDER / f"{name}.npy", "w+", dtype, (size,))
-        for (name, dtype), size in zip(ARRAYS.items(), sizes, strict=True)
-    )
-    row = document = continuation = 0
-    left = sum(num_placed)
-    for index, first_file, before, placed in zip(indexes, first_files, rows_before, num_placed, strict=True):
-        _copy(index.documents[:placed], documents[document:], {"file": first_file}, before)
-        _copy(index.documents[placed:], documents[left:], {"file": first_file}, before)
-        _copy(index.rows[:-1], rows[row:], {"documents": document, "continuations": continuation})
-        _copy(index.continuations, continuations[continuation:], {"document": document})
-        row += len(index.rows) - 1
-        document += placed
-        left += len(index.documents) - placed
-        continuation += len(index.continuations)
-    rows[-1] = (document, continuation)
-    for array in (documents, rows, continuations):
+    indexes = [joined.index for joined in inputs]
+
+    # arrays of the final size on disk, so that memory does not grow with the index
+    sizes = {
+        "documents": sum(len(index.documents) for index in indexes),
+        "rows": sum(len(index.rows) - 1 for index in indexes) + 1,  # each index ends with a closing row
+        "continuations": sum(len(index.continuations) for index in indexes),
+    }
+    arrays: dict[str, np.memmap] = {}
+    for name, dtype in ARRAYS.items():
+        path = folder / INDEX_FOLDER / f"{name}.npy"
+        arrays[name] = np.lib.format.open_memmap(path, "w+", dtype, (sizes[name],))
+    documents = arrays["documents"]
+    rows = arrays["rows"]
+    continuations = arrays["continuations"]
+
+    # the next free record of each array; documents are written at two positions
+    next_placed = 0
+    next_unplaced = sum(int(index.rows["documents"][-1]) for index in indexes)
+    next_row = 0
+    next_continuation = 0
+    for joined in inputs:
+        index = joined.index
+        num_placed = int(index.rows["documents"][-1])
+        placed = index.documents[:num_placed]
+        unplaced = index.documents[num_placed:]
+        added_to_documents = {"file": joined.first_file}
+        added_to_rows = {"documents": next_placed, "continuations": next_continuation}
+        _copy_records(placed, documents[next_placed:], added_to_documents, joined.rows_before)
+        _copy_records(unplaced, documents[next_unplaced:], added_to_documents, joined.rows_before)
+        _copy_records(index.rows[:-1], rows[next_row:], added_to_rows)
+        _copy_records(index.continuations, continuations[next_continuation:], {"document": next_placed})
+        next_placed += num_placed
+        next_unplaced += len(unplaced)
+        next_row += len(index.rows) - 1
+        next_continuation += len(index.continuations)
+    rows[-1] = (next_placed, next_continuation)
+    for array in arrays.values():
         array.flush()
+
+    # an index of an older version has no checksums, and then the joined one has none
     checksums = [index.checksums for index in indexes if index.checksums is not None]
     if len(checksums) == len(indexes):
         np.save(folder / INDEX_FOLDER / CHECKSUMS, np.concatenate(checksums), allow_pickle=False)
 
 
-def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
-    """Copy records to the beginning of ``target``, with numbers added to some of their fields.
+def _copy_records(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
+    """Copy records to the beginning of ``target``, with the numbers ``added`` to some of their fields.
 
     ``rows_before`` are added to the rows of file 0.
     """
     for begin, mapped in chunks(records, lambda _: None):
-        part = np.array(mapped)
+        chunk = np.array(mapped)
+        # before the number of the file changes below
         if rows_before:
-            part["row"][part["file"] == 0] += rows_before
+            chunk["row"][chunk["file"] == 0] += rows_before
         for name, number in added.items():
-            part[name] += number
-        target[begin : begin + len(part)] = part
+            chunk[name] += number
+        target[begin : begin + len(chunk)] = chunk
 
 
-def write_parts(folder: Path, target: Path, merged: Sequence[MergeInput], manifest: Manifest) -> None:
+def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], manifest: Manifest) -> None:
     """Write into ``folder``, which will be ``target``, where the parts and their record batches are."""
     faults = [
-        f"{one.folder} has no document index, because an older version wrote it: merge without --parts"
-        for one in merged
-        if not one.manifest.has_index
+        f"{dataset.folder} has no document index, because an older version wrote it: merge without --parts"
+        for dataset in datasets
+        if not dataset.manifest.has_index
     ]
     if faults:
         raise InputError(*faults)
-    sources = SourceTable(manifest.sources)
-    log = ThrottledLog()
-    start = Path(os.path.realpath(target.parent)) / target.name
-    rows: dict[str, int] = {}
-    files: dict[str, int] = {}
-    batches: dict[str, list[np.ndarray]] = {name: [] for name in manifest.ledger.splits}
-    main_sources: dict[str, list[np.ndarray]] = {name: [] for name in manifest.ledger.splits if name != "train"}
+
+    # read the record batches and the index of each split of each part
+    joined_splits = {name: _JoinedSplit() for name in manifest.ledger.splits}
+    source_names = SourceTable(manifest.sources).names
+    start = Path(os.path.realpath(target.parent)) / target.name  # paths of parts are relative to it
     parts: list[Part] = []
     has_checksums = True
-    rows_before = count_rows_before([one.folder for one in merged])
-    for number, one in enumerate(merged):
-        log(f"reading the index of part {number + 1:,} of {len(merged):,}")
-        splits = {}
-        for name, split in one.splits.items():
-            index = open_index(one.folder, one.manifest, name)
+    rows_before = count_rows_before([dataset.folder for dataset in datasets])
+    log = ThrottledLog()
+    for number, dataset in enumerate(datasets):
+        log(f"reading the index of part {number + 1:,} of {len(datasets):,}")
+        part_splits: dict[str, PartSplit] = {}
+        for name, split in dataset.splits.items():
+            index = open_index(dataset.folder, dataset.manifest, name)
             assert index is not None, "a manifest with an index has one for each split"
             has_checksums &= index.checksums is not None
-            found = list(_batches_of(split, one.manifest.settings.max_length))
-            for file, of_file in enumerate(found):
-                of_file["row"] += rows.get(name, 0)
-                of_file["file"] = files.get(name, 0) + file
-            batches[name] += found
-            rows[name], files[name] = rows.get(name, 0) + split.num_rows, files.get(name, 0) + len(split.files)
-            if name in main_sources and len(sources.names) > 1:
-                numbers = np.array([sources.names.index(own) for own in index.sources.names], "<u4")
-                main_sources[name].append(numbers[index.main_sources()])
-            splits[name] = _describe_split(split, index, one.manifest, name)
-        path = os.path.relpath(os.path.realpath(one.folder), start)
-        num_files = sum(source.num_files for source in one.manifest.sources)
-        digest = hashlib.sha256((one.folder / MANIFEST_NAME).read_bytes()).hexdigest()
-        parts.append(Part(path, digest, num_files, rows_before[number], splits))
-    for name, of_split in batches.items():
+            joined_split = joined_splits[name]
+            joined_split.append_batches(split, dataset.manifest.settings.max_length)
+            # the rows of train are in the order of its sources, so that ranges say it: see `PartSplit.source_rows`
+            if name != "train" and len(source_names) > 1:
+                joined_split.append_main_sources(index, source_names)
+            part_splits[name] = _describe_split(split, index, dataset.manifest, name)
+        path = os.path.relpath(os.path.realpath(dataset.folder), start)
+        num_files = sum(source.num_files for source in dataset.manifest.sources)
+        digest = hashlib.sha256((dataset.folder / MANIFEST_NAME).read_bytes()).hexdigest()
+        parts.append(Part(path, digest, num_files, rows_before[number], part_splits))
+
+    # write them
+    for name, joined_split in joined_splits.items():
         (folder / name).mkdir()
-        np.save(folder / name / BATCHES, np.concatenate(of_split), allow_pickle=False)
-        if main_sources.get(name):
-            np.save(folder / name / MAIN_SOURCES, np.concatenate(main_sources[name]), allow_pickle=False)
-    has_borders = "document_starts" in merged[0].splits["train"].schema.names
+        np.save(folder / name / BATCHES, np.concatenate(joined_split.batches), allow_pickle=False)
+        if joined_split.main_sources:
+            np.save(folder / name / MAIN_SOURCES, np.concatenate(joined_split.main_sources), allow_pickle=False)
+    has_borders = "document_starts" in datasets[0].splits["train"].schema.names
     write_record(folder, PartsRecord(manifest.settings.max_length, has_borders, has_checksums, tuple(parts)))
 
 
+@dataclass
+class _JoinedSplit:
+    """The rows of a split of all parts, so far; see ``token_dataset/parts.py`` for the arrays."""
+
+    num_rows: int = 0
+    num_files: int = 0
+    batches: list[np.ndarray] = field(default_factory=list)  # of each file, BATCH [batches]
+    main_sources: list[np.ndarray] = field(default_factory=list)  # of each part, uint32 [rows]
+
+    def append_batches(self, split: Split, max_length: int) -> None:
+        """Append the record batches of the files of a part's split."""
+        for batches in _read_batch_positions(split, max_length):
+            batches["row"] += self.num_rows
+            batches["file"] = self.num_files
+            self.batches.append(batches)
+            self.num_files += 1
+        self.num_rows += split.num_rows
+
+    def append_main_sources(self, index: DocumentIndex, source_names: Sequence[str]) -> None:
+        """Append the main source of each row of a part, as its number in ``source_names``."""
+        numbers = np.array([source_names.index(name) for name in index.sources.names], "<u4")
+        self.main_sources.append(numbers[index.main_sources()])
+
+
 def _describe_split(split: Split, index: DocumentIndex, manifest: Manifest, name: str) -> PartSplit:
-    of_sources = rows_of_sources(index, manifest) if name == "train" else {}
+    ranges_by_source: dict[str, list[range]] | None = {}
+    if name == "train":
+        ranges_by_source = rows_of_sources(index, manifest)  # None if the sources are mixed
+    source_rows: dict[str, list[tuple[int, int]]] | None = None
+    if ranges_by_source is not None:
+        source_rows = {}
+        for source, ranges in ranges_by_source.items():
+            source_rows[source] = [(rows.start, rows.stop) for rows in ranges]
     return PartSplit(
         rows=split.num_rows,
         tokens=manifest.ledger.splits[name].tokens_in_rows,
@@ -258,13 +334,11 @@ def _describe_split(split: Split, index: DocumentIndex, manifest: Manifest, name
         continuations=len(index.continuations),
         has_labels="labels" in split.schema.names,
         files=tuple(PartFile(file.name, file.stat().st_size) for file in split.files),
-        source_rows=None
-        if of_sources is None
-        else {source: [(one.start, one.stop) for one in ranges] for source, ranges in of_sources.items()},
+        source_rows=source_rows,
     )
 
 
-def _batches_of(split: Split, max_length: int) -> Iterator[np.ndarray]:
+def _read_batch_positions(split: Split, max_length: int) -> Iterator[np.ndarray]:
     """Yield the record batches of each file, BATCH [batches]; the first row is counted in the split, the file is 0.
 
     Reads their heads, and not their rows. InputError if rows do not have ``max_length`` tokens.
@@ -272,36 +346,34 @@ def _batches_of(split: Split, max_length: int) -> Iterator[np.ndarray]:
     row = 0
     for file in split.files:
         mapped = map_file(file)
-        mapped.madvise(mmap.MADV_RANDOM)
-        found: list[tuple[int, int, int]] = []
+        mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead: the heads are far apart
+        positions: list[tuple[int, int, int]] = []  # the fields of BATCH
         try:
             stream = pa.BufferReader(pa.py_buffer(mapped))
             schema = pa.ipc.read_schema(stream)
-            for offset, batch in _batches_in(stream, schema):
+            while True:
+                offset = stream.tell()
+                try:
+                    message = pa.ipc.read_message(stream)
+                except EOFError:
+                    break
+                batch = pa.ipc.read_record_batch(message, schema)
                 _check_batch(batch, max_length, file)
-                found.append((row, offset, 0))
+                positions.append((row, offset, 0))
                 row += batch.num_rows
         except (ValueError, OSError) as error:
             raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
-        yield np.array(found, BATCH)
-
-
-def _batches_in(stream: pa.BufferReader, schema: pa.Schema) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield each record batch from here on, with its place in the stream."""
-    while True:
-        offset = stream.tell()
-        try:
-            message = pa.ipc.read_message(stream)
-        except EOFError:
-            return
-        yield offset, pa.ipc.read_record_batch(message, schema)
+        yield np.array(positions, BATCH)
 
 
 def _check_batch(batch: pa.RecordBatch, max_length: int, file: Path) -> None:
+    """Raise an InputError unless each row has ``max_length`` tokens and labels, and no column has a null."""
     for name in {"input_ids", "labels"} & set(batch.schema.names):
         column = batch.column(name)
-        is_fixed = pa.types.is_fixed_size_list(column.type)
-        lengths = {column.type.list_size} if is_fixed else set(pc.list_value_length(column).to_pylist())
+        if pa.types.is_fixed_size_list(column.type):
+            lengths = {column.type.list_size}
+        else:
+            lengths = set(pc.list_value_length(column).to_pylist())
         if batch.num_rows and lengths != {max_length}:
             raise InputError(f"{file}: {name} has rows of other lengths than --max_length {max_length}; tokenize again")
     for name in batch.schema.names:

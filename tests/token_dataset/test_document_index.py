@@ -27,7 +27,7 @@ from fabric_train.token_dataset.arrow_folder import count_sources, write_index
 from fabric_train.token_dataset.document_index import DOCUMENT, DocumentIndex, SourceTable, open_index, row_checksums
 from fabric_train.token_dataset.manifest import SourceLedger, SourceRecord
 from fabric_train.tokenization import build, encoding, merge
-from fabric_train.tokenization.merge_rows import join_indexes
+from fabric_train.tokenization.merge_rows import IndexToJoin, join_indexes
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
 from tests.token_dataset.test_rows import Task, rows_of, tasks
@@ -93,7 +93,7 @@ def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, oth
         second = number_of_rows(other, folder / "second", 0)
         check_pieces(first, task, 0, 0)
         (folder / "joined").mkdir()
-        join_indexes(folder / "joined", [first, second], [0, 1], [0, 0])
+        join_indexes(folder / "joined", [IndexToJoin(first, 0, 0), IndexToJoin(second, 1, 0)])
         num_documents = len(first.documents) + len(second.documents)
         num_rows = len(first.rows) + len(second.rows) - 2
         joined = DocumentIndex(folder / "joined", table("a", "b"), task.max_length, num_documents, num_rows)
