@@ -148,7 +148,7 @@ def _encode_with(
     if outdated:
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
     all_shards = corpus.shards(name)
-    shards = list(compress(all_shards, input_slice.of([shard.num_bytes for shard in all_shards])))
+    shards = list(compress(all_shards, input_slice.select([shard.num_bytes for shard in all_shards])))
     to_hash = list(files_to_hash(corpus.sources, input_slice, corpus.files_read_at_once(all_shards)))
     job = EncodingJob(corpus, folder, encoder, all_shards, multiprocessing.RawArray("q", 3 * len(all_shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,14 @@ SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
 _ARRAYS = ("documents", "parts", "skipped", "edits", "pairs", "hashes", "turn_ends")  # of a record, as it stores them
-PlaceInShard = tuple[int, int, int]  # number and row of a document, see ENCODED; its part is between them
+
+
+class PlaceInShard(NamedTuple):
+    """Where a document was read."""
+
+    number: int  # see ENCODED
+    part: int  # the index of the part in its shard
+    row: int  # see ENCODED
 
 
 @dataclass(frozen=True)
@@ -64,61 +71,65 @@ SIZES = ShardSizes()
 
 @dataclass(frozen=True)
 class Shard:
-    """Parts of one source that are encoded together; ``key`` names its files, ``source`` is the source's number.
+    """Parts of one source that are encoded together."""
 
-    ``origins`` has the number of each part's file or split, int64 [parts]; ``read_at_once`` whether its reader hashes
-    it, bool [parts].
-    """
-
-    index: int
-    source: int
+    index: int  # among the shards of all sources
+    source: int  # the number of its source
     parts: Sequence[Any]
     num_bytes: int
-    key: str
-    origins: np.ndarray
-    read_at_once: np.ndarray
+    key: str  # names its files
+    origins: np.ndarray  # int64 [parts], the number of each part's file or split in the source
+    read_at_once: np.ndarray  # bool [parts], whether the reader of the part hashes its file
 
 
 def split_into_shards(sources: Sequence[Source], settings: str, sizes: ShardSizes = SIZES) -> list[Shard]:
-    """Split the sources, in order, into shards with parts of one source; ``settings`` is a part of their keys."""
-    total = sum(source.num_bytes for source in sources)
-    shard_bytes = min(max(total // _TARGET_NUM_SHARDS, sizes.smallest), _MAX_SHARD_BYTES)
-    shard_bytes = max(shard_bytes, total // _MAX_NUM_SHARDS)
+    """Split the sources, in order, into shards with parts of one source; ``settings`` enter their keys."""
+    total_bytes = sum(source.num_bytes for source in sources)
+    shard_bytes = max(total_bytes // _TARGET_NUM_SHARDS, sizes.smallest)
+    shard_bytes = min(shard_bytes, _MAX_SHARD_BYTES)
+    shard_bytes = max(shard_bytes, total_bytes // _MAX_NUM_SHARDS)
     shards: list[Shard] = []
-    for number, source in enumerate(sources):
+    for source_number, source in enumerate(sources):
+        # fill a shard with parts until the next part would make it too large
         parts: list[Any] = []
         num_bytes = 0
         for part in source.parts(shard_bytes):
             if parts and num_bytes + part.num_bytes > shard_bytes:
-                shards.append(_shard(len(shards), number, source, parts, settings))
+                shards.append(_build_shard(len(shards), source_number, source, parts, settings))
                 parts = []
                 num_bytes = 0
             parts.append(part)
             num_bytes += part.num_bytes
         if parts:
-            shards.append(_shard(len(shards), number, source, parts, settings))
+            shards.append(_build_shard(len(shards), source_number, source, parts, settings))
     return shards
 
 
-def _shard(index: int, number: int, source: Source, parts: list[Any], settings: str) -> Shard:
+def _build_shard(index: int, source_number: int, source: Source, parts: list[Any], settings: str) -> Shard:
     identities = [source.identity(part) for part in parts]
-    known = all(identity is not None for identity in identities)
-    content = "\n".join([f"{FORMAT} {settings}", *map(str, identities)]) if known else os.urandom(16).hex()
+    if None in identities:
+        # the content of a part cannot be recognized again: a random key, so that no later run reuses the shard
+        content = os.urandom(16).hex()
+    else:
+        content = "\n".join([f"{FORMAT} {settings}", *map(str, identities)])
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
+    read_at_once = [isinstance(part, FilePart) and part.is_read_at_once for part in parts]
     return Shard(
         index=index,
-        source=number,
+        source=source_number,
         parts=source.pack(parts),
         num_bytes=sum(part.num_bytes for part in parts),
         key=key,
         origins=np.array([part.origin for part in parts], dtype=np.int64),
-        read_at_once=np.array([isinstance(part, FilePart) and part.is_read_at_once for part in parts]),
+        read_at_once=np.array(read_at_once),
     )
 
 
 def part_name(source: Source, part: Any) -> str:
     """Return the file of a part, or the name of a dataset that does not consist of files."""
-    return part.name if isinstance(part, FilePart) else source.name
+    if isinstance(part, FilePart):
+        return part.name
+    return source.name
 
 
 @dataclass(frozen=True)
@@ -128,16 +139,19 @@ class InputSlice:
     number: int = 1
     count: int = 1
 
-    def of(self, sizes: Sequence[int]) -> list[bool]:
-        """Return which of consecutive items of these sizes in bytes are in this slice."""
+    def select(self, sizes: Sequence[int]) -> list[bool]:
+        """Return for each of consecutive items, whose sizes in bytes are given, whether it is in this slice."""
         return [number == self.number for number in slice_numbers(sizes, self.count)]
 
 
 def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the slice, 1 to ``count``, that has the middle byte of each item; ``sizes`` are bytes in order."""
+    """Return for each of consecutive items the slice, 1 to ``count``, that has its middle byte; ``sizes`` in bytes."""
+    if not sizes:
+        return []
     ends = np.cumsum(sizes, dtype=np.int64)
-    total = max(1, int(ends[-1])) if len(ends) else 1
-    numbers = 1 + ((ends - np.asarray(sizes) / 2) * count / total).astype(np.int64)
+    middles = ends - np.asarray(sizes) / 2
+    total_bytes = max(1, int(ends[-1]))
+    numbers = 1 + (middles * count / total_bytes).astype(np.int64)
     return [min(number, count) for number in numbers.tolist()]
 
 
@@ -155,29 +169,42 @@ def files_to_hash(
 ) -> Iterator[FilesToHash]:
     """Yield the files of a slice, in groups of about ``group_bytes``; slices of files are not slices of shards.
 
-    A file is hashed by one process, so that its SHA-256 is of the whole file. ``are_read`` are the files of each
+    A file is hashed by one process, so that its SHA-256 is that of the whole file. ``are_read`` are the files of each
     source that are hashed elsewhere, bool [files] each.
     """
-    is_in = input_slice.of([size for source in sources for size in source.files.sizes])
-    is_in = (np.array(is_in, dtype=bool) & ~np.concatenate([[], *are_read]).astype(bool)).tolist()
-    first = 0
-    for number, source in enumerate(sources):
-        start = num_bytes = 0
+    sizes: list[int] = []
+    for source in sources:
+        sizes += source.files.sizes
+    is_in_slice = np.array(input_slice.select(sizes), dtype=bool)
+    is_read = np.concatenate([[], *are_read]).astype(bool)
+    is_hashed = (is_in_slice & ~is_read).tolist()  # [files of all sources]
+
+    first_file = 0  # of the source, among the files of all sources
+    for source_number, source in enumerate(sources):
+        start = 0  # of the current group, in the source
+        num_bytes = 0
         for index, size in enumerate(source.files.sizes):
-            is_own = is_in[first + index]
-            num_bytes += size if is_own else 0
-            if not is_own or num_bytes >= group_bytes:
-                if start < index + is_own:
-                    yield FilesToHash(number, start, index + is_own)
+            if is_hashed[first_file + index]:
+                num_bytes += size
+                stop = index + 1
+                is_complete = num_bytes >= group_bytes
+            else:  # a group has consecutive files, so it ends before a file that is not hashed
+                stop = index
+                is_complete = True
+            if is_complete:
+                if start < stop:
+                    yield FilesToHash(source_number, start, stop)
                 start = index + 1
                 num_bytes = 0
         if start < len(source.files):
-            yield FilesToHash(number, start, len(source.files))
-        first += len(source.files)
+            yield FilesToHash(source_number, start, len(source.files))
+        first_file += len(source.files)
 
 
 @dataclass(frozen=True)
 class ShardRecord:
+    """The content of a finished shard, except the tokens, masks and signatures, which stay in their files."""
+
     shard: Shard
     documents: np.ndarray  # ENCODED [kept]
     parts: np.ndarray  # PART [parts of the shard]
@@ -208,16 +235,20 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
         return None
     masks = folder / f"{shard.key}.masks"
     with np.load(file, allow_pickle=False) as stored:
+        samples: list[tuple[PlaceInShard, DroppedText]] = []
+        for sample in json.loads(str(stored["samples"])):
+            place = PlaceInShard(sample.pop("number"), sample.pop("part"), sample.pop("row"))
+            samples.append((place, DroppedText(**sample)))
+        hits: list[tuple[PlaceInShard, TaskHit]] = []
+        for number, part, row, *hit in json.loads(str(stored["hits"])):
+            hits.append((PlaceInShard(number, part, row), TaskHit(*hit)))
         return ShardRecord(
             shard=shard,
             **{name: stored[name] for name in _ARRAYS},
             reasons=tuple(stored["reasons"].tolist()),
             kinds=tuple(stored["kinds"].tolist()),
-            samples=[
-                ((one.pop("number"), one.pop("part"), one.pop("row")), DroppedText(**one))
-                for one in json.loads(str(stored["samples"]))
-            ],
-            hits=[((number, part, row), TaskHit(*hit)) for number, part, row, *hit in json.loads(str(stored["hits"]))],
+            samples=samples,
+            hits=hits,
             num_read=int(stored["num_read"]),
             tokens=folder / f"{shard.key}.tokens",
             masks=masks if masks.exists() else None,
@@ -256,13 +287,21 @@ class ShardWriter:
         signed: bool,
         skips_bad_rows: bool,
     ) -> None:
-        self._documents: list[np.ndarray] = []
-        self._parts: list[tuple[int, int, bytes]] = []
-        self._skipped: list[tuple[int, int, int]] = []
-        self._reasons: dict[str, int] = {}  # with their numbers
-        self._edits: list[tuple[int, int, int]] = []
-        self._kinds: dict[str, int] = {}
+        self._folder = folder
+        self._shard = shard
+        self._show_progress = show
+        self._hashes_documents = hashed
+        self._skips_bad_rows = skips_bad_rows
+
+        # the record, in memory until `finish` writes it; see `ShardRecord`
+        self._documents: list[np.ndarray] = []  # ENCODED [documents] of each write
+        self._parts: list[tuple[int, int, bytes]] = []  # the fields of PART
+        self._skipped: list[tuple[int, int, int]] = []  # the fields of SKIPPED
+        self._reason_numbers: dict[str, int] = {}
+        self._edits: list[tuple[int, int, int]] = []  # the fields of EDIT
+        self._kind_numbers: dict[str, int] = {}
         self._samples: list[tuple[PlaceInShard, DroppedText]] = []
+        self._num_dropped: Counter[str] = Counter()  # by reason, to limit the samples
         self._hits: list[tuple[PlaceInShard, TaskHit]] = []
         self._pairs: list[np.ndarray] = []
         self._hashes: list[bytes] = []
@@ -270,18 +309,18 @@ class ShardWriter:
         self._first_bad_row = ""
         self.turn_ends: set[int] = set()
         self.unused: set[str] = set()
-        self._folder = folder
-        self._shard = shard
-        self._show_done = show
-        self._hashed = hashed
-        self._skips_bad_rows = skips_bad_rows
+
+        # progress
+        self._bytes_before = 0  # of the parts that have ended
+        self._num_documents = 0
+        self._num_tokens = 0
+
+        # the other files are written as the documents come
         self._tokens = (folder / f"{shard.key}.tokens").open("wb")
         self._signatures = (folder / f"{shard.key}.signatures").open("wb") if signed else None
         self._masks_path = folder / f"{shard.key}.masks"
-        self._masks_path.unlink(missing_ok=True)
-        self._masks: BinaryIO | None = None
-        self._num_dropped: Counter[str] = Counter()
-        self._bytes_before = self._num_tokens = self._num_documents = 0
+        self._masks_path.unlink(missing_ok=True)  # of an earlier attempt
+        self._masks: BinaryIO | None = None  # opened for the first document with a mask
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -306,23 +345,29 @@ class ShardWriter:
         return self._num_read
 
     def skip(self, ordinal: int, left_out: LeftOut) -> None:
-        number = self._reasons.setdefault(left_out.reason, len(self._reasons))
-        self._skipped.append((ordinal, number, left_out.num_tokens_cut))
+        """Record that the row of this number has no document, and why."""
+        reason_number = self._reason_numbers.setdefault(left_out.reason, len(self._reason_numbers))
+        self._skipped.append((ordinal, reason_number, left_out.num_tokens_cut))
 
     def clean(
         self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, shown: Callable[[], str]
     ) -> Cleaned[Content] | None:
-        """Record what cleaning has found and changed in a document; of the first dropped ones, keep a text to show."""
-        place = (ordinal, len(self._parts), row)
+        """Record what cleaning has found and changed in a document; return None if cleaning drops it.
+
+        The first documents that are dropped for a reason become samples, with the text that ``shown`` returns.
+        """
+        place = PlaceInShard(ordinal, len(self._parts), row)
         self._hits += [(place, hit) for hit in result.hits]
         if isinstance(result, Dropped):
             self.skip(ordinal, LeftOut(result.reason))
             self._num_dropped[result.reason] += 1
             if self._num_dropped[result.reason] <= PER_SHARD:
-                self._samples.append((place, DroppedText(result.reason, result.detail, shown()[:TEXT_CHARACTERS])))
+                sample = DroppedText(result.reason, result.detail, shown()[:TEXT_CHARACTERS])
+                self._samples.append((place, sample))
             return None
         for kind, count in result.edits.items():
-            self._edits.append((ordinal, self._kinds.setdefault(kind, len(self._kinds)), count))
+            kind_number = self._kind_numbers.setdefault(kind, len(self._kind_numbers))
+            self._edits.append((ordinal, kind_number, count))
         return result
 
     def sign(self, signature: np.ndarray | None) -> None:
@@ -335,7 +380,8 @@ class ShardWriter:
         """Record a bad row as skipped; InputError if bad rows are not skipped."""
         if not self._skips_bad_rows:
             raise error.fault() from None
-        self._first_bad_row = self._first_bad_row or str(error)
+        if not self._first_bad_row:
+            self._first_bad_row = str(error)
         self.skip(ordinal, LeftOut(error.reason))
 
     def write(
@@ -351,18 +397,24 @@ class ShardWriter:
         ``position`` is the number of the part's bytes that have been read. ``pairs`` are PAIR [documents] if the
         documents are preference pairs.
         """
+        # most shards have no masks: the file begins with the first one, and all tokens before it are supervised
         if supervised is not None and self._masks is None:
             self._masks = self._masks_path.open("wb")
             self._masks.write(b"\1" * self._num_tokens)
         if self._masks is not None:
-            self._masks.write(b"\1" * len(ids) if supervised is None else supervised.view(np.uint8).data)
+            if supervised is None:
+                self._masks.write(b"\1" * len(ids))
+            else:
+                self._masks.write(supervised.view(np.uint8).data)
         self._tokens.write(ids.data)
         self._num_tokens += len(ids)
         self._num_documents += len(documents)
         self._documents.append(documents)
-        self._pairs += [] if pairs is None else [pairs]
-        if self._hashed:
-            for begin, end in pairwise([0, *np.cumsum(documents["length"]).tolist()]):
+        if pairs is not None:
+            self._pairs.append(pairs)
+        if self._hashes_documents:
+            borders = [0, *np.cumsum(documents["length"]).tolist()]
+            for begin, end in pairwise(borders):
                 digest = hashlib.blake2b(ids[begin:end].data, digest_size=HASH_BYTES)
                 if supervised is not None:
                     digest.update(supervised[begin:end].data)
@@ -372,21 +424,20 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the record of the shard, by which it counts as finished, once its other files are whole."""
         self._close()
+        samples = [place._asdict() | asdict(sample) for place, sample in self._samples]
+        hits = [(*place, *astuple(hit)) for place, hit in self._hits]
         partial_file = self._folder / f"{self._shard.key}.partial"
-        samples = [
-            dict(zip(("number", "part", "row"), place, strict=True)) | asdict(one) for place, one in self._samples
-        ]
-        with partial_file.open("wb") as record:
+        with partial_file.open("wb") as file:
             np.savez(
-                record,
+                file,
                 documents=np.concatenate([np.empty(0, ENCODED), *self._documents]),
                 parts=np.array(self._parts, dtype=PART),
                 skipped=np.array(self._skipped, dtype=SKIPPED),
-                reasons=np.array(list(self._reasons), dtype=str),
+                reasons=np.array(list(self._reason_numbers), dtype=str),
                 edits=np.array(self._edits, dtype=EDIT),
-                kinds=np.array(list(self._kinds), dtype=str),
+                kinds=np.array(list(self._kind_numbers), dtype=str),
                 samples=json.dumps(samples),
-                hits=json.dumps([(*place, *astuple(hit)) for place, hit in self._hits]),
+                hits=json.dumps(hits),
                 pairs=np.concatenate([np.empty(0, PAIR), *self._pairs]),
                 hashes=np.frombuffer(b"".join(self._hashes), np.uint8).reshape(-1, HASH_BYTES),
                 num_read=self._num_read,
@@ -397,4 +448,4 @@ class ShardWriter:
         partial_file.rename(self._folder / f"{self._shard.key}.npz")
 
     def _show(self, position: int) -> None:
-        self._show_done(self._bytes_before + position, self._num_documents, self._num_tokens)
+        self._show_progress(self._bytes_before + position, self._num_documents, self._num_tokens)

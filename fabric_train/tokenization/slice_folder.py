@@ -11,8 +11,7 @@ A slice has the shards as a restarted run finds them, encoded, or with their lin
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,7 @@ from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.files.regular_file import read_json
 from fabric_train.reading.sources import Source, place_of
-from fabric_train.token_dataset.manifest import Manifest, SourceFile
+from fabric_train.token_dataset.manifest import Manifest, SourceFile, SourceRecord
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.shards import InputSlice, Shard, ShardSizes, slice_numbers
@@ -35,6 +34,7 @@ FILE_NAME = "slice.json"
 _ARGUMENTS = "config.yaml"
 _FORMAT = 2
 _OF_EACH_TASK = ("shard", "output_dir", "num_proc")
+_MOST_NAMED = 10
 MAKE_AGAIN = "remove it, and run its task again"
 FileState = tuple[int, str, int, int, int]
 """The number of a file's source, and its path, bytes, mtime_ns and ctime_ns."""
@@ -50,15 +50,14 @@ class InputFile:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """What a merge needs of a slice that ``--parts true`` has packed into rows.
-
-    ``goes_on`` says whether its first file begins in a slice before, ``num_files`` counts the files that it has read,
-    and ``rows_of_last`` the rows that it has read of the last one.
-    """
+    """What a merge has to know about a slice that ``--parts true`` has packed into rows."""
 
     goes_on: bool
+    """Whether its first file begins in an earlier slice."""
     num_files: int
+    """The files that it has read, in whole or in part."""
     rows_of_last: int
+    """The rows that it has read of the last of these files."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class SliceRecord:
 
     encoder: str  # see `EncodedSources`; empty if lines were counted
     settings: str  # what decides the content of the shards: see `OpenedCorpus` and `counting_settings`
-    files: list[InputFile]  # the files of the input that are this task's; each is one task's
+    files: list[InputFile]  # the files of the input that belong to this task; each belongs to one task
     shard_files: dict[str, tuple[int, str]]  # bytes and `content_hash` of each file of the slice's shards, by name
     folder: str  # where the task ran; paths in its arguments are relative to it
     packed: PackedSlice | None = None  # None if the slice has no rows
@@ -76,9 +75,11 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class Slice:
+    """The folder of a finished task of ``--shard I/N``."""
+
     folder: Path
     arguments: TokenizeArguments
-    part: InputSlice
+    input_slice: InputSlice  # I and N
     record: SliceRecord
 
 
@@ -98,53 +99,68 @@ def write_slice(
 ) -> None:
     """Make ``folder`` the slice with these finished shards of the folder ``unfinished``; see ``SliceRecord``."""
     shutil.rmtree(folder / "tokenizer")  # a merge saves it again, and compares the hashes
-    keys = {shard.key for shard in shards}
-    own = [file for file in sorted(unfinished.iterdir()) if file.name.partition(".")[0] in keys]
-    written = {file.name: (file.stat().st_size, content_hash(file)) for file in own}
-    for file in own:
+    shard_keys = {shard.key for shard in shards}
+    shard_files = [file for file in sorted(unfinished.iterdir()) if file.name.partition(".")[0] in shard_keys]
+    sizes_and_hashes = {file.name: (file.stat().st_size, content_hash(file)) for file in shard_files}
+    for file in shard_files:
         try:
             os.link(file, folder / file.name)  # a second name, so that a failure after this loses nothing
         except OSError:
             file.rename(folder / file.name)
-    (folder / _ARGUMENTS).write_text(dump(asdict(arguments)), encoding="utf-8")
-    record = SliceRecord(encoder, settings, files, written, os.getcwd())
-    (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+    _write_record(folder, arguments, SliceRecord(encoder, settings, files, sizes_and_hashes, os.getcwd()))
 
 
 def write_packed_slice(
     folder: Path, arguments: TokenizeArguments, encoder: str, settings: str, files: list[InputFile], packed: PackedSlice
 ) -> None:
     """Make the token dataset ``folder`` a packed slice; see ``SliceRecord``."""
+    _write_record(folder, arguments, SliceRecord(encoder, settings, files, {}, os.getcwd(), packed))
+
+
+def _write_record(folder: Path, arguments: TokenizeArguments, record: SliceRecord) -> None:
     (folder / _ARGUMENTS).write_text(dump(asdict(arguments)), encoding="utf-8")
-    record = SliceRecord(encoder, settings, files, {}, os.getcwd(), packed)
     (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
 
 
 def count_rows_before(folders: Sequence[Path]) -> list[int]:
-    """Return for each token dataset how many rows of its first file are in packed slices before it."""
+    """Return for each token dataset how many rows of its first file are in packed slices before it.
+
+    Slices of 100, 30 and 50 rows of one long file, the first of which begins it: 0, 100, 130.
+    """
     counts: list[int] = []
-    before = 0
+    rows_of_last_file = 0  # rows that the slices so far have read of the last file that they have read
     for folder in folders:
-        packed = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN).packed if is_slice(folder) else None
-        counts.append(before if packed and packed.goes_on else 0)
-        is_inside = packed is not None and packed.num_files == 1
-        before = (packed.rows_of_last if packed else 0) + (counts[-1] if is_inside else 0)
+        packed: PackedSlice | None = None
+        if is_slice(folder):
+            packed = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN).packed
+        if packed is None:
+            counts.append(0)
+            rows_of_last_file = 0
+            continue
+        rows_before = rows_of_last_file if packed.goes_on else 0
+        counts.append(rows_before)
+        rows_of_last_file = packed.rows_of_last
+        if packed.num_files == 1:  # its first file is its last one too
+            rows_of_last_file += rows_before
     return counts
 
 
 def fill_hashes(manifests: Sequence[Manifest], slices: Sequence[Slice]) -> list[Manifest]:
     """Return the manifests of packed slices with the SHA-256 of files that another slice has hashed."""
-    hashed = {
-        (file.state[0], file.hashed.path): file.hashed for one in slices for file in one.record.files if file.hashed
-    }
-    filled = []
+    hashed_files: dict[tuple[int, str], SourceFile] = {}  # by number of the source and path
+    for task_slice in slices:
+        for file in task_slice.record.files:
+            if file.hashed:
+                source_number = file.state[0]
+                hashed_files[source_number, file.hashed.path] = file.hashed
+    filled_manifests: list[Manifest] = []
     for manifest in manifests:
-        sources = []
-        for number, source in enumerate(manifest.sources):
-            files = (file if file.sha256 else hashed[number, file.path] for file in source.files)
+        sources: list[SourceRecord] = []
+        for source_number, source in enumerate(manifest.sources):
+            files = [file if file.sha256 else hashed_files[source_number, file.path] for file in source.files]
             sources.append(replace(source, files=tuple(files)))
-        filled.append(replace(manifest, sources=tuple(sources)))
-    return filled
+        filled_manifests.append(replace(manifest, sources=tuple(sources)))
+    return filled_manifests
 
 
 def find_finished_slice(arguments: TokenizeArguments) -> bool:
@@ -152,11 +168,13 @@ def find_finished_slice(arguments: TokenizeArguments) -> bool:
     folder = Path(arguments.output_dir).expanduser()
     if not is_slice(folder):
         return False
-    found = open_slice(folder)
-    other = [] if found.part == part_of(arguments) else [f"--shard {found.arguments.shard}"]
-    other += differing_arguments(found.arguments, arguments)
-    if other:
-        raise InputError(f"{folder} was made with {other[0]}; choose another folder, or remove it")
+    finished = open_slice(folder)
+    differences: list[str] = []
+    if finished.input_slice != part_of(arguments):
+        differences.append(f"--shard {finished.arguments.shard}")
+    differences += differing_arguments(finished.arguments, arguments)
+    if differences:
+        raise InputError(f"{folder} was made with {differences[0]}; choose another folder, or remove it")
     return True
 
 
@@ -176,13 +194,16 @@ def content_hash(file: Path) -> str:
 
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
-    """Return size and times of each file of each source; a changed file has others."""
-    states: list[list[FileState]] = []
+    """Return size and times of each file of each source, which tell whether the file has changed."""
+    all_states: list[list[FileState]] = []
     for number, source in enumerate(sources):
-        names = (os.fsencode(file.name).decode("utf-8", "backslashreplace") for file in source.files)
-        pairs = zip(names, source.files, strict=True)
-        states.append([(number, name, file.size, file.mtime_ns, file.ctime_ns) for name, file in pairs])
-    return states
+        states: list[FileState] = []
+        for file in source.files:
+            # a name need not be UTF-8, and JSON must be
+            name = os.fsencode(file.name).decode("utf-8", "backslashreplace")
+            states.append((number, name, file.size, file.mtime_ns, file.ctime_ns))
+        all_states.append(states)
+    return all_states
 
 
 def open_slice(folder: Path) -> Slice:
@@ -200,20 +221,26 @@ def open_slice(folder: Path) -> Slice:
 
 def differing_arguments(ours: TokenizeArguments, theirs: TokenizeArguments) -> list[str]:
     """Return our arguments that differ from theirs, as on the command line."""
-    names = [field.name for field in fields(ours) if field.name not in _OF_EACH_TASK]
-    return [f"--{name} {getattr(ours, name)}" for name in names if getattr(ours, name) != getattr(theirs, name)]
+    differences: list[str] = []
+    for argument in fields(ours):
+        value = getattr(ours, argument.name)
+        if argument.name not in _OF_EACH_TASK and value != getattr(theirs, argument.name):
+            differences.append(f"--{argument.name} {value}")
+    return differences
 
 
 def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
-    """Return all slices of a run in their order, to be merged into ``target``; InputError if they are not all there."""
+    """Return all slices of a run in their order, to be merged into ``target``; InputError if any is missing."""
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)
-    others = [folder for folder in folders if not is_slice(folder)]
-    if others:
-        like = next(folder for folder in folders if is_slice(folder))
-        raise InputError(*(f"{folder} is no slice made with --shard, as {like} is; leave it out" for folder in others))
-    slices = _in_order([open_slice(folder) for folder in folders])
+    slice_dirs = [folder for folder in folders if is_slice(folder)]
+    other_dirs = [folder for folder in folders if not is_slice(folder)]
+    if other_dirs:
+        example = slice_dirs[0]
+        faults = [f"{folder} is no slice made with --shard, as {example} is; leave it out" for folder in other_dirs]
+        raise InputError(*faults)
+    slices = _sort_and_check([open_slice(folder) for folder in folders])
     if not slices[0].arguments.parts:
         _check_working_folder(slices)
     return slices
@@ -224,96 +251,146 @@ def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> Open
     return open_corpus(replace(slices[0].arguments, shard=None, num_proc=None), folder, folder, sizes)
 
 
-def _in_order(slices: Sequence[Slice]) -> list[Slice]:
+def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
     """Return slices in their order; raise InputError unless they are all slices of one run, each once and undamaged."""
-    first = slices[0]
-    by_number: dict[int, Slice] = {}
-    kinds = {one.arguments.counts_lines: one.folder for one in slices}
-    if len(kinds) > 1:
-        raise InputError(f"{kinds[True]} has counted lines, and {kinds[False]} is encoded; merge each kind by itself")
-    faults = []
+    # all hold the same kind of work
+    folders_by_kind = {task_slice.arguments.counts_lines: task_slice.folder for task_slice in slices}
+    if len(folders_by_kind) > 1:
+        raise InputError(
+            f"{folders_by_kind[True]} has counted lines, and {folders_by_kind[False]} is encoded; "
+            "merge each kind by itself"
+        )
+
+    # all belong to the run of the first slice, none comes twice, and their files are as they were written
+    reference = slices[0]
+    count = reference.input_slice.count
+    slices_by_number: dict[int, Slice] = {}
+    faults: list[str] = []
     log = ThrottledLog()
-    for one in slices:
-        other = differing_arguments(first.arguments, one.arguments)
-        if one.part.count != first.part.count:
-            are = f"{one.folder} is slice {one.arguments.shard}, and {first.folder} {first.arguments.shard}"
-            faults.append(f"{are}; {MAKE_AGAIN}")
-        elif one.part.number in by_number:
-            same = by_number[one.part.number].folder
-            faults.append(f"{one.folder} and {same} are both slice {one.arguments.shard}; leave one of them out")
-        elif other:
-            faults.append(f"{first.folder} was made with {other[0]}, and {one.folder} not; {MAKE_AGAIN}")
+    for task_slice in slices:
+        folder = task_slice.folder
+        shard = task_slice.arguments.shard
+        number = task_slice.input_slice.number
+        differences = differing_arguments(reference.arguments, task_slice.arguments)
+        if task_slice.input_slice.count != count:
+            faults.append(
+                f"{folder} is slice {shard}, and {reference.folder} {reference.arguments.shard}; {MAKE_AGAIN}"
+            )
+        elif number in slices_by_number:
+            faults.append(
+                f"{folder} and {slices_by_number[number].folder} are both slice {shard}; leave one of them out"
+            )
+        elif differences:
+            faults.append(f"{reference.folder} was made with {differences[0]}, and {folder} not; {MAKE_AGAIN}")
         else:
-            by_number[one.part.number] = one
-            faults += [f"{damage}; {MAKE_AGAIN}" for damage in _damaged_files(one, log)]
+            slices_by_number[number] = task_slice
+            damage = _find_damage(task_slice, log)
+            if damage:
+                faults.append(f"{damage}; {MAKE_AGAIN}")
     if faults:
         raise InputError(*faults)
-    missing = [number for number in range(1, first.part.count + 1) if number not in by_number]
+
+    # none is missing
+    missing = [number for number in range(1, count + 1) if number not in slices_by_number]
     if missing:
-        named = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10:,} more" if len(missing) > 10 else "")
+        numbers = ", ".join(map(str, missing[:_MOST_NAMED]))
+        if len(missing) > _MOST_NAMED:
+            numbers += f" and {len(missing) - _MOST_NAMED:,} more"
         raise InputError(
-            f"of {first.part.count:,} slices these are missing: {named}; run their tasks, such as --shard "
-            f"{missing[0]}/{first.part.count}, to their end, and give their folders"
+            f"of {count:,} slices these are missing: {numbers}; run their tasks, such as --shard "
+            f"{missing[0]}/{count}, to their end, and give their folders"
         )
-    return [by_number[number] for number in sorted(by_number)]
+    return [slices_by_number[number] for number in sorted(slices_by_number)]
 
 
-def _damaged_files(one: Slice, log: ThrottledLog) -> Iterator[str]:
-    """Yield a line for the first file of a slice that is not there as it was written."""
-    for number, (name, (size, hashed)) in enumerate(one.record.shard_files.items()):
-        log(f"checking {one.folder}: {number:,} of {len(one.record.shard_files):,} files")
-        file = one.folder / name
-        found = -1
-        with suppress(FileNotFoundError):
-            found = file.stat().st_size
-        if found != size:
-            yield f"{one.folder}: {name} " + ("is missing" if found < 0 else f"has {found:,} bytes instead of {size:,}")
-            return
-        if content_hash(file) != hashed:
-            yield f"{one.folder}: {name} has changed since it was written"
-            return
+def _find_damage(task_slice: Slice, log: ThrottledLog) -> str:
+    """Describe the first file of a slice that is missing or has changed; empty if all are as they were written."""
+    folder = task_slice.folder
+    shard_files = task_slice.record.shard_files
+    for number, (name, (num_bytes, expected_hash)) in enumerate(shard_files.items()):
+        log(f"checking {folder}: {number:,} of {len(shard_files):,} files")
+        file = folder / name
+        try:
+            found_bytes = file.stat().st_size
+        except FileNotFoundError:
+            return f"{folder}: {name} is missing"
+        if found_bytes != num_bytes:
+            return f"{folder}: {name} has {found_bytes:,} bytes instead of {num_bytes:,}"
+        if content_hash(file) != expected_hash:
+            return f"{folder}: {name} has changed since it was written"
+    return ""
 
 
 def _check_working_folder(slices: Sequence[Slice]) -> None:
-    """Check that paths mean what they meant for the tasks."""
-    given = slices[0].arguments
-    places = [*map(place_of, [*given.dataset, *(given.validation_dataset or ())]), given.tokenizer_name]
-    places += [*(given.decontaminate or ()), *([given.chat_template] if given.chat_template else [])]
-    places += [given.boilerplate] if isinstance(given.boilerplate, str) else []
-    relative = [place for place in places if not os.path.isabs(os.path.expanduser(place))]
-    other = next((one for one in slices if one.record.folder != os.getcwd()), None)
-    if relative and other:
-        raise InputError(f"{other.folder} was made in {other.record.folder}, where {relative[0]} is; merge there")
+    """Raise an InputError if relative paths of the arguments mean other files here than where the tasks ran."""
+    arguments = slices[0].arguments
+    paths = [place_of(name) for name in arguments.dataset]
+    paths += [place_of(name) for name in arguments.validation_dataset or ()]
+    paths.append(arguments.tokenizer_name)
+    paths += arguments.decontaminate or ()
+    if arguments.chat_template:
+        paths.append(arguments.chat_template)
+    if isinstance(arguments.boilerplate, str):
+        paths.append(arguments.boilerplate)
+    relative_paths = [path for path in paths if not os.path.isabs(os.path.expanduser(path))]
+    if not relative_paths:
+        return
+    working_folder = os.getcwd()
+    for task_slice in slices:
+        task_folder = task_slice.record.folder
+        if task_folder != working_folder:
+            raise InputError(
+                f"{task_slice.folder} was made in {task_folder}, where {relative_paths[0]} is; merge there"
+            )
 
 
 def check_settings(slices: Sequence[Slice], settings: str) -> None:
     """Raise an InputError if some shards were made with other settings than this process has."""
-    changed = [one.folder for one in slices if one.record.settings != settings]
-    if changed:
-        what = "the tokenizer, or a package or file that cleaning uses, has changed since it was made"
-        raise InputError(f"{changed[0]}: {what}; {MAKE_AGAIN}")
+    changed_dirs = [task_slice.folder for task_slice in slices if task_slice.record.settings != settings]
+    if changed_dirs:
+        reason = "the tokenizer, or a package or file that cleaning uses, has changed since it was made"
+        raise InputError(f"{changed_dirs[0]}: {reason}; {MAKE_AGAIN}")
 
 
 def folders_of_shards(slices: Sequence[Slice]) -> dict[str, Path]:
     """Return the folder that has the files of each shard, by the shard's key."""
-    return {name.partition(".")[0]: one.folder for one in slices for name in one.record.shard_files}
+    folders: dict[str, Path] = {}
+    for task_slice in slices:
+        for name in task_slice.record.shard_files:
+            key = name.partition(".")[0]
+            folders[key] = task_slice.folder
+    return folders
 
 
 def check_unchanged(
     slices: Sequence[Slice], corpus: OpenedCorpus, shards: Sequence[Shard], lost: Sequence[int]
 ) -> None:
-    """Raise an InputError if files of the input have changed or are new; ``lost`` are the shards that no slice has."""
-    count = slices[0].part.count
-    known = {file.state for one in slices for file in one.record.files}
+    """Raise an InputError if files of the input have changed or are new; ``lost`` are the shards that no slice has.
+
+    The message names the slices to make again: those that would have the lost shards, and the files that no slice
+    knows in their present state.
+    """
+    count = slices[0].input_slice.count
+
+    # the files that are new or have changed since a task looked at them
+    recorded_states: set[FileState] = set()
+    for task_slice in slices:
+        recorded_states.update(file.state for file in task_slice.record.files)
     states = list(chain.from_iterable(states_of(corpus.sources)))
-    of_shards = slice_numbers([shard.num_bytes for shard in shards], count)
-    of_files = slice_numbers([size for _, _, size, *_ in states], count)
-    unknown = [index for index, state in enumerate(states) if state not in known]
-    is_of_shard = np.concatenate([[], *corpus.files_read_at_once(shards)]).astype(bool)  # a slice has it with its shard
-    apart = [index for index in unknown if not is_of_shard[index]]
-    stale = sorted({*(of_shards[index] for index in lost), *(of_files[index] for index in apart)})
-    if stale:
-        what = states[unknown[0]][1] if unknown else "the input"
-        named = ", ".join(str(slices[number - 1].folder) for number in stale[:10])
-        more = f" and {len(stale) - 10:,} more" if len(stale) > 10 else ""
-        raise InputError(f"{what} has changed since the tasks ran; remove {named}{more}, and run their tasks again")
+    changed_files = [index for index, state in enumerate(states) if state not in recorded_states]
+
+    # the slices that they, and the lost shards, belong to
+    slices_of_shards = slice_numbers([shard.num_bytes for shard in shards], count)
+    slices_of_files = slice_numbers([num_bytes for _, _, num_bytes, *_ in states], count)
+    stale = {slices_of_shards[index] for index in lost}
+    # a file that is read at once belongs to the slice of its shard, which is lost if the file has changed
+    is_read_with_shard = np.concatenate([[], *corpus.files_read_at_once(shards)]).astype(bool)
+    stale.update(slices_of_files[index] for index in changed_files if not is_read_with_shard[index])
+    if not stale:
+        return
+    changed = states[changed_files[0]][1] if changed_files else "the input"
+    folders = [str(slices[number - 1].folder) for number in sorted(stale)]
+    names = ", ".join(folders[:_MOST_NAMED])
+    if len(folders) > _MOST_NAMED:
+        names += f" and {len(folders) - _MOST_NAMED:,} more"
+    raise InputError(f"{changed} has changed since the tasks ran; remove {names}, and run their tasks again")

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from fabric_train.cli.progress import ThrottledLog
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.reading.listing import SHA256_BYTES
 from fabric_train.reading.sources import Source
-from fabric_train.token_dataset.manifest import Manifest
+from fabric_train.token_dataset.manifest import Manifest, SourceFile
 from fabric_train.tokenization import slice_folder
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import notes_of, write_token_dataset
@@ -38,6 +37,7 @@ from fabric_train.tokenization.line_counts import (
 )
 from fabric_train.tokenization.shards import SIZES, ShardRecord, ShardSizes, read_record
 from fabric_train.tokenization.slice_folder import (
+    FileState,
     InputFile,
     PackedSlice,
     Slice,
@@ -51,16 +51,20 @@ from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list[str]:
     """Count the lines of the slice --shard into --output_dir, complete or absent; return lines of a summary."""
-    part = part_of(arguments)
-    # the tokenizer is of no use here, but a wrong one is found before the lines are counted
+    input_slice = part_of(arguments)
+    # counting needs no tokenizer, but a wrong one is reported before the lines are counted
     with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
+        # count the shards of the slice
         all_shards = split_to_count(corpus)
-        shards = list(compress(all_shards, part.of([shard.num_bytes for shard in all_shards])))
+        is_selected = input_slice.select([shard.num_bytes for shard in all_shards])
+        shards = list(compress(all_shards, is_selected))
         started = time.monotonic()
         count_lines(corpus, shards, unfinished)
+
+        # record the state of its files, which a merge compares; each file belongs to one slice
         states = list(chain.from_iterable(states_of(corpus.sources)))
-        own = compress(states, part.of([size for _, _, size, *_ in states]))
-        files = [InputFile(state, None) for state in own]
+        is_selected = input_slice.select([num_bytes for _, _, num_bytes, *_ in states])
+        files = [InputFile(state, hashed=None) for state in compress(states, is_selected)]
         write_slice(folder, unfinished, shards, arguments, "", counting_settings(corpus), files)
     seconds = time.monotonic() - started
     num_bytes = sum(shard.num_bytes for shard in shards)
@@ -93,6 +97,7 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
         started = time.monotonic()
         encoded = encode_sources(corpus, unfinished, check, part_of(arguments))
         seconds = time.monotonic() - started
+        # `write_token_dataset` empties the records: what the summary needs is taken from them before
         files = list(_hashed_files(corpus.sources, encoded.digests))
         shards = [record.shard for record in encoded.records]
         num_documents = sum(len(record.documents) for record in encoded.records)
@@ -105,91 +110,147 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
         else:
             write_slice(folder, unfinished, shards, arguments, encoded.encoder, corpus.settings, files)
     speed = f"{num_tokens / seconds:,.0f} tokens/s, {seconds:.1f} s with {encoded.num_proc} processes"
-    return [
+    summary = [
         f"slice      {arguments.shard}: {len(shards):,} shards, {num_documents:,} documents, {num_tokens:,} tokens",
         f"speed      {speed}",
-        *(f"note       {note}" for note in notes),
     ]
+    summary += [f"note       {note}" for note in notes]
+    return summary
 
 
 def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSlice:
-    if not any(len(record.documents) for record in encoded.records):
+    """Return what a merge has to know of the encoded slice; InputError if it has no document."""
+    records = encoded.records
+    if not any(len(record.documents) for record in records):
         raise InputError(f"--shard {corpus.arguments.shard}: no document is in this slice; use fewer slices")
-    first = encoded.records[0].shard
-    last = encoded.records[-1].shard
-    before = next((shard for shard in corpus.shards(encoded.encoder) if shard.index == first.index - 1), None)
-    goes_on = before is not None and (before.source, before.origins[-1]) == (first.source, first.origins[0])
-    own = [record for record in encoded.records if record.shard.source == last.source]
-    rows_of_last = sum(
-        int(record.parts["rows"][record.shard.origins == last.origins[-1]].sum(dtype=np.int64)) for record in own
-    )
-    files = {(record.shard.source, origin) for record in encoded.records for origin in record.shard.origins.tolist()}
+
+    # does the shard before the slice end in the file with which the slice begins?
+    first_shard = records[0].shard
+    goes_on = False
+    for shard in corpus.shards(encoded.encoder):
+        if shard.index == first_shard.index - 1:
+            last_file_before = (shard.source, shard.origins[-1])
+            goes_on = last_file_before == (first_shard.source, first_shard.origins[0])
+            break
+
+    # the files of the slice, and the rows of its last file, which may be in several shards
+    last_shard = records[-1].shard
+    last_file = (last_shard.source, int(last_shard.origins[-1]))
+    files: set[tuple[int, int]] = set()
+    rows_of_last = 0
+    for record in records:
+        origins = record.shard.origins
+        files.update((record.shard.source, origin) for origin in origins.tolist())
+        if record.shard.source == last_file[0]:
+            rows_of_last += int(record.parts["rows"][origins == last_file[1]].sum(dtype=np.int64))
     return PackedSlice(goes_on, len(files), rows_of_last)
 
 
 def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> Iterator[InputFile]:
-    for source, of_files, states in zip(sources, digests, states_of(sources), strict=True):
-        triples = zip(states, source.record(of_files).files, map(np.any, of_files), strict=True)
-        yield from (InputFile(state, hashed) for state, hashed, is_own in triples if is_own)
+    """Yield the files that this slice has hashed; the digests of the others are zeros."""
+    for source, source_digests, states in zip(sources, digests, states_of(sources), strict=True):
+        files = source.record(source_digests).files
+        for state, file, digest in zip(states, files, source_digests, strict=True):
+            if np.any(digest):
+                yield InputFile(state, file)
 
 
 def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> tuple[Manifest, list[str]]:
     """Write the token dataset that one run without --shard would write, complete or absent; return notes too."""
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)
-        encoded = _join(corpus, slices)
+        encoded = _join_slices(corpus, slices)
         notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
     return manifest, notes
 
 
-def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
-    encoder = slices[0].record.encoder
+def _join_slices(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
+    """Return the shards of all slices as one run would have encoded them; InputError if they do not belong together."""
+    # all were made with the settings and the encoder of this run
     slice_folder.check_settings(slices, corpus.settings)
-    by_encoder = {one.record.encoder: one.folder for one in slices}
-    if len(by_encoder) > 1:
-        pairs = " and ".join(f"{folder} by {name}" for name, folder in list(by_encoder.items())[:2])
-        raise InputError(f"encoded differently: {pairs}; run the tasks on machines with the same packages")
+    folders_by_encoder = {task_slice.record.encoder: task_slice.folder for task_slice in slices}
+    if len(folders_by_encoder) > 1:
+        examples = list(folders_by_encoder.items())[:2]
+        encodings = " and ".join(f"{folder} by {name}" for name, folder in examples)
+        raise InputError(f"encoded differently: {encodings}; run the tasks on machines with the same packages")
+    encoder = slices[0].record.encoder
+
+    # read the finished shards
     shards = corpus.shards(encoder)
     folders = slice_folder.folders_of_shards(slices)
     records: dict[int, ShardRecord] = {}
     log = ThrottledLog()
     for shard in shards:
         log(f"reading slices: {shard.index:,} of {len(shards):,} shards")
-        record = read_record(folders[shard.key], shard) if shard.key in folders else None
-        if record is not None:
-            records[shard.index] = record
+        if shard.key in folders:
+            record = read_record(folders[shard.key], shard)
+            if record is not None:
+                records[shard.index] = record
     lost = [shard.index for shard in unfinished_shards(corpus, shards, records)]
     slice_folder.check_unchanged(slices, corpus, shards, lost)
-    hashed = {file.state: file.hashed for one in slices for file in one.record.files if file.hashed is not None}
+
+    # the SHA-256 of each file, from the slice that has hashed it
+    hashed_files: dict[FileState, SourceFile] = {}
+    for task_slice in slices:
+        for file in task_slice.record.files:
+            if file.hashed is not None:
+                hashed_files[file.state] = file.hashed
+    digests: list[np.ndarray] = []
+    for states in states_of(corpus.sources):
+        hexadecimal = "".join(hashed_files[state].sha256 for state in states)
+        digests.append(np.frombuffer(bytes.fromhex(hexadecimal), np.uint8).reshape(-1, SHA256_BYTES))
     return EncodedSources(
         records=[records[index] for index in sorted(records)],
-        digests=[
-            np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, SHA256_BYTES)
-            for digests in ([hashed[state].sha256 for state in states] for states in states_of(corpus.sources))
-        ],
+        digests=digests,
         encoder=encoder,
         num_proc=1,
     )
 
 
 def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
-    """Return the command that merges all slices into ``output_dir``; ``arguments`` are of one task."""
+    """Return the command that merges all slices into ``output_dir``; ``arguments`` are those of one task.
+
+    Its pattern of folders is made from --output_dir of the task: task 3 with ``slices/3`` gives ``slices/*``.
+    """
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
-    pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
-    folders = os.path.join(parent, pattern) if is_numbered else "SLICES"
+    number = rf"(?<!\d){_slice_number(arguments)}(?!\d)"
+    pattern, num_replaced = re.subn(number, "*", name, count=1)
+    folders = os.path.join(parent, pattern) if num_replaced else "SLICES"
+    # quote all but the asterisk, which the shell must expand
     quoted = "*".join(shlex.quote(piece) if piece else "" for piece in folders.split("*"))
-    as_parts = " --parts true" if arguments.parts and not arguments.counts_lines else ""
-    return f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}{as_parts}"
+    command = f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}"
+    if arguments.parts and not arguments.counts_lines:
+        command += " --parts true"
+    return command
 
 
-def encode_command(arguments: TokenizeArguments, lines: str) -> str:
-    """Return the command that encodes the slice counted with ``arguments``, without ``lines``, a folder."""
-    output_dir = beside_slices(arguments, os.path.join("slices", _number(arguments)))
-    changed = {"boilerplate": lines, "shard": arguments.shard, "output_dir": output_dir}
-    given = {field.name: getattr(arguments, field.name) for field in fields(arguments) if _is_given(field, arguments)}
-    same = {name: value for name, value in given.items() if name not in changed}
-    words = [word for name, value in (same | changed).items() for word in (f"--{name}", *_words(value))]
+def encode_command(arguments: TokenizeArguments, lines_dir: str) -> str:
+    """Return the command that encodes the slice that was counted with ``arguments``.
+
+    ``lines_dir`` is the folder with the repeated lines of all slices, which the command leaves out.
+    """
+    # the arguments of the command that differ from the defaults, with those that change in the end
+    new_values = {
+        "boilerplate": lines_dir,
+        "shard": arguments.shard,
+        "output_dir": beside_slices(arguments, os.path.join("slices", _slice_number(arguments))),
+    }
+    values: dict[str, object] = {}
+    for argument in fields(arguments):
+        has_factory = argument.default_factory is not MISSING
+        default = argument.default_factory() if has_factory else argument.default
+        value = getattr(arguments, argument.name)
+        if value != default and argument.name not in new_values:
+            values[argument.name] = value
+    values |= new_values
+
+    # as words of the command line
+    words: list[str] = []
+    for name, value in values.items():
+        words.append(f"--{name}")
+        for item in value if isinstance(value, list) else [value]:
+            words.append(str(item).lower() if isinstance(item, bool) else str(item))
     return f"{command_from_here('tokenize')} {shlex.join(words)}"
 
 
@@ -197,19 +258,11 @@ def beside_slices(arguments: TokenizeArguments, name: str) -> str:
     """Return the path of ``name`` beside the folder of the slices, or beside the slices if they have no folder."""
     folder = os.path.normpath(arguments.output_dir)
     parent = os.path.dirname(folder)
-    return os.path.join(os.path.dirname(parent) if os.path.basename(folder) == _number(arguments) else parent, name)
+    if os.path.basename(folder) == _slice_number(arguments):  # slices/3: beside `slices`
+        parent = os.path.dirname(parent)
+    return os.path.join(parent, name)
 
 
-def _number(arguments: TokenizeArguments) -> str:
+def _slice_number(arguments: TokenizeArguments) -> str:
     assert arguments.part is not None, "only tasks of --shard have others that follow"
     return str(arguments.part[0])
-
-
-def _is_given(field: Any, arguments: TokenizeArguments) -> bool:
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
-    return bool(getattr(arguments, field.name) != default)
-
-
-def _words(value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
