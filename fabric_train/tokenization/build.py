@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import count_by_task, write_hits, write_sample
+from fabric_train.cleaning.dropped import DroppedText, Location, TaskHit, count_by_task, write_hits, write_sample
 from fabric_train.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
@@ -34,6 +34,7 @@ from fabric_train.token_dataset.manifest import (
     Manifest,
     PairLedger,
     Settings,
+    SourceFile,
     SourceRecord,
     SplitLedger,
     TokenizerRecord,
@@ -55,7 +56,7 @@ _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "data
 
 @cache
 def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide the rows; to look them up reads a file of each."""
+    """Return the versions of the libraries that decide the rows; looking one up reads a file."""
     return {name: version(name) for name in _VERSIONS_OF}
 
 
@@ -91,37 +92,49 @@ def write_token_dataset(
 ) -> Manifest:
     """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
 
-    ``encoded`` has no records afterwards. If it is ``of_slice``, the manifest names only the files that it has read.
+    ``encoded`` has no records afterwards. With ``of_slice``, it holds one slice of the input, and the manifest names
+    only the files that the slice has read.
     """
+    # collect the documents
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)
-    near = None
+    near: NearDuplicates | None = None
     if arguments.near_duplicates is not None:
-        files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
-        near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
+        signature_files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
+        near = find_near_duplicates(signature_files, arguments.near_duplicates, folder / "bands")
     if not of_slice:
         _check_not_empty(corpus.sources, encoded, len(corpus.train))
-    collections = _collect(corpus, encoded, near)
-    unused = _unused_columns(encoded)
-    sources = [
-        replace(source, unused_columns=tuple(sorted(unused[number])))
-        for number, source in enumerate(corpus.source_records(encoded.digests))
-    ]
+    collections = _collect_documents(corpus, encoded, near)
+    unused_columns = _unused_columns(encoded)
+    sources: list[SourceRecord] = []
+    for number, source in enumerate(corpus.source_records(encoded.digests)):
+        sources.append(replace(source, unused_columns=tuple(sorted(unused_columns[number]))))
     if of_slice:
-        sources, collections = _with_own_files(sources, collections, encoded)
-    encoded.records.clear()  # gigabytes of a large corpus; the collections have the needed parts
+        sources, collections = _keep_files_of_slice(sources, collections, encoded)
+    encoded.records.clear()  # gigabytes of a large corpus; the collections have what is needed
+
+    # write the rows and the index of each split
     splits = select(collections, corpus.train, arguments)
-    table = SourceTable(sources)
-    ledgers = _write_splits(splits, folder, corpus, table)
-    dropped = [one for collection in collections for one in collection.dropped]
-    if any(len(one.duplicates) or len(one.near_duplicates) for one in collections):
-        dropped += sample_duplicates(near, collections, table, corpus.tokenizer_folder)
-    hits = [one for collection in collections for one in collection.hits]
-    if dropped:
-        write_sample(folder, dropped, table)
+    source_table = SourceTable(sources)
+    ledgers = _write_splits(splits, folder, corpus, source_table)
+
+    # write what cleaning dropped and marked
+    dropped_samples: list[tuple[DroppedText, Location]] = []
+    hits: list[tuple[TaskHit, Location]] = []
+    has_duplicates = False
+    for collection in collections:
+        dropped_samples += collection.dropped_samples
+        hits += collection.hits
+        has_duplicates |= bool(len(collection.duplicates) or len(collection.near_duplicates))
+    if has_duplicates:
+        dropped_samples += sample_duplicates(near, collections, source_table, corpus.tokenizer_folder)
+    if dropped_samples:
+        write_sample(folder, dropped_samples, source_table)
     if hits:
-        write_hits(folder, hits, table)
-    settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+        write_hits(folder, hits, source_table)
+
+    # the manifest comes last: it makes the folder a token dataset
+    settings = {setting.name: getattr(arguments, setting.name) for setting in fields(Settings)}
     if arguments.validation_dataset:  # a URL may hold a password
         settings["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]
     manifest = Manifest(
@@ -132,92 +145,124 @@ def write_token_dataset(
         versions=_versions(),
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
-        has_pairs=any(format_.pairs is not None for format_ in corpus.formats),
+        has_pairs=any(source_format.pairs is not None for source_format in corpus.formats),
         chat_formats=corpus.registered_formats,
     )
     write_manifest(folder, manifest)
     return manifest
 
 
-def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
+def _collect_documents(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
     """Collect the documents of --dataset and, if given, of --validation_dataset."""
     arguments = corpus.arguments
-    sources = corpus.sources
-    num_train = len(corpus.train)
-    caps = (arguments.max_documents, None if arguments.weights else arguments.max_tokens)
-    seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
-    collections: list[Collection] = []
-    for is_train in (True, False) if arguments.validation_dataset else (True,):
-        records = [one for one in encoded.records if (one.shard.source < num_train) == is_train]
-        first = sum(len(collection.characters) for collection in collections)
-        repeats = None if near is None else near.is_repeat(first, sum(len(one.documents) for one in records))
-        limits = caps if is_train else (None, None)
-        collections.append(collect(records, sources, *limits, seen, repeats))
-        seen = None if seen is None else collections[-1].hashes
-    return collections
+    num_train_sources = len(corpus.train)
+    train_records = [record for record in encoded.records if record.shard.source < num_train_sources]
+    validation_records = [record for record in encoded.records if record.shard.source >= num_train_sources]
+    no_hashes = np.empty((0, HASH_BYTES), dtype=np.uint8)
+    num_train_documents = sum(len(record.documents) for record in train_records)
+    train = collect(
+        train_records,
+        corpus.sources,
+        max_documents=arguments.max_documents,
+        max_tokens=None if arguments.weights else arguments.max_tokens,  # with weights, the mixture has this many
+        earlier_hashes=no_hashes if arguments.deduplicate else None,
+        is_near_duplicate=None if near is None else near.is_repeat(0, num_train_documents),
+    )
+    if not arguments.validation_dataset:
+        return [train]
+    # a document of validation that was trained on is left out too
+    num_validation_documents = sum(len(record.documents) for record in validation_records)
+    validation = collect(
+        validation_records,
+        corpus.sources,
+        max_documents=None,
+        max_tokens=None,
+        earlier_hashes=train.hashes if arguments.deduplicate else None,
+        is_near_duplicate=None if near is None else near.is_repeat(num_train_documents, num_validation_documents),
+    )
+    return [train, validation]
 
 
-def _with_own_files(
+def _keep_files_of_slice(
     sources: Sequence[SourceRecord], collections: Sequence[Collection], encoded: EncodedSources
 ) -> tuple[list[SourceRecord], list[Collection]]:
     """Keep only the files that the shards have read in the records of the sources, and number them from 0.
 
     The SHA-256 of a file that another slice has hashed is empty; a merge fills it in.
     """
-    read: list[set[int]] = [set() for _ in sources]
+    # the files, or splits of Hugging Face datasets, that the shards have read, as their numbers in the source
+    origins_read: list[set[int]] = [set() for _ in sources]
     for record in encoded.records:
-        read[record.shard.source].update(record.shard.origins.tolist())
-    own = [sorted(origins) for origins in read]
-    first_files = np.cumsum([0, *(source.num_files for source in sources)])
-    numbers = np.zeros(int(first_files[-1]), dtype=np.int64)
-    kept = [first + origin for first, origins in zip(first_files.tolist(), own, strict=False) for origin in origins]
-    numbers[kept] = np.arange(len(kept))
-    reduced = []
-    for source, origins, digests in zip(sources, own, encoded.digests, strict=True):
+        origins_read[record.shard.source].update(record.shard.origins.tolist())
+    origins_by_source = [sorted(origins) for origins in origins_read]
+
+    # new_numbers[file]: the number in the slice of a file of the whole input
+    first_files = np.cumsum([0, *(source.num_files for source in sources)]).tolist()
+    new_numbers = np.zeros(first_files[-1], dtype=np.int64)
+    num_files = 0
+    for first_file, origins in zip(first_files, origins_by_source, strict=False):
+        for origin in origins:
+            new_numbers[first_file + origin] = num_files
+            num_files += 1
+
+    # the sources with these files only
+    reduced_sources: list[SourceRecord] = []
+    for source, origins, digests in zip(sources, origins_by_source, encoded.digests, strict=True):
         if source.kind == "files":
-            files = [source.files[one] for one in origins]
-            hashed = [digests[one].any() for one in origins]
-            pairs = zip(files, hashed, strict=True)
-            files = [file if is_known else replace(file, sha256="") for file, is_known in pairs]
-            reduced.append(replace(source, files=tuple(files)))
+            files: list[SourceFile] = []
+            for origin in origins:
+                file = source.files[origin]
+                files.append(file if digests[origin].any() else replace(file, sha256=""))
+            reduced_sources.append(replace(source, files=tuple(files)))
         else:
-            reduced.append(replace(source, splits=tuple(source.splits[one] for one in origins)))
-    renumbered = []
+            splits = tuple(source.splits[origin] for origin in origins)
+            reduced_sources.append(replace(source, splits=splits))
+
+    # the documents with the new numbers
+    renumbered_collections: list[Collection] = []
     for collection in collections:
-        collection.places["file"] = numbers[collection.places["file"]]
-        dropped = [(text, (int(numbers[file]), row)) for text, (file, row) in collection.dropped]
-        hits = [(hit, (int(numbers[file]), row)) for hit, (file, row) in collection.hits]
-        renumbered.append(replace(collection, dropped=dropped, hits=hits))
-    return reduced, renumbered
+        collection.places["file"] = new_numbers[collection.places["file"]]
+        samples = [(text, (int(new_numbers[file]), row)) for text, (file, row) in collection.dropped_samples]
+        hits = [(hit, (int(new_numbers[file]), row)) for hit, (file, row) in collection.hits]
+        renumbered_collections.append(replace(collection, dropped_samples=samples, hits=hits))
+    return reduced_sources, renumbered_collections
 
 
 def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_train: int) -> None:
     """Check that each source has a document, except the last ones that a cap has left unread."""
-    num_documents: Counter[int] = Counter()
-    bad_rows: dict[int, str] = {}
-    left_out: dict[int, Counter[str]] = defaultdict(Counter)
+    num_documents: Counter[int] = Counter()  # these three by number of the source
+    first_bad_rows: dict[int, str] = {}
+    skipped: dict[int, Counter[str]] = defaultdict(Counter)
+    last_read = -1  # the last source of --dataset that was read
     for record in encoded.records:
-        source = record.shard.source
-        num_documents[source] += len(record.documents)
-        for index, reason in enumerate(record.reasons):
-            left_out[source][reason] += int((record.skipped["reason"] == index).sum())
+        number = record.shard.source
+        num_documents[number] += len(record.documents)
+        for reason_number, reason in enumerate(record.reasons):
+            skipped[number][reason] += int((record.skipped["reason"] == reason_number).sum())
         if record.first_bad_row:
-            bad_rows.setdefault(source, record.first_bad_row)
-    last_read = max((one.shard.source for one in encoded.records if one.shard.source < num_train), default=num_train)
-    faults = [
-        f"{one.name}: {_nothing_left(left_out[number])}"
-        + (f"; the first bad row: {bad_rows[number]}" if number in bad_rows else "")
-        for number, one in enumerate(sources)
-        if not num_documents[number] and (number <= last_read or number >= num_train)
-    ]
+            first_bad_rows.setdefault(number, record.first_bad_row)
+        if number < num_train:
+            last_read = max(last_read, number)
+    if last_read < 0:  # no source has anything to read
+        last_read = num_train
+
+    faults: list[str] = []
+    for number, source in enumerate(sources):
+        is_expected = number <= last_read or number >= num_train
+        if is_expected and not num_documents[number]:
+            fault = f"{source.name}: {_nothing_left(skipped[number])}"
+            if number in first_bad_rows:
+                fault += f"; the first bad row: {first_bad_rows[number]}"
+            faults.append(fault)
     if faults:
         raise InputError(*faults)
 
 
-def _nothing_left(left_out: Counter[str]) -> str:
-    if not left_out.keys() - {EMPTY, *BAD_ROWS}:
+def _nothing_left(skipped: Counter[str]) -> str:
+    """Say why no document is left; ``skipped`` are the rows by reason."""
+    if not skipped.keys() - {EMPTY, *BAD_ROWS}:
         return "no document with any text in it"
-    counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in left_out.most_common())
+    counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
     return f"every document is left out ({counts}); leave out the source, or what drops them"
 
 
@@ -225,32 +270,42 @@ def _write_splits(
     splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
 ) -> dict[str, SplitLedger]:
     """Pack and write each split with its document index, and return its ledger."""
+    # plan the rows of all splits before any is written, so that a fault leaves nothing to remove
     arguments = corpus.arguments
-    tokenizer = corpus.tokenizer
     assert arguments.packing is not None, "the default depends on the sources, which are open"
-    plans = {}
+    plans: dict[str, RowPlan] = {}
     for name, split in splits.items():
+        # rows keep the sources apart, unless --weights has mixed their documents
         is_mixed = name == "train" and arguments.weights is not None
-        of_documents = None if is_mixed else sources.sources_of(split.collection.places["file"])
-        lengths = split.collection.documents.lengths
-        how = (arguments.packing, arguments.max_length, arguments.overlap)
-        plans[name] = plan_rows(lengths, split.order, *how, of_documents)
+        document_sources = None if is_mixed else sources.sources_of(split.collection.places["file"])
+        plans[name] = plan_rows(
+            split.collection.documents.lengths,
+            split.order,
+            arguments.packing,
+            arguments.max_length,
+            arguments.overlap,
+            document_sources,
+        )
     faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
     if faults:
         raise InputError(*faults)
     check_disk_space(folder.parent, [(splits[name].collection.documents, plan) for name, plan in plans.items()])
-    is_chat = np.array([format_.chat is not None for format_ in corpus.formats])
+
+    # write them
+    tokenizer = corpus.tokenizer
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    ledgers = {}
+    is_chat_source = np.array([source_format.chat is not None for source_format in corpus.formats])
+    ledgers: dict[str, SplitLedger] = {}
     for name, plan in plans.items():
         collection = splits[name].collection
+        order = splits[name].order
         num_supervised, checksums = write_split(folder / name, collection.documents, plan, padding, corpus.num_proc)
-        num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
-        documents = collection.places[plan.order]
-        write_index(folder / name, plan, documents, checksums)
+        num_severed = count_severed_chats(collection.documents, plan, is_chat_source[collection.sources])
+        places = collection.places[plan.order]
+        write_index(folder / name, plan, places, checksums)
         ledgers[name] = SplitLedger(
-            documents=len(splits[name].order),
-            characters=int(collection.characters[splits[name].order].sum()),
+            documents=len(order),
+            characters=int(collection.characters[order].sum()),
             tokens_in=plan.tokens_in,
             tokens_repeated=plan.tokens_repeated,
             tokens_in_rows=plan.tokens_in_rows,
@@ -259,16 +314,18 @@ def _write_splits(
             tokens_dropped=plan.tokens_dropped,
             rows=plan.num_rows,
             chats_severed=num_severed,
-            sources=count_sources(plan, documents, sources),
-            pairs=None if collection.pairs is None else _count_pairs(collection.pairs[splits[name].order]),
+            sources=count_sources(plan, places, sources),
+            pairs=None if collection.pairs is None else _count_pairs(collection.pairs[order]),
         )
     write_dataset_dict(folder, splits)
     return ledgers
 
 
 def _count_pairs(pairs: np.ndarray) -> PairLedger:
-    chosen, rejected = (pairs[name].astype(np.int64) for name in ("chosen", "rejected"))
-    margins = pairs["rating_margin"][~np.isnan(pairs["rating_margin"])]
+    chosen = pairs["chosen"].astype(np.int64)
+    rejected = pairs["rejected"].astype(np.int64)
+    margins = pairs["rating_margin"]
+    margins = margins[~np.isnan(margins)]  # NaN: the pair has no ratings
     return PairLedger(
         chosen_tokens=int(chosen.sum()),
         rejected_tokens=int(rejected.sum()),
@@ -281,28 +338,37 @@ def _count_pairs(pairs: np.ndarray) -> PairLedger:
 
 
 def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArguments) -> str:
-    if not len(split.collection.kept):
+    """Say why a split has no row."""
+    if not len(split.collection.kept_documents):
         return f"{name}: {_nothing_left(Counter(_sum_counts(split.collection.skipped.values())))}"
-    without = " or --validation_split 0" if name == "validation" else ""
+    alternative = " or --validation_split 0" if name == "validation" else ""
     return (
         f"{name} has {plan.tokens_in:,} tokens in {len(split.order):,} documents, less than one row of "
-        f"{arguments.max_length:,}; give more documents, a smaller --max_length{without}"
+        f"{arguments.max_length:,}; give more documents, a smaller --max_length{alternative}"
     )
 
 
 def _ledger(collections: Sequence[Collection], splits: dict[str, Split], ledgers: dict[str, SplitLedger]) -> Ledger:
-    num_kept = sum(len(collection.kept) for collection in collections)
+    """Return the ledger of the token dataset; ``ledgers`` are those of its splits."""
+    skipped: Counter[str] = Counter()
+    hits: list[tuple[TaskHit, Location]] = []
+    for collection in collections:
+        skipped.update(_sum_counts(collection.skipped.values()))
+        hits += collection.hits
+    # a mixture repeats documents, or leaves some out
+    num_kept = sum(len(collection.kept_documents) for collection in collections)
+    num_in_splits = sum(len(split.order) for split in splits.values())
     num_distinct = sum(len(np.unique(split.order)) for split in splits.values())
     return Ledger(
         splits=ledgers,
         documents_read=sum(collection.num_read for collection in collections),
         documents_kept=num_kept,
-        documents_skipped=_sum_counts(counts for one in collections for counts in one.skipped.values()),
-        documents_repeated=sum(len(split.order) for split in splits.values()) - num_distinct,
+        documents_skipped=dict(skipped),
+        documents_repeated=num_in_splits - num_distinct,
         documents_unsampled=num_kept - num_distinct,
         tokens_cut=_sum_counts(collection.tokens_cut for collection in collections),
         edits=_sum_counts(collection.edits for collection in collections),
-        contaminated=count_by_task([one for collection in collections for one in collection.hits]),
+        contaminated=count_by_task(hits),
     )
 
 
@@ -320,30 +386,34 @@ def _with_shares(
     arguments: TokenizeArguments,
 ) -> list[SourceRecord]:
     """Return the sources' records with their documents and tokens, and with their shares of the train split."""
+    # tokens of each source of --dataset, int64 [sources]: in the rows of train, and of the documents train may use
+    num_train_sources = len(arguments.dataset)
     train = splits["train"]
-    tokens_in_train = tokens_by_source(train.collection, train.order, len(arguments.dataset))
-    left_for_train = tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
+    train_tokens = tokens_by_source(train.collection, train.order, num_train_sources)
+    available_tokens = tokens_by_source(collections[0], collections[0].kept_documents, num_train_sources)
     for name, split in splits.items():
         if name != "train" and split.collection is collections[0]:
-            left_for_train -= tokens_by_source(split.collection, split.order, len(arguments.dataset))
-    records = []
-    for number, record in enumerate(sources):
-        is_train = number < len(arguments.dataset)
+            available_tokens -= tokens_by_source(split.collection, split.order, num_train_sources)
+
+    records: list[SourceRecord] = []
+    for number, source in enumerate(sources):
+        is_train = number < num_train_sources
         collection = collections[0] if is_train else collections[-1]
-        own = collection.kept[collection.sources[collection.kept] == number]
-        sampled = int(tokens_in_train[number]) if is_train else 0
+        kept_documents = collection.kept_documents
+        documents = kept_documents[collection.sources[kept_documents] == number]
+        num_train_tokens = int(train_tokens[number]) if is_train else 0
         record = replace(
-            record,
-            documents=len(own),
+            source,
+            documents=len(documents),
             documents_skipped=dict(collection.skipped.get(number, {})),
-            tokens=int(collection.documents.lengths[own].sum()),
-            train_tokens=sampled,
-            share_reached=round(sampled / int(tokens_in_train.sum()), 6),
+            tokens=int(collection.documents.lengths[documents].sum()),
+            train_tokens=num_train_tokens,
+            share_reached=round(num_train_tokens / int(train_tokens.sum()), 6),
         )
         if is_train and arguments.weights:
             weight = arguments.weights[number]
             share = round(weight / sum(arguments.weights), 6)
-            epochs = round(sampled / int(left_for_train[number]), 4)
+            epochs = round(num_train_tokens / int(available_tokens[number]), 4)
             record = replace(record, weight=weight, share_asked=share, epochs=epochs)
         records.append(record)
     return records
@@ -351,7 +421,16 @@ def _with_shares(
 
 def _tokenizer_record(corpus: OpenedCorpus, encoded: EncodedSources) -> TokenizerRecord:
     tokenizer = corpus.tokenizer
-    chat = next((format_.chat for format_ in corpus.formats if format_.chat is not None), None)
+    chat_template_sha256: str | None = None
+    end_of_turn_token_id: int | None = None
+    for source_format in corpus.formats:
+        if source_format.chat is not None:  # all chats are rendered with one template
+            chat_template_sha256 = source_format.chat.chat_template_sha256
+            end_of_turn_token_id = source_format.chat.end_of_turn_token_id
+            break
+    turn_end_ids: set[int] = set()
+    for record in encoded.records:
+        turn_end_ids.update(record.turn_ends.tolist())
     return TokenizerRecord(
         name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
@@ -361,26 +440,32 @@ def _tokenizer_record(corpus: OpenedCorpus, encoded: EncodedSources) -> Tokenize
         eos_token=tokenizer.eos_token,
         sha256=corpus.tokenizer_hashes,
         encoder=encoded.encoder,
-        chat_template_sha256=None if chat is None else chat.chat_template_sha256,
-        end_of_turn_token_id=None if chat is None else chat.end_of_turn_token_id,
-        turn_end_token_ids=tuple(sorted({end for record in encoded.records for end in record.turn_ends.tolist()})),
+        chat_template_sha256=chat_template_sha256,
+        end_of_turn_token_id=end_of_turn_token_id,
+        turn_end_token_ids=tuple(sorted(turn_end_ids)),
     )
 
 
 def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     """Return lines for the user: why gigatoken was not used, what chats were changed, and the first bad row."""
-    notes = [encoded.encoder] if encoded.encoder != "gigatoken" else []
-    for format_ in dict.fromkeys(corpus.formats):
-        notes += format_.chat.notes if format_.chat is not None else ()
-    for number, names in sorted(_unused_columns(encoded).items()):
-        if names:
-            notes.append(f"{corpus.named[number][0]}: columns not used: {', '.join(sorted(names))}")
-    bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")
-    return [*dict.fromkeys(notes), *([f"the first bad row left out: {bad}"] if bad else [])]
+    notes: list[str] = []
+    if encoded.encoder != "gigatoken":
+        notes.append(encoded.encoder)
+    for source_format in corpus.formats:
+        if source_format.chat is not None:
+            notes += source_format.chat.notes
+    for number, columns in sorted(_unused_columns(encoded).items()):
+        if columns:
+            notes.append(f"{corpus.named[number][0]}: columns not used: {', '.join(sorted(columns))}")
+    notes = list(dict.fromkeys(notes))  # several sources may have the same format
+    bad_rows = [record.first_bad_row for record in encoded.records if record.first_bad_row]
+    if bad_rows:
+        notes.append(f"the first bad row left out: {bad_rows[0]}")
+    return notes
 
 
 def _unused_columns(encoded: EncodedSources) -> dict[int, set[str]]:
-    """Return the columns of chats, and the keys of their messages, of which nothing was made, by number of source."""
+    """Return by number of the source the columns of chats, and the keys of messages, that entered no document."""
     unused: dict[int, set[str]] = defaultdict(set)
     for record in encoded.records:
         unused[record.shard.source].update(record.unused)
@@ -402,29 +487,36 @@ def find_finished(arguments: TokenizeArguments) -> Manifest | None:
         raise InputError(f"{folder} is a merge, which this command has not made; push it with {command}")
     if manifest is None:
         raise InputError(f"{folder} already exists and is not a token dataset of this program; choose another folder")
-    differences = [f"--{name} {made}, not {asked}" for name, made, asked in _differences(manifest, arguments)]
+    differences = list(_find_differences(manifest, arguments))
     if differences:
         raise InputError(f"{folder} was made with other arguments: {', '.join(differences)}; choose another folder")
     return manifest
 
 
-def _differences(manifest: Manifest, arguments: TokenizeArguments) -> Iterator[tuple[str, object, object]]:
+def _find_differences(manifest: Manifest, arguments: TokenizeArguments) -> Iterator[str]:
+    """Describe the arguments with which the token dataset was made and that are not those of this command."""
     if manifest.tokenizer.name != arguments.tokenizer_name:
-        yield "tokenizer_name", manifest.tokenizer.name, arguments.tokenizer_name
-    made = [(source.name, source.place) for source in manifest.sources]
-    given = [
-        (name, redact(place))
-        for option in ("--dataset", "--validation_dataset")
-        for name, place in split_names(getattr(arguments, option[2:]) or [], option)
-    ]
-    if made != given:
-        yield "dataset", [place for _, place in made], [place for _, place in given]
-    for name, value in asdict(manifest.settings).items():
-        asked = getattr(arguments, name)
-        # without --packing, it was chosen by the rows; the sources of validation are compared above
-        if asked != value and (name, asked) != ("packing", None) and name != "validation_dataset":
-            yield name, value, asked
-    for made_by in manifest.chat_formats:
-        chat_format = CHAT_FORMATS.describe(made_by.name) if made_by.name in CHAT_FORMATS else None
-        if chat_format is not None and chat_format.source != made_by.source:
-            yield "extensions", f"with another file of the {made_by}", "as it is now"
+        yield f"--tokenizer_name {manifest.tokenizer.name}, not {arguments.tokenizer_name}"
+
+    # the sources, without passwords, as the manifest has them
+    manifest_sources = [(source.name, source.place) for source in manifest.sources]
+    sources = split_names(arguments.dataset, "--dataset")
+    sources += split_names(arguments.validation_dataset or [], "--validation_dataset")
+    sources = [(name, redact(place)) for name, place in sources]
+    if manifest_sources != sources:
+        yield f"--dataset {[place for _, place in manifest_sources]}, not {[place for _, place in sources]}"
+
+    # the settings
+    for name, manifest_value in asdict(manifest.settings).items():
+        value = getattr(arguments, name)
+        is_default_packing = name == "packing" and value is None  # the sources decided it
+        is_compared = name != "validation_dataset" and not is_default_packing  # the sources are compared above
+        if is_compared and value != manifest_value:
+            yield f"--{name} {manifest_value}, not {value}"
+
+    # the files of --extensions
+    for chat_format in manifest.chat_formats:
+        if chat_format.name in CHAT_FORMATS:
+            registered_format = CHAT_FORMATS.describe(chat_format.name)
+            if registered_format.source != chat_format.source:
+                yield f"--extensions with another file of the {chat_format}, not as it is now"

@@ -331,9 +331,11 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_
     tracemalloc.start()
     records = [enlarged(small, of_each, random) for _ in range(num_shards)]
     no_hashes = np.empty((0, HASH_BYTES), np.uint8)
-    collection = collect(records, [source], None, None, no_hashes, None)
+    collection = collect(
+        records, [source], max_documents=None, max_tokens=None, earlier_hashes=no_hashes, is_near_duplicate=None
+    )
     records.clear()
-    plan = plan_rows(collection.documents.lengths, collection.kept, packing, 2048, 0)
+    plan = plan_rows(collection.documents.lengths, collection.kept_documents, packing, 2048, 0)
     write_index(tmp_path, plan, collection.places[plan.order], np.zeros(plan.num_rows, CHECKSUM))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
