@@ -124,8 +124,10 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
         faults = [*CardArguments.faults(self), *CleaningArguments.faults(self)]
-        names = ("dataset", "validation_dataset")
-        faults += [f"--{name} names nothing: give a source" for name in names if getattr(self, name) == []]
+        if self.dataset == []:
+            faults.append("--dataset names nothing: give a source")
+        if self.validation_dataset == []:
+            faults.append("--validation_dataset names nothing: give a source")
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
@@ -138,8 +140,10 @@ class TokenizeArguments(CleaningArguments, CardArguments):
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         if self.push_to_hub is None:  # the card is written for the hub
-            given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
-            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
+            if self.license is not None:
+                faults.append("--license needs --push_to_hub OWNER/NAME")
+            if self.card_language is not None:
+                faults.append("--card_language needs --push_to_hub OWNER/NAME")
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
         return [*faults, *self._faults_of_shard()]
@@ -147,9 +151,14 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     @property
     def part(self) -> tuple[int, int] | None:
         """The two numbers of --shard; None without it."""
-        found = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", self.shard or "")
-        numbers = (int(found[1]), int(found[2])) if found else None
-        return numbers if numbers and numbers[0] <= numbers[1] else None
+        match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", self.shard or "")
+        if match is None:
+            return None
+        number = int(match[1])
+        count = int(match[2])
+        if number > count:
+            return None
+        return number, count
 
     @property
     def skips_bad_rows(self) -> bool:
@@ -163,20 +172,22 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     def _faults_of_shard(self) -> list[str]:
         if self.shard is None:
             return ["--parts true packs a slice: give --shard I/N too"] if self.parts else []
-        faults = [] if self.part else [f"--shard: expected I/N such as 3/64, from 1/64 to 64/64, got {self.shard!r}"]
+        faults: list[str] = []
+        if self.part is None:
+            faults.append(f"--shard: expected I/N such as 3/64, from 1/64 to 64/64, got {self.shard!r}")
         if self.push_to_hub is not None:
             faults.append("--push_to_hub and --shard: merge the slices, and publish the result (docs/publish.md)")
-        urls = [place for place in (*self.dataset, *(self.validation_dataset or ())) if "://" in place]
-        faults += [
-            f"--shard: every task would download {redact(url)}; download it once, and give its path" for url in urls
-        ]
+        for source in (*self.dataset, *(self.validation_dataset or ())):
+            if "://" in source:
+                url = redact(source)
+                faults.append(f"--shard: every task would download {url}; download it once, and give its path")
         if self.stream:
             faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
         names = ("weights", "deduplicate", "near_duplicates", "max_documents", "max_tokens", "validation_dataset")
-        whole = [f"--{name}" for name in names if getattr(self, name)]
-        if self.parts and whole:
+        options = [f"--{name}" for name in names if getattr(self, name)]
+        if self.parts and options:
             faults.append(
-                f"--parts true: {', '.join(whole)} would need the whole corpus; leave --parts true out, and merge the "
-                "slices fully"
+                f"--parts true: {', '.join(options)} would need the whole corpus; leave --parts true out, and merge "
+                "the slices fully"
             )
         return faults

@@ -59,16 +59,12 @@ _kept_alive: list[TextEncoder] = []  # freeing an encoder takes longer than writ
 
 @dataclass(frozen=True)
 class EncodedSources:
-    """The records of the finished shards, in the order of the sources.
+    """The finished shards of a slice of the input, or of all of it."""
 
-    ``digests`` has the SHA-256 of the files of each source, uint8 [files, 32], zeros for those in other slices.
-    ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have encoded.
-    """
-
-    records: list[ShardRecord]
-    digests: list[np.ndarray]
-    encoder: str
-    num_proc: int
+    records: list[ShardRecord]  # in the order of the sources
+    digests: list[np.ndarray]  # per source the SHA-256 of its files, uint8 [files, 32]; zeros if in other slices
+    encoder: str  # ``gigatoken``, or ``tokenizers: WHY``
+    num_proc: int  # the processes that have encoded
 
 
 class _DifferentIdsError(Exception):
@@ -98,23 +94,24 @@ class EncodingJob:
         if isinstance(task, int):
             encode_shard(self, self.shards[task])
             return b""
-        files = self.corpus.sources[task.source].files
-        return b"".join(hash_files(map(files.__getitem__, range(task.start, task.stop))))
+        all_files = self.corpus.sources[task.source].files
+        files = (all_files[index] for index in range(task.start, task.stop))
+        return b"".join(hash_files(files))
 
     def show(self, shard: int, num_bytes: int, num_documents: int, num_tokens: int) -> None:
         """Record the finished part of the shard with this index."""
         self.progress[3 * shard : 3 * shard + 3] = num_bytes, num_documents, num_tokens
 
     def what_is_read(self, task: _Task) -> str:
-        """Return the file or dataset that a task has come to."""
+        """Return the file or dataset that a task is reading, for the message about a process that was killed."""
         if not isinstance(task, int):
             return self.corpus.sources[task.source].name
-        done = self.progress[3 * task]
+        remaining_bytes = self.progress[3 * task]  # of those done, from the part on
         shard = self.shards[task]
         for part in shard.parts:
-            if done < part.num_bytes:
+            if remaining_bytes < part.num_bytes:
                 break
-            done -= part.num_bytes
+            remaining_bytes -= part.num_bytes
         return part_name(self.corpus.sources[shard.source], part)
 
 
@@ -125,40 +122,58 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
     with the latter. InputError if a source cannot be read, has a bad row and bad rows are not skipped, or has changed
     meanwhile; ChildProcessError if a process was killed; RunError if memory ran out.
     """
-    file = corpus.tokenizer_folder / "tokenizer.json"
+    tokenizer_file = corpus.tokenizer_folder / "tokenizer.json"
     special_text_is_plain = corpus.tokenizer.special_text_is_plain
-    check.start(file, special_text_is_plain)
+    check.start(tokenizer_file, special_text_is_plain)
     check.prepare(list(sample_texts(corpus)))
-    encoder, name = open_encoder(file, special_text_is_plain)
+    encoder, encoder_name = open_encoder(tokenizer_file, special_text_is_plain)
     _kept_alive[:] = [encoder]  # without the encoder of an earlier call, which may have tens of megabytes
     try:
-        return _encode_with(encoder, name, corpus, folder, check, input_slice)
+        return _encode_with(encoder, encoder_name, corpus, folder, check, input_slice)
     except _DifferentIdsError as error:
-        encoder, name = open_encoder(file, special_text_is_plain, why_not_gigatoken=str(error))
-        kinds = [format_.kind for format_ in corpus.formats]
-        corpus = replace(corpus, formats=open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, by_parts=False))
-        return _encode_with(encoder, name, corpus, folder, check, input_slice)
+        encoder, encoder_name = open_encoder(tokenizer_file, special_text_is_plain, why_not_gigatoken=str(error))
+        kinds = [source_format.kind for source_format in corpus.formats]
+        formats = open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, by_parts=False)
+        corpus = replace(corpus, formats=formats)
+        return _encode_with(encoder, encoder_name, corpus, folder, check, input_slice)
 
 
 def _encode_with(
-    encoder: TextEncoder, name: str, corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice
+    encoder: TextEncoder,
+    encoder_name: str,
+    corpus: OpenedCorpus,
+    folder: Path,
+    check: ParityCheck,
+    input_slice: InputSlice,
 ) -> EncodedSources:
     """Encode with the encoder of this name; _DifferentIdsError if its ids differ from the tokenizer's."""
-    outdated = remove_outdated_shards(folder)
-    if outdated:
-        print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
-    all_shards = corpus.shards(name)
-    shards = list(compress(all_shards, input_slice.select([shard.num_bytes for shard in all_shards])))
-    to_hash = list(files_to_hash(corpus.sources, input_slice, corpus.files_read_at_once(all_shards)))
-    job = EncodingJob(corpus, folder, encoder, all_shards, multiprocessing.RawArray("q", 3 * len(all_shards)))
-    records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
-    for index, record in records.items():
-        job.show(index, all_shards[index].num_bytes, len(record.documents), record.num_tokens)
+    num_outdated = remove_outdated_shards(folder)
+    if num_outdated:
+        print(f"{num_outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
+
+    # the shards of the slice, and those of them that an earlier run has finished
+    all_shards = corpus.shards(encoder_name)
+    is_selected = input_slice.select([shard.num_bytes for shard in all_shards])
+    shards = list(compress(all_shards, is_selected))
+    progress = multiprocessing.RawArray("q", 3 * len(all_shards))
+    job = EncodingJob(corpus, folder, encoder, all_shards, progress)
+    records: dict[int, ShardRecord] = {}
+    for shard in shards:
+        record = _usable_record(job, shard)
+        if record is not None:
+            records[shard.index] = record
+            job.show(shard.index, shard.num_bytes, len(record.documents), record.num_tokens)
+
+    # the tasks: first files to hash, then shards, until the finished ones reach a cap
+    groups_to_hash = list(files_to_hash(corpus.sources, input_slice, corpus.files_read_at_once(all_shards)))
+    unfinished = (shard.index for shard in unfinished_shards(corpus, shards, records))
+    tasks: Iterator[_Task] = chain(groups_to_hash, unfinished)
+    num_tasks = len(groups_to_hash) + len(shards) - len(records)
+    num_proc = max(1, min(corpus.num_proc, num_tasks))
+
     digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in corpus.sources]
-    total = sum(shard.num_bytes for shard in shards)
+    total_bytes = max(1, sum(shard.num_bytes for shard in shards))
     started = time.monotonic()
-    tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(corpus, shards, records)))
-    num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
     with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress_of("tokenizing") as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
@@ -167,9 +182,10 @@ def _encode_with(
             check.begin(encoder, job.borders)
         import pyarrow  # noqa: F401 - needed to write the rows; the import takes no extra time while others encode
 
-        for finished in finished_tasks:
-            if finished is not None:
-                task, result = finished
+        for finished_task in finished_tasks:
+            # None is a tick, on which only the progress is shown
+            if finished_task is not None:
+                task, result = finished_task
                 if isinstance(task, int):
                     record = read_record(folder, all_shards[task])
                     assert record is not None, task
@@ -177,13 +193,17 @@ def _encode_with(
                 else:
                     hashed = np.frombuffer(result, np.uint8).reshape(-1, SHA256_BYTES)
                     digests[task.source][task.start : task.stop] = hashed
-            done, documents, tokens = (sum(job.progress[start::3]) for start in range(3))
-            speed = tokens / max(time.monotonic() - started, 1e-9)
-            show(min(done / max(total, 1), 1), f"{documents:,} documents, {tokens:,} tokens, {speed:,.0f} tokens/s")
+            num_bytes = sum(progress[0::3])
+            num_documents = sum(progress[1::3])
+            num_tokens = sum(progress[2::3])
+            seconds = max(time.monotonic() - started, 1e-9)
+            speed = f"{num_tokens / seconds:,.0f} tokens/s"
+            show(min(num_bytes / total_bytes, 1), f"{num_documents:,} documents, {num_tokens:,} tokens, {speed}")
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
-    encoded = EncodedSources([records[index] for index in sorted(records)], digests, name, num_proc)
+    sorted_records = [records[index] for index in sorted(records)]
+    encoded = EncodedSources(sorted_records, digests, encoder_name, num_proc)
     _check_files(corpus, encoded)
     return encoded
 
@@ -191,35 +211,52 @@ def _encode_with(
 def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
     """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed."""
     for record in encoded.records:
-        hashed = np.ascontiguousarray(record.parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
-        are_hashed = hashed.any(axis=1)
-        encoded.digests[record.shard.source][record.shard.origins[are_hashed]] = hashed[are_hashed]
-    for source, of_files in zip(corpus.sources, encoded.digests, strict=True):
-        for number in np.flatnonzero(of_files.any(axis=1)).tolist():
-            check_unchanged(source.files[number], of_files[number].tobytes())
+        part_digests = np.ascontiguousarray(record.parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
+        is_hashed = part_digests.any(axis=1)  # zeros: the file is hashed by a task of its own
+        files = record.shard.origins[is_hashed]
+        encoded.digests[record.shard.source][files] = part_digests[is_hashed]
+    for source, file_digests in zip(corpus.sources, encoded.digests, strict=True):
+        hashed_files = np.flatnonzero(file_digests.any(axis=1))
+        for number in hashed_files.tolist():
+            check_unchanged(source.files[number], file_digests[number].tobytes())
 
 
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    must_report = record is not None and bool(record.first_bad_row) and not job.corpus.arguments.skips_bad_rows
-    return None if must_report else record
+    if record is None:
+        return None
+    if record.first_bad_row and not job.corpus.arguments.skips_bad_rows:
+        return None
+    return record
 
 
 def unfinished_shards(
     corpus: OpenedCorpus, shards: Sequence[Shard], records: dict[int, ShardRecord]
 ) -> Iterator[Shard]:
-    """Yield the shards that are not in ``records``, which grows meanwhile, until those before them reach a cap."""
-    max_documents, max_tokens = (cap or float("inf") for cap in corpus.caps)
-    num_documents = num_tokens = following = 0
+    """Yield the shards that are not in ``records``, which grows meanwhile, until those before them reach a cap.
+
+    A cap counts only shards that are finished and have no unfinished one before them: a later document is not needed
+    if they alone reach the cap.
+    """
+    max_documents, max_tokens = corpus.caps
+    num_train = len(corpus.train)
+    num_documents = 0
+    num_tokens = 0
+    num_counted = 0  # shards from the beginning that are counted
     for shard in shards:
-        while following < len(shards) and (before := records.get(shards[following].index)) is not None:
-            if shards[following].source < len(corpus.train):
-                num_documents += len(before.documents)
-                num_tokens += before.num_tokens
-            following += 1
-        reached = num_documents >= max_documents or num_tokens >= max_tokens
-        if shard.index not in records and not (reached and shard.source < len(corpus.train)):
+        # count the shards that have been finished since the last one was yielded
+        while num_counted < len(shards) and shards[num_counted].index in records:
+            counted_shard = shards[num_counted]
+            if counted_shard.source < num_train:
+                record = records[counted_shard.index]
+                num_documents += len(record.documents)
+                num_tokens += record.num_tokens
+            num_counted += 1
+        has_documents = max_documents is not None and num_documents >= max_documents
+        has_tokens = max_tokens is not None and num_tokens >= max_tokens
+        is_unneeded = (has_documents or has_tokens) and shard.source < num_train  # caps are for --dataset
+        if shard.index not in records and not is_unneeded:
             yield shard
 
 
@@ -228,7 +265,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
     corpus = job.corpus
     load_extensions(corpus.arguments.extensions or [])  # a process that was not forked has no registered formats
     source = corpus.sources[shard.source]
-    format_ = corpus.formats[shard.source]
+    source_format = corpus.formats[shard.source]
     writer = ShardWriter(
         job.folder,
         shard,
@@ -238,21 +275,22 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
         skips_bad_rows=corpus.arguments.skips_bad_rows,
     )
     with writer:
-        texts = _WaitingTexts(job, writer)
+        waiting_texts = _WaitingTexts(job, writer)
         for part in shard.parts:
-            reader = source.reader(part, format_.columns)
+            reader = source.reader(part, source_format.columns)
             try:
                 with memory_errors_name(part_name(source, part)):
-                    if format_.chat is None:
-                        num_documents = _encode_texts(corpus, format_.columns[0], reader, texts, writer)
+                    if source_format.chat is None:
+                        text_column = source_format.columns[0]
+                        num_documents = _encode_texts(corpus, text_column, reader, waiting_texts, writer)
                     else:
-                        num_documents = _encode_chats(corpus, format_, reader, writer)
+                        num_documents = _encode_chats(corpus, source_format, reader, writer)
             finally:  # a file that is written to while it is read may look damaged: then that is the error
                 if isinstance(part, FilePart):
                     check_unchanged(part.file)
             writer.end_part(num_documents, part.num_bytes, reader.num_counted, reader.sha256())
         with memory_errors_name(part_name(source, shard.parts[-1])):
-            texts.encode(0)
+            waiting_texts.encode(0)
         writer.finish()
 
 
@@ -264,7 +302,7 @@ class _WaitingTexts:
         self._borders = job.borders
         self._writer = writer
         self._texts: list[bytes] = []
-        self._counts: list[tuple[int, ...]] = []
+        self._counts: list[tuple[int, int, int, int]] = []  # number, row, characters and bytes: see ENCODED
         self._num_bytes = 0
 
     def add(self, place: _Place, text: str, data: bytes, position: int) -> None:
@@ -276,14 +314,17 @@ class _WaitingTexts:
             self.encode(position)
 
     def encode(self, position: int) -> None:
+        """Encode and write the texts that wait."""
         if not self._texts:
             return
         ids, lengths = self._encoder.encode_documents(self._texts, self._borders)
         documents = np.zeros(len(self._texts), dtype=ENCODED)
         documents["length"] = lengths
-        columns = np.array(self._counts, dtype=np.uint32)
-        for index, name in enumerate(("number", "row", "characters", "bytes")):
-            documents[name] = columns[:, index]
+        counts = np.array(self._counts, dtype=np.uint32)  # [documents, 4]
+        documents["number"] = counts[:, 0]
+        documents["row"] = counts[:, 1]
+        documents["characters"] = counts[:, 2]
+        documents["bytes"] = counts[:, 3]
         self._writer.write(documents, ids, None, position)
         self._texts = []
         self._counts = []
@@ -291,12 +332,12 @@ class _WaitingTexts:
 
 
 def _encode_texts(
-    corpus: OpenedCorpus, column: str, reader: PartReader, waiting: _WaitingTexts, writer: ShardWriter
+    corpus: OpenedCorpus, column: str, reader: PartReader, waiting_texts: _WaitingTexts, writer: ShardWriter
 ) -> int:
     """Read and clean a part's documents, encode them in batches, and return the number of those that are kept."""
     num_documents = 0
     cleaner = corpus.cleaner
-    columns_seen = {name_in(column, ())} | writer.unused  # of most rows, which are then looked at no further
+    known_columns = {name_in(column, ())} | writer.unused  # most rows have no others and need no closer look
     for row_number, row in reader:
         ordinal = writer.read()
         try:
@@ -304,9 +345,9 @@ def _encode_texts(
         except BadRowError as error:
             writer.skip_bad_row(ordinal, error)
             continue
-        if isinstance(row, Mapping) and not row.keys() <= columns_seen:
+        if isinstance(row, Mapping) and not row.keys() <= known_columns:
             writer.unused |= columns_beside_text(row, column)
-            columns_seen |= writer.unused
+            known_columns |= writer.unused
         if not text or text.isspace():
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
@@ -317,42 +358,56 @@ def _encode_texts(
             writer.sign(cleaned.signature)
             text = cleaned.content
             data = cleaned.content.encode()
-        waiting.add((ordinal, row_number), text, data, reader.position)
+        waiting_texts.add((ordinal, row_number), text, data, reader.position)
         num_documents += 1
     writer.unused |= reader.unread_columns
     return num_documents
 
 
-def _encode_chats(corpus: OpenedCorpus, format_: SourceFormat, reader: PartReader, writer: ShardWriter) -> int:
+@dataclass(frozen=True)
+class _WaitingChat:
+    """A chat or pair that was read and cleaned, and waits for its tokens; or a bad row."""
+
+    place: _Place
+    content: Chat | Pair | BadRowError
+    signature: np.ndarray | None
+
+
+def _encode_chats(corpus: OpenedCorpus, source_format: SourceFormat, reader: PartReader, writer: ShardWriter) -> int:
     """Read, clean, encode and write a part's chats or pairs, and return the number of those that are kept."""
-    num_documents = 0
-    waiting: deque[tuple[_Place, Chat | Pair | BadRowError, np.ndarray | None]] = deque()
+    encoder = source_format.pairs or source_format.chat
+    assert encoder is not None, "texts are encoded elsewhere"
+    # the encoder reads ahead, to encode several chats at once, and yields results in the order of the chats
+    waiting: deque[_WaitingChat] = deque()
 
     def read_chats() -> Iterator[Any]:
         for row_number, row in reader:
-            place = writer.read(), row_number
+            place = (writer.read(), row_number)
+            chat: _WaitingChat | None
             try:
-                read = row if isinstance(row, BadRowError) else format_.read(row)
-                cleaned = _clean_chat(corpus, read, place, writer)
+                content = row if isinstance(row, BadRowError) else source_format.read(row)
+                chat = _clean_chat(corpus, content, place, writer)
             except BadRowError as error:
-                cleaned = error.at(reader.place(row_number)), None
-            if cleaned is not None:
-                waiting.append((place, *cleaned))
-                yield cleaned[0]
+                chat = _WaitingChat(place, error.at(reader.place(row_number)), None)
+            if chat is not None:
+                waiting.append(chat)
+                yield chat.content
 
-    encoder = format_.pairs or format_.chat
-    assert encoder is not None, "texts are encoded elsewhere"
+    num_documents = 0
     for encoded in encoder.encode_all(read_chats()):
-        (ordinal, row_number), given, signature = waiting.popleft()
+        chat = waiting.popleft()
+        ordinal, row_number = chat.place
         if isinstance(encoded, BadRowError):
-            writer.skip_bad_row(ordinal, encoded if encoded is given else encoded.at(reader.place(row_number)))
+            is_from_reader = encoded is chat.content  # and names its place already
+            error = encoded if is_from_reader else encoded.at(reader.place(row_number))
+            writer.skip_bad_row(ordinal, error)
         elif isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
         else:
             counts = (encoded.num_characters, encoded.num_bytes, encoded.num_tokens_cut)
             document = np.array([(ordinal, row_number, len(encoded.input_ids), *counts)], dtype=ENCODED)
             writer.write(document, encoded.input_ids, encoded.supervised, reader.position, encoded.pair)
-            writer.sign(signature)
+            writer.sign(chat.signature)
             writer.turn_ends |= encoded.turn_ends
             writer.unused |= encoded.unused
             num_documents += 1
@@ -361,11 +416,17 @@ def _encode_chats(corpus: OpenedCorpus, format_: SourceFormat, reader: PartReade
 
 
 def _clean_chat(
-    corpus: OpenedCorpus, chat: Chat | Pair | BadRowError, place: _Place, writer: ShardWriter
-) -> tuple[Chat | Pair | BadRowError, np.ndarray | None] | None:
+    corpus: OpenedCorpus, content: Chat | Pair | BadRowError, place: _Place, writer: ShardWriter
+) -> _WaitingChat | None:
     """Return the cleaned chat and its signature, None if it is dropped; bad rows and blank chats stay as they are."""
     cleaner = corpus.cleaner
-    if cleaner is None or isinstance(chat, BadRowError) or is_blank(chat.joined):
-        return chat, None
-    cleaned = writer.clean(*place, cleaner.clean_chat(chat), lambda: cleaner.redact(text_without_system(chat.joined)))
-    return None if cleaned is None else (cleaned.content, cleaned.signature)
+    if cleaner is None or isinstance(content, BadRowError):
+        return _WaitingChat(place, content, None)
+    joined = content.joined
+    if is_blank(joined):
+        return _WaitingChat(place, content, None)
+    result = cleaner.clean_chat(content)
+    cleaned = writer.clean(*place, result, lambda: cleaner.redact(text_without_system(joined)))
+    if cleaned is None:
+        return None
+    return _WaitingChat(place, cleaned.content, cleaned.signature)

@@ -2,9 +2,9 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from fabric_train.reading.documents import (
     PAIR,
     BadRowError,
+    Chat,
     EncodedDocument,
     LeftOut,
     Message,
@@ -51,20 +52,26 @@ def pair_of(columns: RowColumns, turns: TurnReader) -> Pair:
     messages), ``conversations``, ``question``, or ``instruction`` and ``input``. A text beside whole conversations only
     repeats a turn of the user.
     """
-    chosen = _answer(columns["chosen"], turns)
-    rejected = _answer(columns["rejected"], turns)
-    given = _prompt_of(columns, chosen, rejected, turns)
-    chosen = given + chosen
-    rejected = given + rejected
-    if not all(messages and messages[-1]["role"] == "assistant" for messages in (chosen, rejected)):
+    # both conversations, from the first turn on
+    chosen_answer = _read_answer(columns["chosen"], turns)
+    rejected_answer = _read_answer(columns["rejected"], turns)
+    prompt = _read_prompt(columns, chosen_answer, rejected_answer, turns)
+    chosen = prompt + chosen_answer
+    rejected = prompt + rejected_answer
+    if not (_ends_with_answer(chosen) and _ends_with_answer(rejected)):
         raise ValueError("chosen and rejected must end with the assistant's answer")
-    most = min(len(chosen), len(rejected)) - 1  # each keeps an answer
-    alike = [message == other for message, other in zip(chosen[:most], rejected, strict=False)]
-    num_common = [*alike, False].index(False)
+
+    # what they have in common is the prompt; the last turn of each is an answer even if it is the same
+    max_common = min(len(chosen), len(rejected)) - 1
+    num_common = 0
+    while num_common < max_common and chosen[num_common] == rejected[num_common]:
+        num_common += 1
     if not chosen[num_common]["role"] == rejected[num_common]["role"] == "assistant":
         raise ValueError("chosen and rejected differ in the prompt, before the assistant's answer")
     if not num_common:
         raise ValueError("chosen and rejected are answers without a prompt")
+
+    # there is something to compare
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if not says_something(messages[-1]):
             raise BadRowError(f"the {name} answer is empty; the row: {excerpt(dict(columns.row))}", EMPTY_ANSWER)
@@ -78,67 +85,88 @@ def pair_of(columns: RowColumns, turns: TurnReader) -> Pair:
     )
 
 
-def _answer(value: Any, turns: TurnReader) -> list[Message]:
+def _ends_with_answer(messages: list[Message]) -> bool:
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+def _begins_with_prompt(messages: list[Message]) -> bool:
+    return bool(messages) and messages[0]["role"] in ("system", "user")
+
+
+def _read_answer(value: Any, turns: TurnReader) -> list[Message]:
     """Return the messages of an answer or a conversation: a text, a turn, or a list of turns."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
-    return turns.read([value] if isinstance(value, Mapping) else list_of_turns(value))
+    if isinstance(value, Mapping):
+        return turns.read([value])
+    return turns.read(list_of_turns(value))
 
 
-def _prompt_of(columns: RowColumns, chosen: list[Message], rejected: list[Message], turns: TurnReader) -> list[Message]:
+def _read_prompt(
+    columns: RowColumns, chosen: list[Message], rejected: list[Message], turns: TurnReader
+) -> list[Message]:
     """Return the messages that come before ``chosen`` and ``rejected``, which may have the prompt in them."""
-    conversation = columns.get("conversations")
-    prompt = conversation if conversation else columns.get("prompt")
-    is_whole = all(messages[:1] and messages[0]["role"] in ("system", "user") for messages in (chosen, rejected))
-    given: list[Message] = []
+    prompt_messages: list[Message] = []
+    prompt = columns.get("conversations")
+    if not prompt:
+        prompt = columns.get("prompt")
     if prompt is not None and not isinstance(prompt, str):
-        given = _answer(prompt, turns)
-        if given and chosen[: len(given)] == rejected[: len(given)] == given:
-            given = []
-    elif not is_whole:
+        # a prompt of messages, which whole conversations repeat
+        prompt_messages = _read_answer(prompt, turns)
+        length = len(prompt_messages)
+        if chosen[:length] == rejected[:length] == prompt_messages:
+            prompt_messages = []
+    elif _begins_with_prompt(chosen) and _begins_with_prompt(rejected):
+        # whole conversations: a text beside them repeats a turn of the user
+        user_texts = [turn["content"].strip() for turn in chosen if turn["role"] == "user"]
+        if prompt and prompt.strip() not in user_texts:
+            raise ValueError("the prompt is none of the user's turns of chosen, which has a prompt of its own")
+    else:
+        # answers to a text
         text = prompt or columns.get("question")
         if not text and columns.get("instruction"):
             text = read_instruction(columns)
         if text and isinstance(text, str):
-            given = [*read_history(columns, turns), {"role": "user", "content": text}]
+            prompt_messages = [*read_history(columns, turns), {"role": "user", "content": text}]
         elif text:
             raise TypeError("question must be text")
         elif isinstance(columns["chosen"], str):
             raise TypeError("chosen and rejected are texts without a prompt; write the prompt into a column prompt")
-    elif prompt and prompt.strip() not in [turn["content"].strip() for turn in chosen if turn["role"] == "user"]:
-        raise ValueError("the prompt is none of the user's turns of chosen, which has a prompt of its own")
+
+    # the column system, unless both conversations begin with its text
     system = read_system(columns)
     if system is None:
-        return given
-    first_messages = (given + chosen)[:1] + (given + rejected)[:1]
+        return prompt_messages
+    first_messages = (prompt_messages + chosen)[:1] + (prompt_messages + rejected)[:1]
     if all(message == system for message in first_messages):
-        return given
+        return prompt_messages
     if any(message["role"] == "system" for message in first_messages):
         raise ValueError("the column system has another text than the system message")
-    return [system, *given]
+    return [system, *prompt_messages]
 
 
 def _rating_margin(columns: RowColumns) -> float:
     """Return by how much the chosen answer is rated higher than the rejected one; NaN if there are no such numbers."""
-    for names in RATINGS:
-        if names[0] not in columns or names[1] not in columns:
-            continue
-        ratings = [columns[name] for name in names]
-        numbers = [
-            float(rating) for rating in ratings if isinstance(rating, int | float) and abs(rating) < _LARGEST_RATING
-        ]
-        if len(numbers) == len(names):
-            return numbers[0] - numbers[1]
+    for chosen_column, rejected_column in RATINGS:
+        if chosen_column in columns and rejected_column in columns:
+            chosen_rating = columns[chosen_column]
+            rejected_rating = columns[rejected_column]
+            if _is_rating(chosen_rating) and _is_rating(rejected_rating):
+                return float(chosen_rating) - float(rejected_rating)
     return math.nan
+
+
+def _is_rating(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < _LARGEST_RATING
 
 
 @dataclass(frozen=True)
 class PairEncoder:
     """An encoder of preference pairs that returns the tokens of two chats, as ``chats`` encodes them, as one document.
 
-    Both sequences together have at most ``max_length`` tokens. Of a longer pair, ``cut_start`` removes turns at the
-    start of the prompt, the same of both sequences and after the system turn; the first turn left is the user's. A pair
-    that is still too long is left out, as each is with another value of ``too_long``: no answer is cut.
+    Both sequences together have at most ``max_length`` tokens. ``cut_start`` shortens a longer pair: it removes turns
+    after the system turn, the same from both prompts, until the prompt begins with a turn of the user and the pair
+    fits. Other longer pairs are left out: no answer is cut.
     """
 
     chats: "ChatEncoder"  # without a limit of length
@@ -147,57 +175,84 @@ class PairEncoder:
 
     def encode_all(self, pairs: Iterable[Pair | BadRowError]) -> Iterator[_Result]:
         """Yield each pair encoded, or why it is left out or bad; pairs are read ahead. An error stays as it is."""
-        given = iter(pairs)
-        while batch := list(islice(given, _PAIRS_AT_ONCE)):
-            singles = ((one,) if isinstance(one, BadRowError) else one.conversations for one in batch)
-            results = iter(list(self.chats.encode_all(chain.from_iterable(singles))))
+        pairs_left = iter(pairs)
+        while batch := list(islice(pairs_left, _PAIRS_AT_ONCE)):
+            # the conversations of all pairs in one list, so that they are encoded together
+            conversations: list[Chat | BadRowError] = []
             for pair in batch:
-                first = next(results)
-                yield first if isinstance(pair, BadRowError) else self._join(pair, first, next(results))
+                if isinstance(pair, BadRowError):
+                    conversations.append(pair)
+                else:
+                    conversations += pair.conversations
+            results = iter(list(self.chats.encode_all(conversations)))
+            for pair in batch:
+                if isinstance(pair, BadRowError):
+                    yield next(results)
+                else:
+                    chosen = next(results)
+                    rejected = next(results)
+                    yield self._join(pair, chosen, rejected)
 
     def _join(self, pair: Pair, chosen: _Result, rejected: _Result) -> _Result:
+        """Return the pair as one document, shortened if it is too long; or why it is left out or bad."""
         if not isinstance(chosen, EncodedDocument):
             return chosen
         if not isinstance(rejected, EncodedDocument):
             return rejected
         if np.array_equal(chosen.input_ids, rejected.input_ids):
             return BadRowError(f"{SAME_ANSWERS}, in tokens", EQUAL_ANSWERS)
-        joined = _joined(pair, chosen, rejected)
-        num_tokens = len(joined.input_ids)
+        document = _join_documents(pair, chosen, rejected)
+        num_tokens = len(document.input_ids)
         if num_tokens <= self.max_length:
-            return joined
-        shorter = self._shortened(pair) if self.too_long == "cut_start" else None
+            return document
+        shorter: EncodedDocument | None = None
+        if self.too_long == "cut_start":
+            shorter = self._shorten(pair)
         if shorter is None:
             return LeftOut(TOO_LONG, num_tokens)
         return replace(shorter, num_tokens_cut=num_tokens - len(shorter.input_ids))
 
-    def _shortened(self, pair: Pair) -> EncodedDocument | None:
+    def _shorten(self, pair: Pair) -> EncodedDocument | None:
         """Return the pair with as much of the prompt's end as fits into a row, None if not even its last turn does."""
+        # system turns stay; the prompt may begin at each later turn of the user, here from the last one to the first
         roles = [message["role"] for message in pair.prompt]
-        always = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
-        begins = [begin for begin in range(len(roles) - 1, always, -1) if roles[begin] == "user"]
+        num_system = 0
+        while num_system < len(roles) and roles[num_system] == "system":
+            num_system += 1
+        system_turns = pair.prompt[:num_system]
+        user_turns = [index for index in range(len(roles) - 1, num_system, -1) if roles[index] == "user"]
         fitting: dict[int, EncodedDocument] = {}
 
         def is_too_long(number: int) -> bool:
-            part = replace(pair, prompt=pair.prompt[:always] + pair.prompt[begins[number] :])
-            chosen, rejected = self.chats.encode_all(part.conversations)
+            shorter_pair = replace(pair, prompt=system_turns + pair.prompt[user_turns[number] :])
+            chosen, rejected = self.chats.encode_all(shorter_pair.conversations)
             if isinstance(chosen, EncodedDocument) and isinstance(rejected, EncodedDocument):
-                joined = _joined(part, chosen, rejected)
-                if len(joined.input_ids) <= self.max_length:
-                    fitting[number] = joined
+                document = _join_documents(shorter_pair, chosen, rejected)
+                if len(document.input_ids) <= self.max_length:
+                    fitting[number] = document
             return number not in fitting
 
-        num_fitting = bisect_left(range(len(begins)), True, key=is_too_long)
-        return fitting[num_fitting - 1] if num_fitting else None
+        # an earlier turn gives a longer prompt, so binary search finds the first one that is too long
+        num_fitting = bisect_left(range(len(user_turns)), True, key=is_too_long)
+        if num_fitting == 0:
+            return None
+        return fitting[num_fitting - 1]
 
 
-def _joined(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument:
+def _join_documents(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument:
+    """Return both sequences as one document, the chosen one first."""
     assert chosen.supervised is not None
     assert rejected.supervised is not None
-    counts = (int(chosen.supervised.sum()), int(rejected.supervised.sum()))
-    one = _said(pair.chosen)
-    other = _said(pair.rejected)
-    is_prefix = one != other and (one.startswith(other) or other.startswith(one))
+    chosen_text = "\n".join(message["content"] for message in pair.chosen).strip()
+    rejected_text = "\n".join(message["content"] for message in pair.rejected).strip()
+    is_prefix = chosen_text.startswith(rejected_text) or rejected_text.startswith(chosen_text)
+    record = (
+        len(chosen.input_ids),
+        int(chosen.supervised.sum()),
+        int(rejected.supervised.sum()),
+        is_prefix and chosen_text != rejected_text,
+        pair.rating_margin,
+    )
     return EncodedDocument(
         input_ids=np.concatenate([chosen.input_ids, rejected.input_ids]),
         supervised=np.concatenate([chosen.supervised, rejected.supervised]),
@@ -205,9 +260,5 @@ def _joined(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> E
         num_bytes=chosen.num_bytes + rejected.num_bytes,
         turn_ends=chosen.turn_ends | rejected.turn_ends,
         unused=chosen.unused | rejected.unused,
-        pair=np.array([(len(chosen.input_ids), *counts, is_prefix, pair.rating_margin)], dtype=PAIR),
+        pair=np.array([record], dtype=PAIR),
     )
-
-
-def _said(answer: Sequence[Message]) -> str:
-    return "\n".join(message["content"] for message in answer).strip()
