@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files
-_SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
 # the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
 _SAMPLED_PARTS = 8
 _SAMPLED_SHARE = 0.01
@@ -76,24 +75,32 @@ def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]
     check_no_links_in(folder)
     with ExitStack() as stack:
         try:
-            taken = f"{target}: another process is tokenizing into it"
-            stack.enter_context(hold_lock(folder / "lock", taken, "wait for it or stop it"))
+            fault = f"{target}: another process is tokenizing into it"
+            stack.enter_context(hold_lock(folder / "lock", fault, "wait for it or stop it"))
         except OSError as error:
             raise_reached_limit(error)
             raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
         try:
             yield folder
         except BaseException:
-            num_finished = sum(file.suffix in (".npz", ".lines") for file in folder.glob("*"))
-            downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != UNFINISHED_SUFFIX]
-            parts = folder.rglob("*") if num_finished else downloads
-            if sum(file.stat().st_size for file in parts) > sizes.worth_keeping:
-                kept = f"{num_finished:,} finished shards" + (f" and {len(downloads):,} downloads" if downloads else "")
-                print(f"{kept} are kept in {folder}: the same command continues with them", file=sys.stderr)
-            else:
+            if not _keep_unfinished(folder, sizes):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_unfinished(folder: Path, sizes: ShardSizes) -> bool:
+    """Return whether the finished work in the folder is worth keeping, and if so, tell the user."""
+    num_shards = sum(file.suffix in (".npz", ".lines") for file in folder.glob("*"))
+    downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != UNFINISHED_SUFFIX]
+    finished_files = folder.rglob("*") if num_shards else downloads
+    if sum(file.stat().st_size for file in finished_files) <= sizes.worth_keeping:
+        return False
+    work = f"{num_shards:,} finished shards"
+    if downloads:
+        work += f" and {len(downloads):,} downloads"
+    print(f"{work} are kept in {folder}: the same command continues with them", file=sys.stderr)
+    return True
 
 
 @dataclass(frozen=True)
@@ -139,12 +146,14 @@ class OpenedCorpus:
     @property
     def settings(self) -> str:
         """What decides the tokens of a shard besides its source and the encoder, as JSON."""
-        given = self.arguments
-        longest = None if given.packing == "concat" else given.max_length
-        chosen = (given.text_column, given.data_format, given.train_on, given.too_long, longest)
+        arguments = self.arguments
+        max_length = None if arguments.packing == "concat" else arguments.max_length  # concat shortens no chat
+        choices = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, max_length)
         cleaning = {} if self.cleaner is None else self.cleaner.settings()
         registered = [str(asdict(chat_format)) for chat_format in self.registered_formats]
-        return json.dumps([chosen, self.tokenizer_hashes, given.deduplicate, cleaning, registered], sort_keys=True)
+        # the order of the list is part of the keys of finished shards
+        settings = [choices, self.tokenizer_hashes, arguments.deduplicate, cleaning, registered]
+        return json.dumps(settings, sort_keys=True)
 
     @property
     def registered_formats(self) -> tuple[Component, ...]:
@@ -160,26 +169,32 @@ class OpenedCorpus:
     @property
     def caps(self) -> tuple[int | None, int | None]:
         """Documents and tokens after which --dataset is not read on; None is no cap: all documents are needed."""
-        given = self.arguments
-        reads_all = given.deduplicate or given.near_duplicates is not None or given.weights is not None
-        return (None, None) if reads_all else (given.max_documents, given.max_tokens)
+        arguments = self.arguments
+        if arguments.deduplicate or arguments.near_duplicates is not None or arguments.weights is not None:
+            return None, None
+        return arguments.max_documents, arguments.max_tokens
 
     def shards(self, encoder: str) -> list[Shard]:
         """Return all shards of the sources, as the encoder of this name encodes them."""
         return split_into_shards(self.sources, f"{self.settings} {encoder}", self.sizes)
 
     def files_read_at_once(self, shards: Sequence[Shard]) -> list[np.ndarray]:
-        """Return which files of each source are hashed when their shard is read, bool [files]; none with a cap."""
+        """Return which files of each source are hashed when their shard is read, bool [files]; none with a cap.
+
+        With a cap, some shards are not read, but the manifest has the hashes of all files.
+        """
         are_read = [np.zeros(len(source.files), dtype=bool) for source in self.sources]
-        for shard in shards if self.caps == (None, None) else ():
-            are_read[shard.source][shard.origins[shard.read_at_once]] = True
+        if self.caps == (None, None):
+            for shard in shards:
+                files = shard.origins[shard.read_at_once]
+                are_read[shard.source][files] = True
         return are_read
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``digests`` are the SHA-256 of the files of each source."""
         records = []
-        for source, of_files, (name, place) in zip(self.sources, digests, self.named, strict=True):
-            records.append(replace(source.record(of_files), name=name, place=redact(place)))
+        for source, file_digests, (name, place) in zip(self.sources, digests, self.named, strict=True):
+            records.append(replace(source.record(file_digests), name=name, place=redact(place)))
         return records
 
 
@@ -196,39 +211,55 @@ def open_corpus(
     arguments: TokenizeArguments, folder: Path, unfinished: Path, sizes: ShardSizes = SIZES
 ) -> OpenedCorpus:
     """Open the sources and the tokenizer, print the sources' notes, save the tokenizer into ``folder/tokenizer``."""
-    named = {option: split_names(getattr(arguments, option[2:]) or [], option) for option in _SOURCE_OPTIONS}
+    # what is wrong with names or the tokenizer is found before anything is downloaded
+    train_names = split_names(arguments.dataset or [], "--dataset")
+    validation_names = split_names(arguments.validation_dataset or [], "--validation_dataset")
     tokenizer = load_tokenizer(arguments.tokenizer_name)
-    chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
-    train, held_out = (
-        open_sources([place for _, place in given], option, arguments.stream, unfinished / DOWNLOADS)
-        for option, given in named.items()
-    )
-    for source in (*train, *held_out):
+    chat_template: str | None = None
+    if arguments.chat_template is not None:
+        chat_template = read_chosen_template(arguments.chat_template, tokenizer)
+
+    # the sources
+    downloads = unfinished / DOWNLOADS
+    train_places = [place for _, place in train_names]
+    train = open_sources(train_places, "--dataset", arguments.stream, downloads)
+    validation_places = [place for _, place in validation_names]
+    held_out = open_sources(validation_places, "--validation_dataset", arguments.stream, downloads)
+    sources = [*train, *held_out]
+    for source in sources:
         print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
-    _check_room(arguments, [*train, *held_out])
+    _check_room(arguments, sources)
+
+    # the tokenizer, with the chat template that is used
     tokenizer_folder = folder / "tokenizer"
     tokenizer.save(tokenizer_folder)
-    if chosen is not None:
-        set_chat_template(tokenizer_folder, chosen)
-    asked = None if arguments.data_format == "auto" else arguments.data_format
-    skips = arguments.skips_bad_rows
-    kinds = open_each(
-        lambda one: asked or find_kind(one, arguments.text_column, skips, with_pairs=True), [*train, *held_out]
-    )
+    if chat_template is not None:
+        set_chat_template(tokenizer_folder, chat_template)
+
+    # what the rows of each source hold, and how it is encoded
+    def source_kind(source: Source) -> str:
+        if arguments.data_format != "auto":
+            return arguments.data_format
+        return find_kind(source, arguments.text_column, arguments.skips_bad_rows, with_pairs=True)
+
+    kinds = open_each(source_kind, sources)
     _check_pairs(kinds, arguments)
-    default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
-    arguments = replace(arguments, packing=arguments.packing or default)
+    packing: Packing | None = arguments.packing
+    if packing is None:
+        packing = "best_fit" if set(kinds) - {"text"} else "concat"  # concat would cut chats
+    arguments = replace(arguments, packing=packing)
     formats = open_formats(kinds, tokenizer_folder, arguments)
+    cleaner = open_cleaner(arguments, kinds, arguments.text_column) if arguments.cleans else None
     return OpenedCorpus(
         arguments=arguments,
-        named=[one for given in named.values() for one in given],
+        named=[*train_names, *validation_names],
         train=train,
         held_out=held_out,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         tokenizer_hashes={file.name: sha256(file) for file in sorted(tokenizer_folder.iterdir())},
         formats=formats,
-        cleaner=open_cleaner(arguments, kinds, arguments.text_column) if arguments.cleans else None,
+        cleaner=cleaner,
         sizes=sizes,
     )
 
@@ -237,14 +268,16 @@ def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None
     """Raise an InputError if the disk of --output_dir is full; note that the tokens may not find room there."""
     target = Path(arguments.output_dir).expanduser()
     requirements.check_room(target, _SMALLEST_DATASET, "the smallest token dataset")
-    reads_all = arguments.max_documents is None and arguments.max_tokens is None and arguments.shard is None
-    num_bytes = sum(source.num_bytes for source in sources)  # of compressed files, more follow
+    has_cap = arguments.max_documents is not None or arguments.max_tokens is not None
+    if has_cap or arguments.shard is not None:
+        return  # only a part of the input is encoded
+    num_bytes = sum(source.num_bytes for source in sources)  # compressed files become larger
     parent = nearest_existing(target.absolute())
-    free = requirements.free_bytes(parent)
-    if reads_all and free < _BYTES_PER_BYTE_OF_INPUT * num_bytes:
+    free_bytes = requirements.free_bytes(parent)
+    if free_bytes < _BYTES_PER_BYTE_OF_INPUT * num_bytes:
         note(
             f"the input has {show_size(num_bytes)}, and tokens of plain text take about twice as much; {parent} has "
-            f"{show_size(free)} left"
+            f"{show_size(free_bytes)} left"
         )
 
 
@@ -253,12 +286,12 @@ def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
     if "preference" not in kinds:
         return
     places = [*arguments.dataset, *(arguments.validation_dataset or ())]
-    names = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
-    faults = [
-        f"{names['preference']} has preference pairs, {name} has {kind}: make a token dataset of each"
-        for kind, name in names.items()
-        if kind != "preference"
-    ]
+    example_names = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
+    faults: list[str] = []
+    for kind, name in example_names.items():
+        if kind != "preference":
+            pairs_name = example_names["preference"]
+            faults.append(f"{pairs_name} has preference pairs, {name} has {kind}: make a token dataset of each")
     if arguments.packing == "concat":
         faults.append("--packing concat cuts preference pairs at row ends: leave it out, which gives best_fit")
     if arguments.overlap:
@@ -282,58 +315,63 @@ def find_kind(
     Text in a column that the user has chosen comes before a chat, and so does any text with ``prefers_text``. Columns
     of preference pairs only count ``with_pairs``; InputError if a row has no others.
     """
-    looked_for = (text_column, *columns("auto"))
     chooses_text = prefers_text or text_column != TEXT_COLUMN
     for part in source.parts(1 << 20):
-        reader = source.reader(part, looked_for)
-        for number, row in reader:
+        reader = source.reader(part, (text_column, *columns("auto")))
+        for row_number, row in reader:
             if isinstance(row, BadRowError):
                 if not skips_bad_rows:
                     raise row.fault()
-                continue
+                continue  # the next row decides
             has_text = name_in(text_column, row) in row
             if has_text and chooses_text:
                 return "text"
+
+            # a format of chats
             kind = detect_format(row)
             if kind == PREFERENCE and not with_pairs:
-                kind = detect_format({name: value for name, value in row.items() if name != "chosen"})
+                without_pair = {name: value for name, value in row.items() if name != "chosen"}
+                kind = detect_format(without_pair)
                 if kind is None and not has_text:
-                    place = reader.place(number)
                     raise InputError(
-                        f"{place}: a preference pair; make a token dataset with fabric-train tokenize first"
+                        f"{reader.place(row_number)}: a preference pair; make a token dataset with "
+                        "fabric-train tokenize first"
                     )
-            if kind is None and has_text:
-                if not prefers_text and is_speaker(row.get("role")):
-                    raise InputError(
-                        f"{reader.place(number)}: one turn of a conversation, whose other turns are other rows; "
-                        "write each conversation into one row with messages, or tokenize with --data_format text, "
-                        "which trains on each turn as a document"
-                    )
-                return "text"
-            if kind is None:
-                no_text = str(missing_column(reader.place(number), text_column, row))
+            if kind is not None:
+                return kind
+
+            # text
+            if not has_text:
+                no_text = str(missing_column(reader.place(row_number), text_column, row))
                 raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
-            return kind
-    return "text"
+            if not prefers_text and is_speaker(row.get("role")):
+                raise InputError(
+                    f"{reader.place(row_number)}: one turn of a conversation, whose other turns are other rows; "
+                    "write each conversation into one row with messages, or tokenize with --data_format text, "
+                    "which trains on each turn as a document"
+                )
+            return "text"
+    return "text"  # an empty source
 
 
 def open_formats(
     kinds: Sequence[str], tokenizer_folder: Path, arguments: TokenizeArguments, by_parts: bool = True
 ) -> list[SourceFormat]:
     """Return how to encode these kinds; ``by_parts`` as in ``ChatEncoder``. The folder gets the template of chats."""
-    formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
-    longest = None if arguments.packing == "concat" else arguments.max_length
+    formats = {"text": SourceFormat("text", columns=(arguments.text_column,), chat=None)}
     for kind in sorted(set(kinds) - {"text"}):
         # slow to import, and texts do not need it
         from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
+        # concat cuts chats at row ends, and a pair is shortened as a whole by its encoder
         has_pairs = kind == PREFERENCE
+        has_no_limit = has_pairs or arguments.packing == "concat"
         encoder = ChatEncoder(
             tokenizer_folder,
             kind,
             arguments.train_on,
             arguments.too_long,
-            None if has_pairs else longest,
+            max_length=None if has_no_limit else arguments.max_length,
             by_parts=by_parts,
             is_chosen=arguments.chat_template is not None,
         )
@@ -345,38 +383,44 @@ def open_formats(
 
 def sample_texts(corpus: OpenedCorpus) -> Iterator[str]:
     """Yield texts from parts spaced evenly over the sources, to compare ids on."""
-    sources = corpus.sources
-    num_bytes = sum(source.num_bytes for source in sources)
+    num_bytes = sum(source.num_bytes for source in corpus.sources)
+    num_characters = int(num_bytes * _SAMPLED_SHARE)
+    num_characters = min(max(num_characters, _MIN_SAMPLED), _MAX_SAMPLED)
+    characters_per_part = num_characters // _SAMPLED_PARTS
+
     part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
-    characters = min(max(int(num_bytes * _SAMPLED_SHARE), _MIN_SAMPLED), _MAX_SAMPLED) // _SAMPLED_PARTS
-    parts = [source.pack(source.parts(part_bytes)) for source in sources]
-    every = max(1, sum(map(len, parts)) // _SAMPLED_PARTS)
-    before = 0
-    for source, format_, own in zip(sources, corpus.formats, parts, strict=True):
-        for index in range(-before % every, len(own), every):
-            yield from _first_texts(source, format_, own[index], characters)
-        before += len(own)
+    parts_by_source = [source.pack(source.parts(part_bytes)) for source in corpus.sources]
+    num_parts = sum(len(parts) for parts in parts_by_source)
+    step = max(1, num_parts // _SAMPLED_PARTS)
+    part_number = 0  # among the parts of all sources; every `step`-th is sampled
+    for source, source_format, parts in zip(corpus.sources, corpus.formats, parts_by_source, strict=True):
+        for index in range(-part_number % step, len(parts), step):
+            yield from _first_texts(source, source_format, parts[index], characters_per_part)
+        part_number += len(parts)
 
 
-def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) -> Iterator[str]:
-    """Yield the part's first documents, at most ``left`` characters in all."""
-    reader = source.reader(part, format_.columns)
-    for number, row in reader:
-        if left <= 0:
+def _first_texts(source: Source, source_format: SourceFormat, part: Any, max_characters: int) -> Iterator[str]:
+    """Yield the part's first documents, at most ``max_characters`` in all; the last one may be cut."""
+    remaining_characters = max_characters
+    reader = source.reader(part, source_format.columns)
+    for row_number, row in reader:
+        if remaining_characters <= 0:
             return
         try:
-            if format_.chat is None:
-                text = text_of(row, format_.columns[0], partial(reader.place, number))[0]
+            if source_format.chat is None:
+                text, _ = text_of(row, source_format.columns[0], partial(reader.place, row_number))
             else:
-                text = "\n".join(message["content"] for message in format_.read(row).joined.messages)
+                text = "\n".join(message["content"] for message in source_format.read(row).joined.messages)
                 check_surrogates(text)
         except BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:
-            yield text[:left]
-            left -= len(text)
+            yield text[:remaining_characters]
+            remaining_characters -= len(text)
 
 
 def available_cores() -> int:
     """Return the number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # on Linux: fewer than the machine has, in a container or a job
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
