@@ -26,7 +26,10 @@ _SPEAKERS: dict[str, tuple[str, ...]] = {
     _FUNCTION_CALL: (_FUNCTION_CALL, "tool_call"),  # of the assistant; its text has the calls as JSON
 }
 """The role of a message, and the names that data sets have for it."""
-_ROLE_OF = {name: role for role, names in _SPEAKERS.items() for name in names}
+_ROLE_OF: dict[str, str] = {}
+"""The role by the name of the speaker."""
+for _role, _names in _SPEAKERS.items():
+    _ROLE_OF.update(dict.fromkeys(_names, _role))
 _KNOWN_ROLES = "system, user, assistant, tool, human, gpt, function_call, observation"
 _TRAINED_KEYS = {
     "weight": True,  # OpenAI, axolotl, SlimOrca
@@ -62,14 +65,12 @@ def list_of_turns(turns: Any) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class TurnReader:
-    """A reader of conversations.
-
-    ``leave`` is called with each key of a turn that nothing is made of. ``calls_as_text``: a turn of function_call
-    becomes the assistant's text, for a chat template without tool calls.
-    """
+    """A reader of conversations."""
 
     leave: Callable[[str], None]
+    """Called with each key of a turn that is not used."""
     calls_as_text: bool = False
+    """A turn of function_call becomes the assistant's text, for a chat template without tool calls."""
 
     def read(self, turns: Any) -> list[Message]:
         """Return a conversation as messages; TypeError, ValueError or KeyError if it is none."""
@@ -79,39 +80,43 @@ class TurnReader:
             calls = message.pop(_FUNCTION_CALL, None)
             if calls is None:
                 messages.append(message)
-            elif messages and _takes_calls(messages[-1], message):
+            elif messages and _is_same_turn(messages[-1], message):
                 messages[-1].setdefault("tool_calls", []).extend(calls)
             else:
                 messages.append({**message, "tool_calls": calls})
         return messages
 
     def _read_turn(self, turn: Mapping[str, Any], number: int) -> Message:
-        """Return a turn as a message, without null entries; tool calls of a function_call turn are kept apart."""
+        """Return a turn as a message, without null entries; the calls of a function_call turn have their own key."""
         if turn.keys() == _PLAIN_TURN and isinstance(turn["content"], str) and turn["role"] in _PLAIN_ROLES:
             return {"role": turn["role"], "content": turn["content"]}  # most turns: what follows takes time
+
+        # each key that is understood is removed from the entries; the others stay, for the template
         entries = {key: value for key, value in turn.items() if value is not None}
-        name = entries.pop(_first_key(entries, _ROLE_KEYS, turn, number))
-        role = _ROLE_OF.get(name.lower()) if isinstance(name, str) else None
+        speaker = entries.pop(_find_key(entries, _ROLE_KEYS, turn, number))
+        role = _ROLE_OF.get(speaker.lower()) if isinstance(speaker, str) else None
         if role is None:
             raise ValueError(
-                f"role {excerpt(name)} of turn {number} is not one of {_KNOWN_ROLES} (docs/tokenization.md has all)"
+                f"role {excerpt(speaker)} of turn {number} is not one of {_KNOWN_ROLES} (docs/tokenization.md has all)"
             )
         is_trained = self._pop_trained(entries, number)
         calls = _pop_tool_calls(entries, number)
         if calls and not any(key in entries for key in _TEXT_KEYS):
             entries["content"] = ""
-        content = entries.pop(_first_key(entries, _TEXT_KEYS, turn, number))
-        content, is_part_trained = self._read_content(content, number)
-        if is_part_trained is not None:
-            is_trained = is_part_trained and is_trained is not False
-        message: Message = {"role": role, "content": content, **entries}
+        content = entries.pop(_find_key(entries, _TEXT_KEYS, turn, number))
+        text, is_content_trained = self._read_content(content, number)
+        if is_content_trained is not None:
+            is_trained = is_content_trained and is_trained is not False
+
+        # the message
+        message: Message = {"role": role, "content": text, **entries}
         if calls:
             message["tool_calls"] = calls
         if role == _FUNCTION_CALL:
             message["role"] = "assistant"
             if not self.calls_as_text:
                 message["content"] = ""
-                message[_FUNCTION_CALL] = _read_calls(_parsed(content, f"the call of turn {number}"), number)
+                message[_FUNCTION_CALL] = _read_calls(_parse_json(text, f"the call of turn {number}"), number)
         if is_trained is False:
             message[TRAINED] = False
         elif is_trained and message["role"] != "assistant":
@@ -119,28 +124,28 @@ class TurnReader:
         return message
 
     def _read_content(self, content: Any, number: int) -> tuple[str, bool | None]:
-        """Return a content as one text, and whether its parts say that it is trained."""
+        """Return a content as one text, and whether its parts say that it is trained; None if they do not say."""
         if isinstance(content, str):
             return content, None
         if not (isinstance(content, list) and all(isinstance(part, Mapping) for part in content)):
             raise TypeError("content must be text or a list of parts of type text")
         texts: list[str] = []
-        are_trained: set[bool | None] = set()
+        is_trained: set[bool | None] = set()
         for part in content:
             entries = {key: value for key, value in part.items() if value is not None}
             if entries.pop("type", None) != "text" or not isinstance(entries.get("text"), str):
                 raise TypeError("content must be text or a list of parts of type text")
             texts.append(entries.pop("text"))
-            are_trained.add(self._pop_trained(entries, number))
+            is_trained.add(self._pop_trained(entries, number))
             for key in entries:
                 self.leave(f"content.{key}")
-        if len(are_trained) > 1:
+        if len(is_trained) > 1:
             raise ValueError(f"only parts of turn {number} are trained; make turns of them, or leave the row out")
-        return "".join(texts), next(iter(are_trained), None)
+        return "".join(texts), is_trained.pop() if is_trained else None
 
     def _pop_trained(self, entries: dict[str, Any], number: int) -> bool | None:
         """Remove the keys that say whether a turn is trained, and return what they say; None if there are none."""
-        said: dict[str, bool] = {}
+        answers: dict[str, bool] = {}
         for key, value_if_trained in _TRAINED_KEYS.items():
             if key in entries:
                 value = entries.pop(key)
@@ -148,66 +153,75 @@ class TurnReader:
                     raise ValueError(
                         f"{key} {excerpt(value)} of turn {number}: a turn is trained (true, 1) or not (false, 0)"
                     )
-                said[key] = bool(value) is value_if_trained
+                answers[key] = bool(value) is value_if_trained
         parts = entries.pop(_TRAINED_PARTS, None)
         if parts:
-            are_trained = {bool(part.get("train", True)) for part in list_of_turns(parts)}
-            if len(are_trained) > 1:
+            part_answers = {bool(part.get("train", True)) for part in list_of_turns(parts)}
+            if len(part_answers) > 1:
                 raise ValueError(f"{_TRAINED_PARTS}: only parts of turn {number} are trained; make turns of them")
-            said[_TRAINED_PARTS] = are_trained.pop()
-        if len(set(said.values())) > 1:
-            raise ValueError(f"{' and '.join(said)} of turn {number} contradict each other")
-        return next(iter(said.values()), None)
+            answers[_TRAINED_PARTS] = part_answers.pop()
+        distinct_answers = set(answers.values())
+        if len(distinct_answers) > 1:
+            raise ValueError(f"{' and '.join(answers)} of turn {number} contradict each other")
+        return distinct_answers.pop() if distinct_answers else None
 
 
-def _takes_calls(before: Message, message: Message) -> bool:
-    """Return whether calls belong to the message before, which is the same turn of the assistant."""
+def _is_same_turn(previous: Message, message: Message) -> bool:
+    """Return whether the calls of a message belong to the previous message, the same turn of the assistant."""
     return (
-        before["role"] == "assistant"
-        and before.get(TRAINED) == message.get(TRAINED)
-        and before.keys() - {"tool_calls"} == message.keys()
+        previous["role"] == "assistant"
+        and previous.get(TRAINED) == message.get(TRAINED)
+        and previous.keys() - {"tool_calls"} == message.keys()
     )
 
 
-def _first_key(entries: Mapping[str, Any], keys: tuple[str, ...], turn: Mapping[str, Any], number: int) -> str:
-    """Return the first of ``keys`` that a turn has; KeyError with the key as the file has it if there is none."""
+def _find_key(entries: Mapping[str, Any], keys: tuple[str, ...], turn: Mapping[str, Any], number: int) -> str:
+    """Return the first of ``keys`` that a turn has; ValueError with the key as the file has it if there is none."""
     for key in keys:
         if key in entries:
             return key
-    null = next((key for key in keys if key in turn), None)
-    if null is not None:
-        raise ValueError(f"{null!r} of turn {number} is null")
+    for key in keys:
+        if key in turn:
+            raise ValueError(f"{key!r} of turn {number} is null")
     # a turn in the notation of ShareGPT lacks a value, any other a content
-    expected = keys[1] if _ROLE_KEYS[1] in turn or _TEXT_KEYS[1] in turn else keys[0]
-    raise ValueError(f"{expected!r} is missing in turn {number}")
+    openai_key, sharegpt_key = keys
+    is_sharegpt = _ROLE_KEYS[1] in turn or _TEXT_KEYS[1] in turn
+    missing_key = sharegpt_key if is_sharegpt else openai_key
+    raise ValueError(f"{missing_key!r} is missing in turn {number}")
 
 
-def _parsed(value: Any, what: str) -> Any:
+def _parse_json(value: Any, name: str) -> Any:
+    """Return a value that may be JSON text; ``name`` is for the message of the ValueError."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except json.JSONDecodeError:
-        raise ValueError(f"{what} is not JSON: {excerpt(value)}") from None
+        raise ValueError(f"{name} is not JSON: {excerpt(value)}") from None
 
 
 def _pop_tool_calls(entries: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """Remove the tool calls of a message, and return them; there may be none."""
-    calls = _parsed(entries.pop("tool_calls", None), f"tool_calls of turn {number}")
-    if calls:
-        return _read_calls(calls, number)
-    call = _parsed(entries.pop(_FUNCTION_CALL, None), f"{_FUNCTION_CALL} of turn {number}")
-    return _read_calls(call, number) if call else []
+    calls = _parse_json(entries.pop("tool_calls", None), f"tool_calls of turn {number}")
+    if not calls:  # as the OpenAI API had a call before there were several
+        calls = _parse_json(entries.pop(_FUNCTION_CALL, None), f"{_FUNCTION_CALL} of turn {number}")
+    if not calls:
+        return []
+    return _read_calls(calls, number)
 
 
 def _read_calls(calls: Any, number: int) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form; TypeError if there is one without a name."""
-    return [_tool_call(call, number) for call in (calls if isinstance(calls, list) else [calls])]
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [_tool_call(call, number) for call in calls]
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, not as JSON text: templates expect an object."""
-    entries = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    entries: dict[str, Any] = {}
+    if isinstance(call, Mapping):
+        entries = {key: value for key, value in call.items() if value is not None}
     if "name" in entries and "function" not in entries:
         entries = {"type": "function", "function": entries}
     function = entries.get("function")
@@ -216,7 +230,10 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     function = {key: value for key, value in function.items() if value is not None}
     if "arguments" not in function and isinstance(function.get("parameters"), Mapping):
         function["arguments"] = function.pop("parameters")
-    if isinstance(function.get("arguments"), str):
-        text = function["arguments"]
-        function["arguments"] = _parsed(text, f"a call's arguments in turn {number}") if text.strip() else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        if arguments.strip():
+            function["arguments"] = _parse_json(arguments, f"a call's arguments in turn {number}")
+        else:
+            function["arguments"] = {}
     return {**entries, "function": function}
