@@ -109,16 +109,20 @@ class ChatTemplate:
             return
         import transformers.utils.chat_template_utils  # noqa: F401 - slow: here, and not in the child
 
-        if fault := find_fault_in_child(lambda: self._learn(added_tokens)):
+        fault = find_fault_in_child(lambda: self._learn(added_tokens))
+        if fault:
             raise BadRowError(fault)
         _tried.add(self.source)
 
     def _learn(self, added_tokens: Collection[str]) -> None:
+        """Learn the control tokens and the header of the assistant's turn."""
         self._find_control_tokens(added_tokens)
         question = _speak(["user"])
-        begin = self.render(question)
+        text = self.render(question)
         prompt = self.render(question, generation_prompt=True)
-        self._generation_prompt = prompt.removeprefix(begin) if prompt.startswith(begin) else ""
+        self._generation_prompt = ""
+        if prompt.startswith(text):
+            self._generation_prompt = prompt.removeprefix(text)
 
     def render(
         self,
@@ -131,7 +135,8 @@ class ChatTemplate:
 
         ``variables`` are what the template gets besides messages and tools, such as enable_thinking.
         """
-        return self._render(messages, tools, variables or {}, generation_prompt=generation_prompt, marks=False)[0]
+        text, _ = self._render(messages, tools, variables or {}, generation_prompt=generation_prompt, marks=False)
+        return text
 
     def render_to_mark(
         self, messages: list[Message], tools: list[Any] | None, variables: Mapping[str, Any]
@@ -146,25 +151,30 @@ class ChatTemplate:
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
         """Return (start, end) in the text of the assistant's ``turns``, indices of messages, or raise a BadRowError."""
-        messages = rendering.messages
-        text = rendering.text
         if self._has_generation:
             return self._mark_by_generation(rendering, turns)
+
+        # a plain conversation: its contents with the learned separators between them
+        messages = rendering.messages
         is_plain = all(message.keys() == {"role", "content"} for message in messages)
         if is_plain and rendering.tools is None and not rendering.variables:
             roles = [message["role"] for message in messages]
             self._learn_separators(roles)
             contents = [message["content"] for message in messages]
-            for composed in (contents, [content.strip() for content in contents]):
-                whole, spans = self._compose(roles, composed)
-                if whole == text:
+            stripped_contents = [content.strip() for content in contents]  # as many templates write them
+            for written_contents in (contents, stripped_contents):
+                text, spans = self._compose(roles, written_contents)
+                if text == rendering.text:
                     return [spans[turn] for turn in turns]
+
+        # any other: turn by turn
         return [self._mark_turn(rendering, turn) for turn in turns]
 
     def can_mark(self, roles: list[str], turns: Sequence[int]) -> bool:
         """Return whether the template can render a conversation of these roles and mark ``turns`` of the assistant."""
         try:
-            self.mark(self.render_to_mark(_speak(roles), None, {}), turns)
+            rendering = self.render_to_mark(_speak(roles), tools=None, variables={})
+            self.mark(rendering, turns)
         except BadRowError:
             return False
         return True
@@ -177,14 +187,18 @@ class ChatTemplate:
             return ""
         for token in sorted(self.control_tokens, key=len, reverse=True):
             text = text.replace(token, "\0")
-        begin, *between = _SPOKEN.split(text)
-        if len(between) != 3:  # the template leaves out a content
+        texts_between = _SPOKEN.split(text)  # before, between and after the three contents
+        if len(texts_between) != 4:  # the template leaves out a content
             return ""
-        while begin and between[1].endswith(begin[-1]):  # the header of a user's turn
-            begin = begin[:-1]
-            between[1] = between[1][:-1]
-        own = begin.replace("\0", " ").strip()
-        return textwrap.shorten(own.removeprefix("system").strip(), 120, placeholder=" …")
+
+        # before each user's turn is its header: what the text before the first and before the second end alike with
+        beginning = texts_between[0]
+        before_second_question = texts_between[2]
+        while beginning and before_second_question.endswith(beginning[-1]):
+            beginning = beginning[:-1]
+            before_second_question = before_second_question[:-1]
+        prompt = beginning.replace("\0", " ").strip()
+        return textwrap.shorten(prompt.removeprefix("system").strip(), 120, placeholder=" …")
 
     def ends_with_control_token(self, text: str) -> bool:
         """Return whether a rendering ends with a control token and perhaps white space."""
@@ -199,6 +213,7 @@ class ChatTemplate:
         generation_prompt: bool,
         marks: bool,
     ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and, if it ``marks`` them, the parts within ``{% generation %}``."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -221,109 +236,148 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
             reason = f"{type(error).__name__}: {first_line(error)[:_LONGEST_REASON]}"
             raise BadRowError(f"the chat template fails with {reason}") from None
-        (text,), spans = rendered
-        if len(text) > _MOST_CHARACTERS and len(text) > _MOST_TIMES * len(json.dumps([messages, tools], default=str)):
-            raise BadRowError(f"the chat template makes {len(text):,} characters of it, far more than it has")
-        return text, spans[0] if marks else []
+        (text,), all_spans = rendered  # one conversation
+        if len(text) > _MOST_CHARACTERS:
+            num_characters = len(json.dumps([messages, tools], default=str))
+            if len(text) > _MOST_TIMES * num_characters:
+                raise BadRowError(f"the chat template makes {len(text):,} characters of it, far more than it has")
+        return text, all_spans[0] if marks else []
 
     def _find_control_tokens(self, added_tokens: Iterable[str]) -> None:
         """Find the tokens around turns. Other added tokens (<think>) can be in a content, and are tokens there."""
-        contents = [message["content"] for message in _speak(["user", "assistant"])]
-        answered = frame = self.render(_speak(["user", "assistant"]))
+        # a conversation without its contents is what the template writes
+        messages = _speak(["user", "assistant"])
+        answered = self.render(messages)
+        frame = answered
         with suppress(BadRowError):  # some templates end a turn only if another follows
             frame = self.render(_speak(["user", "assistant", "user"]))
-        for content in contents:
-            frame = frame.replace(content, "")
-        written = {token for token in added_tokens if token in frame}
-        self.control_tokens = tuple(sorted(written.union(self.control_tokens)))
-        after = answered.partition(contents[1])[2].lstrip()
-        self.end_of_turn = max((one for one in self.control_tokens if after.startswith(one)), key=len, default=None)
+        for message in messages:
+            frame = frame.replace(message["content"], "")
+        written_tokens = {token for token in added_tokens if token in frame}
+        self.control_tokens = tuple(sorted(written_tokens.union(self.control_tokens)))
+
+        # the longest token that follows the answer
+        _, _, after_answer = answered.partition(messages[-1]["content"])
+        after_answer = after_answer.lstrip()
+        end_tokens = [token for token in self.control_tokens if after_answer.startswith(token)]
+        self.end_of_turn = max(end_tokens, key=len, default=None)
 
     def _mark_turn(self, rendering: Rendering, turn: int) -> Span:
+        """Return the assistant's part of one turn, found by rendering the conversation up to it."""
         messages = rendering.messages
         tools = rendering.tools
+        variables = rendering.variables
         text = rendering.text
-        is_last = turn == len(messages) - 1
-        until = text if is_last else self.render(messages[: turn + 1], tools, variables=rendering.variables)
-        if turn:
-            prompt = self.render(messages[:turn], tools, generation_prompt=True, variables=rendering.variables)
-        else:  # templates refuse an empty conversation
-            begin, found, _ = until.partition(self._generation_prompt or until)
-            prompt = begin + found
-        if not (until.startswith(prompt) and text.startswith(until)):
+
+        # the text up to the end of the turn
+        text_with_turn = text
+        if turn < len(messages) - 1:
+            text_with_turn = self.render(messages[: turn + 1], tools, variables=variables)
+
+        # the prompt before the turn
+        if turn > 0:
+            prompt = self.render(messages[:turn], tools, generation_prompt=True, variables=variables)
+        else:  # templates refuse an empty conversation: the text up to the first header of the assistant
+            header = self._generation_prompt or text_with_turn
+            beginning, header_if_found, _ = text_with_turn.partition(header)
+            prompt = beginning + header_if_found
+        if not (text_with_turn.startswith(prompt) and text.startswith(text_with_turn)):
             raise BadRowError(
                 f"the chat template renders turn {turn + 1}, the assistant's, differently when it is generated or "
                 "others follow, so it cannot be marked; use --train_on last, or give a template with "
                 "{% generation %} by --chat_template"
             )
-        span = self._with_end_of_turn(text, len(prompt), len(until))
-        check_turn_rendered(messages[turn], turn, text[slice(*span)])
-        return span
+        begin, end = self._with_end_of_turn(text, len(prompt), len(text_with_turn))
+        check_turn_rendered(messages[turn], turn, text[begin:end])
+        return begin, end
 
     def _mark_by_generation(self, rendering: Rendering, turns: Iterable[int]) -> list[Span]:
+        """Return the assistant's parts of turns, as the template has marked them."""
         messages = rendering.messages
         text = rendering.text
-        marked = rendering.generated
-        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(marked) != len(spoken):
+        generated = rendering.generated
+        assistant_turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(generated) != len(assistant_turns):
             raise BadRowError(
-                f"the chat template has {{% generation %}} around {len(marked)} of {len(spoken)} turns of the "
-                "assistant; give a corrected one by --chat_template"
+                f"the chat template has {{% generation %}} around {len(generated)} of {len(assistant_turns)} turns of "
+                "the assistant; give a corrected one by --chat_template"
             )
-        spans = {turn: self._with_end_of_turn(text, *span) for turn, span in zip(spoken, marked, strict=True)}
+        generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
+        spans: list[Span] = []
         for turn in turns:
-            check_turn_rendered(messages[turn], turn, text[slice(*spans[turn])])
-        return [spans[turn] for turn in turns]
+            begin, end = self._with_end_of_turn(text, *generated_by_turn[turn])
+            check_turn_rendered(messages[turn], turn, text[begin:end])
+            spans.append((begin, end))
+        return spans
 
     def _with_end_of_turn(self, text: str, begin: int, end: int) -> Span:
         """Return the span with the end-of-turn token if it follows, and without whitespace after a control token."""
         if self.end_of_turn and text.startswith(self.end_of_turn, end):
             return begin, end + len(self.end_of_turn)
         turn = text[begin:end].rstrip()
-        return begin, begin + len(turn) if turn.endswith(self.control_tokens) else end
+        if turn.endswith(self.control_tokens):
+            end = begin + len(turn)
+        return begin, end
 
     def _learn_separators(self, roles: list[str]) -> None:
         """Learn the separators of a conversation of these roles, unless all are known."""
         ends = [None, *roles, None]
-        unknown = [pair for pair in pairwise(ends) if pair not in self._separators]
-        if not unknown:
+        unknown_pairs = [pair for pair in pairwise(ends) if pair not in self._separators]
+        if not unknown_pairs:
             return
-        self._separators.update(dict.fromkeys(unknown))  # those that cannot be learned are not tried again
+        self._separators.update(dict.fromkeys(unknown_pairs))  # those that cannot be learned are not tried again
+
+        # render a conversation whose contents are easy to find, and mark it turn by turn
         messages = _speak(roles)
+        spans: dict[int, Span] = {}  # of the assistant's turns
         try:
-            rendering = Rendering(messages, None, {}, self.render(messages), [])
-            text = rendering.text
-            spoken = [index for index, role in enumerate(roles) if role == "assistant"]
-            spans = {index: self._mark_turn(rendering, index) for index in spoken}
+            text = self.render(messages)
+            rendering = Rendering(messages, tools=None, variables={}, text=text, generated=[])
+            for index, role in enumerate(roles):
+                if role == "assistant":
+                    spans[index] = self._mark_turn(rendering, index)
         except BadRowError:
             return
-        borders = [(0, 0), *(match.span() for match in _SPOKEN.finditer(text)), (len(text), len(text))]
-        if [text[begin:end] for begin, end in borders[1:-1]] != [message["content"] for message in messages]:
+        matches = list(_SPOKEN.finditer(text))
+        if [match[0] for match in matches] != [message["content"] for message in messages]:
             return
-        for index, ((_, begin), (end, _)) in enumerate(pairwise(borders)):
-            before = spans[index - 1][1] - begin if index - 1 in spans else 0
-            after = end - spans[index][0] if index in spans else 0
-            pair = ends[index], ends[index + 1]
-            self._separators[pair] = self._separators[pair] or _Separator(text[begin:end], before, after)
+
+        # each separator is between two contents; a span reaches into the separators around its content
+        content_spans = [(0, 0), *(match.span() for match in matches), (len(text), len(text))]
+        for index, pair in enumerate(pairwise(ends)):
+            _, begin = content_spans[index]
+            end, _ = content_spans[index + 1]
+            before = 0
+            if index - 1 in spans:
+                _, span_end = spans[index - 1]
+                before = span_end - begin
+            after = 0
+            if index in spans:
+                span_begin, _ = spans[index]
+                after = end - span_begin
+            if self._separators[pair] is None:
+                self._separators[pair] = _Separator(text[begin:end], before, after)
 
     def _compose(self, roles: Iterable[str], contents: Sequence[str]) -> tuple[str, dict[int, Span]]:
         """Return the text of contents and separators, and the assistant's spans; "" if a separator is unknown."""
-        text = []
-        spans = {}
-        begin = position = 0
+        texts: list[str] = []
+        spans: dict[int, Span] = {}
+        position = 0  # the length of the texts
+        span_begin = 0  # of the turn whose content was appended last
         for index, pair in enumerate(pairwise([None, *roles, None])):
             separator = self._separators[pair]
             if separator is None:
                 return "", {}
-            if pair[0] == "assistant":
-                spans[index - 1] = begin, position + separator.before
+            previous_role, _ = pair
+            if previous_role == "assistant":
+                spans[index - 1] = (span_begin, position + separator.before)
+            texts.append(separator.text)
             position += len(separator.text)
-            begin = position - separator.after
-            text.append(separator.text)
+            span_begin = position - separator.after
             if index < len(contents):
-                text.append(contents[index])
+                texts.append(contents[index])
                 position += len(contents[index])
-        return "".join(text), spans
+        return "".join(texts), spans
 
 
 _SPOKEN = re.compile(r"turn\d+said")
@@ -358,13 +412,13 @@ def limited_time(seconds: float) -> Iterator[None]:
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise OutOfTimeError
 
-    before = signal.signal(signal.SIGPROF, interrupt)
+    previous_handler = signal.signal(signal.SIGPROF, interrupt)
     signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)  # again each second: an exception in a destructor is lost
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous_handler)
 
 
 @contextmanager
@@ -373,14 +427,19 @@ def limited_memory(num_bytes: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(os.pread(_open_statm(os.getpid()), 64, 0).split()[0]) * resource.getpagesize() + num_bytes
-    lowest = min([most, *(limit for limit in before if limit != resource.RLIM_INFINITY)])
-    resource.setrlimit(resource.RLIMIT_AS, (lowest, before[1]))
+    previous_limits = resource.getrlimit(resource.RLIMIT_AS)
+    _, hard_limit = previous_limits
+    statm = os.pread(_open_statm(os.getpid()), 64, 0)
+    num_pages = int(statm.split()[0])  # of address space
+    limit = num_pages * resource.getpagesize() + num_bytes
+    for previous_limit in previous_limits:  # a stricter limit of the user stays
+        if previous_limit != resource.RLIM_INFINITY:
+            limit = min(limit, previous_limit)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, previous_limits)
 
 
 @lru_cache(maxsize=1)
@@ -399,31 +458,34 @@ def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        _attempt(attempt, writer)
-    os.close(writer)
-    text = b""
-    is_over = False
+        _run_child(attempt, writer)
+    os.close(writer)  # the child has the only other one: its end is the end of the pipe
+
+    # read the message until the child ends, or says nothing for too long
+    message = b""
+    has_ended = False
     try:
-        while not is_over and select.select([reader], [], [], _LONGEST_TRIAL)[0]:
-            part = os.read(reader, 1 << 16)
-            text = text + part
-            is_over = not part
+        while not has_ended and select.select([reader], [], [], _LONGEST_TRIAL)[0]:
+            data = os.read(reader, 1 << 16)
+            message += data
+            has_ended = not data
     finally:
         os.close(reader)
-        if not is_over:
+        if not has_ended:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return "the chat template was stopped: it does not end, or crashes"
-    return text.decode() or None
+    return message.decode() or None
 
 
-def _attempt(attempt: Callable[[], object], writer: int) -> None:
+def _run_child(attempt: Callable[[], object], writer: int) -> None:
     """End this process, a forked child, after ``attempt``; write the message of its BadRowError."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # the parent's handlers are not for the child
             signal.signal(number, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
         with suppress(ValueError):  # a lower limit is set already
             resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS_OF_CHILD, _SECONDS_OF_CHILD))
         try:

@@ -35,8 +35,11 @@ class MessageText:
         """Return how a template may write the value: as it is, as JSON, or as Python does."""
         value = self.value
         if isinstance(value, str):
-            as_json = [json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)]
-            return (value, *as_json, repr(value)[1:-1])
+            # without the quotes
+            as_json = json.dumps(value, ensure_ascii=False)[1:-1]
+            as_ascii_json = json.dumps(value)[1:-1]
+            as_python = repr(value)[1:-1]
+            return (value, as_json, as_ascii_json, as_python)
         return (json.dumps(value), str(value))
 
 
@@ -58,16 +61,22 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
     """
     if _are_plain_and_in_order(messages, text):
         return frozenset()
-    always: list[MessageText] = []
+
+    # the texts that must be in the rendering, and the thoughts that need not
+    required: list[MessageText] = []
     thoughts: list[MessageText] = []
     for turn, message in enumerate(messages):
         is_context = message["role"] == "assistant" and turn not in supervised
         if is_context and _END_OF_THOUGHTS in message["content"]:
-            message = {**message, "content": message["content"].rpartition(_END_OF_THOUGHTS)[2]}
+            _, _, answer = message["content"].rpartition(_END_OF_THOUGHTS)
+            message = {**message, "content": answer}
         for message_text in _texts_of(message, turn):
-            may_be_lost = is_context and message_text.key in REASONING
-            (thoughts if may_be_lost else always).append(message_text)
-    lost = find_lost(always, text)
+            if is_context and message_text.key in REASONING:
+                thoughts.append(message_text)
+            else:
+                required.append(message_text)
+
+    lost = find_lost(required, text)
     if lost is not None:
         raise _fault(lost, "which the model would not see")
     lost_thoughts: set[str] = set()
@@ -78,15 +87,23 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
 
 
 def find_lost(texts: Iterable[MessageText], rendered: str) -> MessageText | None:
-    """Return a text that has no place of its own in a rendering, None if all have; white space does not count."""
-    left = _without_space(rendered)
+    """Return a text that is not in a rendering, None if all are; white space does not count.
+
+    Each text needs a place of its own: a text that was found is taken out of the rendering.
+    """
+    remaining = _without_space(rendered)
     # the longest first: a short text may be a part of a longer one
     for message_text in sorted(texts, key=lambda message_text: -len(message_text.plain)):
-        forms = [_without_space(form) for form in message_text.forms()]
-        form = next((form for form in forms if form in left), None)
-        if form is None:
+        is_found = False
+        for form in message_text.forms():
+            form_without_space = _without_space(form)
+            if form_without_space in remaining:
+                # a line break, so that the texts around it do not become one
+                remaining = remaining.replace(form_without_space, "\n", 1)
+                is_found = True
+                break
+        if not is_found:
             return message_text
-        left = left.replace(form, "\n", 1)
     return None
 
 
@@ -104,15 +121,17 @@ def _are_plain_and_in_order(messages: Sequence[Message], rendered: str) -> bool:
     return True
 
 
-def _fault(lost: MessageText, so: str) -> BadRowError:
-    what = "a part"
-    advice = "give a template that keeps it by --chat_template"
+def _fault(lost: MessageText, consequence: str) -> BadRowError:
     if lost.key in REASONING:  # the row may have them under another of these names
-        what = f"the thoughts ({', '.join(REASONING)})"
+        description = f"the thoughts ({', '.join(REASONING)})"
+        advice = "give a template that keeps it by --chat_template"
     elif lost.key == _CALLS:
-        what = "a part of the tool_calls"
+        description = "a part of the tool_calls"
         advice = "use the tokenizer of a model that has tools"
-    return BadRowError(f"the chat template leaves out {what} of turn {lost.turn + 1}, {so}; {advice}")
+    else:
+        description = "a part"
+        advice = "give a template that keeps it by --chat_template"
+    return BadRowError(f"the chat template leaves out {description} of turn {lost.turn + 1}, {consequence}; {advice}")
 
 
 def _texts_of(message: Message, turn: int) -> Iterator[MessageText]:

@@ -19,7 +19,11 @@ class ShownMessages:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._reasoning = next((key for key in REASONING if self._shows_reasoning(key)), None)
+        self._reasoning_key: str | None = None  # the key under which the template looks for thoughts
+        for key in REASONING:
+            if self._shows_reasoning(key):
+                self._reasoning_key = key
+                break
         self._is_shown: dict[tuple[str, str], bool] = {}  # by role and key
         self.has_tool_calls = self._shows_tool_calls()
 
@@ -28,19 +32,23 @@ class ShownMessages:
         return [self._message(message) for message in chat.messages]
 
     def check(self, rendering: Rendering, supervised: frozenset[int]) -> frozenset[str]:
-        """Raise BadRowError if the template leaves out tools or a text of a message; return keys that it does not show.
+        """Return the keys of messages that the template does not show.
 
-        ``supervised`` are indices of messages. Of others, the template may leave out thoughts.
+        ``supervised`` are indices of messages; the template may leave out the thoughts of other messages. BadRowError
+        if it leaves out tools, or another text of a message.
         """
+        # tool calls and tools are left out if the text is the same without them
         fault = "the chat template leaves out its {}; use the tokenizer of a model that has tools"
-        if not self.has_tool_calls and any("tool_calls" in message for message in rendering.messages):
-            bare: list[Message] = []
+        has_calls = any("tool_calls" in message for message in rendering.messages)
+        if has_calls and not self.has_tool_calls:
+            without_calls: list[Message] = []
             for message in rendering.messages:
-                bare.append({key: value for key, value in message.items() if key != "tool_calls"})
-            if self._render(rendering, bare, rendering.tools) == rendering.text:
+                without_calls.append({key: value for key, value in message.items() if key != "tool_calls"})
+            if self._render(rendering, without_calls, rendering.tools) == rendering.text:
                 raise BadRowError(fault.format("tool_calls"))
-        if rendering.tools and self._render(rendering, rendering.messages, None) == rendering.text:
+        if rendering.tools and self._render(rendering, rendering.messages, tools=None) == rendering.text:
             raise BadRowError(fault.format("tools"))
+
         lost_thoughts = check_rendered(rendering.messages, supervised, rendering.text)
         return lost_thoughts | self.unused_keys(rendering)
 
@@ -51,50 +59,59 @@ class ShownMessages:
         """
         unused: set[str] = set()
         for message in rendering.messages:
+            role = message["role"]
             for key in message.keys() - _ALWAYS_SHOWN:
                 if key in REASONING and isinstance(message[key], str):
                     continue
-                role_and_key = (message["role"], key)
-                if role_and_key not in self._is_shown:
-                    self._is_shown[role_and_key] = self._shows(rendering, *role_and_key)
-                if not self._is_shown[role_and_key]:
-                    unused.add(f"{key} of the {message['role']}'s turns")
+                if (role, key) not in self._is_shown:
+                    self._is_shown[role, key] = self._shows(rendering, role, key)
+                if not self._is_shown[role, key]:
+                    unused.add(f"{key} of the {role}'s turns")
         for name in rendering.variables:
             if not self._template.mentions(name):
                 unused.add(f"chat_template_kwargs.{name}")
         return frozenset(unused)
 
     def _message(self, message: Message) -> Message:
+        """Return a message without what says whether it is trained, its thoughts under the template's key."""
         if message.keys() == {"role", "content"}:
             return message
         shown = {key: value for key, value in message.items() if key != TRAINED}
         keys = [key for key in REASONING if isinstance(shown.get(key), str)]
         if not keys:
             return shown
-        thoughts = shown[keys[0]] if self._reasoning not in keys else shown[self._reasoning]
-        for key in keys:
-            if shown[key] == thoughts:  # some data sets have them under several names
-                del shown[key]
-        shown[self._reasoning or keys[0]] = thoughts
+        key = self._reasoning_key
+        if key is not None and key in keys:
+            thoughts = shown[key]
+        else:
+            thoughts = shown[keys[0]]
+        for name in keys:
+            if shown[name] == thoughts:  # some data sets have them under several names
+                del shown[name]
+        shown[key or keys[0]] = thoughts
         return shown
 
     def _shows(self, rendering: Rendering, role: str, key: str) -> bool:
+        """Return whether the rendering is another one without a key of the messages of a role."""
         if not self._template.mentions(key):
             return False
-        without: list[Message] = []
+        messages_without_key: list[Message] = []
         for message in rendering.messages:
-            leaves_out = message["role"] == role
-            without.append({name: value for name, value in message.items() if not (leaves_out and name == key)})
+            if message["role"] == role:
+                messages_without_key.append({name: value for name, value in message.items() if name != key})
+            else:
+                messages_without_key.append(dict(message))
         try:
-            text = self._render(rendering, without, rendering.tools)
+            text = self._render(rendering, messages_without_key, rendering.tools)
         except BadRowError:
             return True  # the template needs it
         return text != rendering.text
 
     def _render(self, rendering: Rendering, messages: list[Message], tools: list[Any] | None) -> str:
         """Return the text of other messages or tools, rendered as ``rendering`` was."""
-        prompts = rendering.is_prompt
-        return self._template.render(messages, tools, generation_prompt=prompts, variables=rendering.variables)
+        return self._template.render(
+            messages, tools, generation_prompt=rendering.is_prompt, variables=rendering.variables
+        )
 
     def _shows_reasoning(self, key: str) -> bool:
         if not self._template.mentions(key):
