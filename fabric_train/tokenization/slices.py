@@ -238,8 +238,9 @@ def encode_command(arguments: TokenizeArguments, lines_dir: str) -> str:
     }
     values: dict[str, object] = {}
     for argument in fields(arguments):
-        has_factory = argument.default_factory is not MISSING
-        default = argument.default_factory() if has_factory else argument.default
+        default: object = argument.default
+        if argument.default_factory is not MISSING:
+            default = argument.default_factory()
         value = getattr(arguments, argument.name)
         if value != default and argument.name not in new_values:
             values[argument.name] = value

@@ -25,7 +25,7 @@ _NOT_VARIABLES = frozenset(
 class RowColumns(Mapping[str, Any]):
     """A row that remembers which of its columns a reader has looked at.
 
-    ``unused`` has the columns with something in them that nothing was made of, and keys of turns likewise.
+    Looking whether a column is in the row (``in``) does not count; reading it does.
     """
 
     def __init__(self, row: Mapping[str, Any]) -> None:
@@ -52,12 +52,16 @@ class RowColumns(Mapping[str, Any]):
 
     @property
     def unused(self) -> frozenset[str]:
-        left = {column for column, value in self.row.items() if column not in self._used and not is_empty(value)}
-        return frozenset(left | self._keys_left)
+        """The columns that were not looked at and have something in them, and the keys that are not used."""
+        unused_columns: set[str] = set()
+        for column, value in self.row.items():
+            if column not in self._used and not is_empty(value):
+                unused_columns.add(column)
+        return frozenset(unused_columns | self._keys_left)
 
 
 def read_system(columns: RowColumns) -> Message | None:
-    """Return the system turn that a column has the text of; None if there is none."""
+    """Return the system turn with the text of the first column that has one; None if there is none."""
     for column in SYSTEM:
         text = columns.get(column)
         if text is None or text == "":
@@ -154,19 +158,19 @@ def check_what_is_trained(columns: RowColumns) -> None:
     value = columns.get("train_on_input")
     if value:
         columns.leave("train_on_input")  # --train_on all does what it asks for
-    masked = columns.get("mask")  # of NeMo: the speaker whose turns are not trained
-    if masked is None or masked == "":
+    masked_speaker = columns.get("mask")  # NeMo's column: the speaker whose turns are not trained
+    if masked_speaker is None or masked_speaker == "":
         return
-    if not isinstance(masked, str):
+    if not isinstance(masked_speaker, str):
         columns.leave("mask")
-    elif not is_spoken_by("user", masked):
+    elif not is_spoken_by("user", masked_speaker):
         raise ValueError(
-            f"mask {masked!r} leaves out other turns than the user's, and only the assistant's are trained"
+            f"mask {masked_speaker!r} leaves out other turns than the user's, and only the assistant's are trained"
         )
 
 
 def parsed(value: Any, column: str) -> Any:
-    """Return a value that a table may hold as JSON text."""
+    """Return a value, read from JSON if it is text; None for text without content."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from fabric_train.cli.tables import CHAT_FORMATS
@@ -46,6 +47,8 @@ class ChatFormat:
 
 
 def _read_turns_of(column: str) -> Callable[[RowColumns, TurnReader], Chat]:
+    """Return a reader of the conversation in a column."""
+
     def read(columns: RowColumns, turns: TurnReader) -> Chat:
         return Chat(begin_with_system(columns, turns.read(columns[column])))
 
@@ -58,53 +61,60 @@ def _read_exchanges_of(column: str) -> Callable[[RowColumns, TurnReader], Chat]:
     def read(columns: RowColumns, turns: TurnReader) -> Chat:
         messages: list[Message] = []
         for entry in list_of_turns(columns[column]):
-            names = next((names for names in _EXCHANGES if entry.keys() >= set(names)), None)
-            if names is None:
+            exchange_keys = _exchange_keys(entry)
+            if exchange_keys is None:
                 messages += turns.read([entry])
                 continue
-            question, answer = names
-            messages += [_user(entry[question]), _assistant(entry[answer])]
-            for key in entry.keys() - set(names):
+            question_key, answer_key = exchange_keys
+            messages.append(_user(entry[question_key]))
+            messages.append(_assistant(entry[answer_key]))
+            for key in entry.keys() - set(exchange_keys):
                 turns.leave(key)
         return Chat(begin_with_system(columns, messages))
 
     return read
 
 
+def _exchange_keys(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the keys of the question and the answer; None if the entry is a turn."""
+    for question_key, answer_key in _EXCHANGES:
+        if question_key in entry and answer_key in entry:
+            return question_key, answer_key
+    return None
+
+
 def _read_alpaca(columns: RowColumns, turns: TurnReader) -> Chat:
-    before = [*read_history(columns, turns), _user(read_instruction(columns))]
-    return _answered(columns, before, [_assistant(_first_of(columns, "output", "response"))])
+    prompt = [*read_history(columns, turns), _user(read_instruction(columns))]
+    output_column = "output"
+    if columns.row.get("output") is None and columns.row.get("response") is not None:
+        output_column = "response"
+    return _answered_chat(columns, prompt, [_assistant(columns[output_column])])
 
 
 def _read_prompt_and_completion(columns: RowColumns, turns: TurnReader) -> Chat:
-    for prompt_column, completion_column in _PROMPTS:
-        if _has_values(prompt_column, completion_column)(columns.row):
+    prompt_column, completion_column = _PROMPTS[0]  # which are missing, if all are
+    for names in _PROMPTS:
+        if _has_values(*names)(columns.row):
+            prompt_column, completion_column = names
             break
-    else:
-        prompt_column, completion_column = _PROMPTS[0]
     prompt = columns[prompt_column]
     completion = columns[completion_column]
-    if not isinstance(prompt, str):
-        return _answered(columns, turns.read(prompt), turns.read(completion))
-    before = [*read_history(columns, turns), _user(prompt)]
-    return _answered(columns, before, [_assistant(completion)])
+    if isinstance(prompt, str):
+        messages = [*read_history(columns, turns), _user(prompt)]
+        return _answered_chat(columns, messages, [_assistant(completion)])
+    return _answered_chat(columns, turns.read(prompt), turns.read(completion))
 
 
 def _read_query_and_calls(columns: RowColumns, turns: TurnReader) -> Chat:
     query = _user(columns["query"])
-    return _answered(columns, [query], turns.read([{"role": "function_call", "content": columns["answers"]}]))
+    calls = turns.read([{"role": "function_call", "content": columns["answers"]}])
+    return _answered_chat(columns, [query], calls)
 
 
-def _first_of(columns: RowColumns, *names: str) -> Any:
-    """Return the first of these columns that has a value; KeyError if none has."""
-    name = next((name for name in names if columns.row.get(name) is not None), names[0])
-    return columns[name]
-
-
-def _answered(columns: RowColumns, before: list[Message], answer: list[Message]) -> Chat:
+def _answered_chat(columns: RowColumns, prompt: list[Message], answer: list[Message]) -> Chat:
     """Return a chat in which only the answer may be supervised."""
-    given = begin_with_system(columns, before)
-    return Chat(given + answer, num_given=len(given))
+    prompt = begin_with_system(columns, prompt)
+    return Chat(prompt + answer, num_given=len(prompt))
 
 
 def _user(text: Any) -> Message:
@@ -120,6 +130,7 @@ def _assistant(text: Any) -> Message:
 
 
 def _has_turns(column: str) -> Callable[[Row], bool]:
+    """Return a test for rows with turns in a column; an empty list counts unless the row has a text instead."""
     return lambda row: isinstance(row.get(column), list) and (bool(row[column]) or "text" not in row)
 
 
@@ -132,8 +143,9 @@ def _has_instruction_and_answer(row: Row) -> bool:
 
 
 def _has_prompt_and_completion(row: Row) -> bool:
-    # a context that a question is about has no place of its own in a chat
-    return not row.get("context") and any(_has_values(*names)(row) for names in _PROMPTS)
+    if row.get("context"):  # a context that a question is about has no place of its own in a chat
+        return False
+    return any(_has_values(*names)(row) for names in _PROMPTS)
 
 
 def _has_query_and_calls(row: Row) -> bool:
@@ -141,7 +153,8 @@ def _has_query_and_calls(row: Row) -> bool:
 
 
 def _has_answers_to_compare(row: Row) -> bool:
-    return all(isinstance(row.get(column), str | list | Mapping) for column in ("chosen", "rejected"))
+    answer_types = (str, list, Mapping)
+    return isinstance(row.get("chosen"), answer_types) and isinstance(row.get("rejected"), answer_types)
 
 
 MESSAGES = ChatFormat(
@@ -172,7 +185,7 @@ PROMPT_COMPLETION = ChatFormat(
     example="prompt, completion (both text, or both lists of messages; or "
     + ", ".join(" and ".join(names) for names in _PROMPTS[1:])
     + ")",
-    columns=(*dict.fromkeys(name for names in _PROMPTS for name in names), "context", "history"),
+    columns=(*dict.fromkeys(chain.from_iterable(_PROMPTS)), "context", "history"),
     recognises=_has_prompt_and_completion,
     read=_read_prompt_and_completion,
 )
@@ -193,12 +206,14 @@ PREFERENCE_PAIRS = ChatFormat(
 def detect_format(record: Row) -> str | None:
     """Return the data format of a row by its columns; None if it is no chat, instruction or preference pair."""
     recognised = [name for name, chat_format in CHAT_FORMATS.items() if chat_format.recognises(record)]
+    if not recognised:
+        return None
     for name in recognised:
         if name in CHAT_FORMATS.registered:  # for the user's own data
             return name
     if PREFERENCE in recognised:  # whatever else it has
         return PREFERENCE
-    return recognised[0] if recognised else None
+    return recognised[0]
 
 
 def columns(data_format: str) -> tuple[str, ...]:
