@@ -39,8 +39,8 @@ from benchmarks import (
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
 from benchmarks.scale import measure as scale
+from fabric_train.cli.code_commit import checked_out_commit
 from fabric_train.cli.errors import InputError, run_program
-from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.sample_data import real_data
 
 

@@ -31,6 +31,7 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from fabric_train.arguments import TrainArguments, parse
+from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import (
     INPUT_ERROR,
     STOPPED,
@@ -39,7 +40,6 @@ from fabric_train.cli.errors import (
     run_program,
     set_memory_advice,
 )
-from fabric_train.cli.fabric_command import project_first
 from fabric_train.cli.launcher import as_launcher, global_rank
 from fabric_train.cli.parser import flatten, to_yaml
 from fabric_train.files.atomic_folder import check_not_held, hold_lock

@@ -348,18 +348,18 @@ def convert(**arguments: Any) -> ConvertResult:
     """
     convert_arguments = build_arguments(convert_to_hf.ConvertArguments, arguments)
     with _restored_process():
-        targets, damaged, request = convert_to_hf.plan_exports(convert_arguments)
+        plan = convert_to_hf.plan_exports(convert_arguments)
         # A fault in one of several checkpoints leaves the others to be exported.
         exports: list[Export] = []
-        faults = [f"{name}: damaged" for name in damaged]
-        for target, source in targets.items():
+        faults = [f"{name}: damaged" for name in plan.damaged]
+        for target, source in plan.sources.items():
             try:
                 report, is_new = convert_to_hf.export(source, target, convert_arguments)
                 url = None
-                if request:
-                    url = convert_to_hf.publish(source, target, request, convert_arguments)
+                if plan.push_request:
+                    url = convert_to_hf.publish(source, target, plan.push_request, convert_arguments)
             except (RunError, InputError, OSError) as error:
-                if len(targets) == 1 and not damaged:
+                if len(plan.sources) == 1 and not plan.damaged:
                     raise
                 faults.append(f"{target.name}: {error}")
             else:

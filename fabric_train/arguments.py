@@ -193,8 +193,8 @@ class DataArguments:
     def shares_of_epochs(self) -> Shares:
         """What --shares or --token_shares says, or that an epoch reads every row once."""
         if self.token_shares is not None:
-            return Shares("--token_shares", self.token_shares, of_tokens=True)
-        return Shares("--shares", self.shares, of_tokens=False)
+            return Shares("--token_shares", self.token_shares, counts_tokens=True)
+        return Shares("--shares", self.shares)
 
     def _check_folders(self) -> list[str]:
         """Return a fault for each folder of --train_data_dir that is given again, also by another path."""
@@ -217,14 +217,14 @@ class DataArguments:
             if self.phases is not None:
                 return ["--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir"]
         shares = self.shares_of_epochs
-        if shares.given is None:
+        if shares.values is None:
             return []
         try:
             has_names = shares.by_name() is not None
         except InputError as error:
             return list(error.faults)
-        if not has_names and len(shares.given) != num_sources:
-            return [f"{shares.option} has {len(shares.given)} numbers for {num_sources} {sources}; give one each"]
+        if not has_names and len(shares.values) != num_sources:
+            return [f"{shares.option} has {len(shares.values)} numbers for {num_sources} {sources}; give one each"]
         return []
 
 

@@ -1,4 +1,6 @@
-"""Types of arguments, and the conversion of values from the command line or YAML to them; what programs share."""
+"""Types of arguments, the conversion of values from the command line or YAML to them, and arguments of several
+programs.
+"""
 
 import dataclasses
 import difflib
@@ -46,18 +48,21 @@ class NumberRange:
 
     def check(self, number: float) -> None:
         """Raise a WrongValueError if a number is not in the range."""
-        is_too_low = number <= self.lowest if self.excludes_lowest else number < self.lowest
-        if is_too_low or not math.isfinite(number) or number > self.highest == 1:  # a limit of 1 is in the words
+        if not math.isfinite(number) or number < self.lowest:
+            raise WrongValueError(self.words)
+        if self.excludes_lowest and number == self.lowest:
             raise WrongValueError(self.words)
         if number > self.highest:
+            if self.highest == 1:  # the words of these ranges name the limit
+                raise WrongValueError(self.words)
             raise WrongValueError(f"at most {int(self.highest):,}")
 
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that is one of the ``names``, such as those of a table of ``cli.tables``, which may get more.
+    """A text that is one of the names in ``table``, such as a table of ``cli.tables``, to which extensions add names.
 
-    ``fixed_names`` are those that stand before the table's, such as auto.
+    ``fixed_names`` such as auto are listed before the table's.
     """
 
     table: Collection[str]
@@ -65,7 +70,7 @@ class NameIn:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that there are now."""
+        """All names that are registered now."""
         return (*self.fixed_names, *self.table)
 
     @property
@@ -103,131 +108,169 @@ class WrongValueError(ValueError):
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert what YAML gave, or text of the command line, which is read like a plain scalar of YAML.
+    """Return a value from YAML, or a word of the command line, as a value of an argument's type.
 
-    ``kind`` is str, bool, int, a type of this module, a Literal, a list or dict of these, or a union with None. A
-    WrongValueError if the value is not of that type, or beyond its limits.
+    Args:
+        kind: str, bool, int, a type of this module, a Literal, a list or dict of these, or a union with None.
+        value: what YAML was parsed to, or a text, which is parsed as a plain scalar of YAML.
+
+    Raises:
+        WrongValueError: the value does not have that type, or is outside its range.
     """
-    if get_origin(kind) in (Union, UnionType):
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
         return _convert_to_union(get_args(kind), value)
-    if get_origin(kind) is Annotated:
+    if origin is Annotated:
         base, limits = get_args(kind)
         if isinstance(limits, NameIn):
-            if not isinstance(value, str) or value not in limits.names:
-                raise WrongValueError(limits.words)
-            return value
+            return _convert_to_name(limits, value)
         return _convert_to_number(base, limits, value)
-    if get_origin(kind) is list:
+    if origin is list:
         return _convert_to_list(kind, value)
-    if get_origin(kind) is dict:
-        value = _read(yaml_core.load, value, describe(kind)) if isinstance(value, str) else value
-        is_right = isinstance(value, dict) and _is_plain(value)
-    elif get_origin(kind) is Literal:
-        is_right = isinstance(value, str) and value in get_args(kind)
+
+    if origin is dict:
+        if isinstance(value, str):
+            value = _parse_yaml(yaml_core.load, value, describe(kind))
+        is_valid = isinstance(value, dict) and _is_json_value(value)
+    elif origin is Literal:
+        is_valid = isinstance(value, str) and value in get_args(kind)
     elif kind is str:
-        is_right = isinstance(value, str) and _is_text(value)
+        is_valid = isinstance(value, str) and _is_text(value)
     else:
-        value = _read(yaml_core.plain_scalar, value, describe(kind)) if isinstance(value, str) else value
-        is_right = type(value) is kind  # True is an int, but not a number that somebody wrote
-    if not is_right:
+        if isinstance(value, str):
+            value = _parse_yaml(yaml_core.plain_scalar, value, describe(kind))
+        is_valid = type(value) is kind  # not isinstance: for Python True is an int, for users it is no number
+    if not is_valid:
         raise WrongValueError(describe(kind))
     return value
 
 
 def describe(kind: Any) -> str:
     """Return in words what a value of this type looks like."""
-    if get_origin(kind) is Literal:
-        return ("one of " if len(get_args(kind)) > 1 else "") + ", ".join(get_args(kind))
-    if get_origin(kind) in (Union, UnionType):
-        words = [describe(part) for part in get_args(kind) if part is not type(None)]
-        return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")
-    if get_origin(kind) is Annotated:
+    origin = get_origin(kind)
+    if origin is Literal:
+        choices = ", ".join(get_args(kind))
+        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
+    if origin in (Union, UnionType):
+        words = " or ".join(describe(member) for member in get_args(kind) if member is not type(None))
+        return f"{words} or null" if type(None) in get_args(kind) else words
+    if origin is Annotated:
         limits: NumberRange | NameIn = get_args(kind)[1]
         return limits.words
-    if get_origin(kind) is list:
+    if origin is list:
         return f"a list, each {describe(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
+    if origin is dict:
         return "names with values, such as {name: 1}"
     return {str: "text", bool: "true or false", int: "a whole number"}[kind]
 
 
 def takes_dict(kind: Any) -> bool:
-    """Whether values of this type may be mappings, also in lists of them."""
+    """Return whether values of this type may be mappings or lists of mappings."""
     return get_origin(kind) is dict or any(takes_dict(choice) for choice in get_args(kind))
 
 
 def takes_list(kind: Any) -> bool:
-    """Whether values of this type are lists, or lists or None."""
+    """Return whether values of this type are lists, or either lists or None."""
     return get_origin(kind) is list or any(get_origin(choice) is list for choice in get_args(kind))
 
 
-def _convert_to_union(kinds: tuple[Any, ...], value: Any) -> Any:
-    if type(None) in kinds and (value is None or (isinstance(value, str) and value in _NULL)):
+def _convert_to_union(members: tuple[Any, ...], value: Any) -> Any:
+    """Convert a value to the first type of a union that takes it; the error names what all of them expect."""
+    takes_none = type(None) in members
+    if takes_none and (value is None or (isinstance(value, str) and value in _NULL)):
         return None
-    faults = []
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return convert(kind, value)
-            except WrongValueError as error:
-                faults.append(str(error))
-    raise WrongValueError(" or ".join(faults) + (" or null" if type(None) in kinds else ""))
+    expected = []
+    for member in members:
+        if member is type(None):
+            continue
+        try:
+            return convert(member, value)
+        except WrongValueError as error:
+            expected.append(str(error))
+    if takes_none:
+        expected.append("null")
+    raise WrongValueError(" or ".join(expected))
 
 
-def _convert_to_number(base: Any, range_: NumberRange, value: Any) -> Any:
+def _convert_to_name(name_in: NameIn, value: Any) -> str:
+    if not isinstance(value, str) or value not in name_in.names:
+        raise WrongValueError(name_in.words)
+    return value
+
+
+def _convert_to_number(base: Any, number_range: NumberRange, value: Any) -> Any:
+    """Return a value as a number of type ``base`` (int or float) in the range; a text may end in a unit k, m or b."""
     if isinstance(value, str):
-        in_units = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", value, re.I) if range_.thousand else None
-        if in_units and range_.thousand:
-            whole = in_units[1]
-            decimals = in_units[2] or ""
-            unit = in_units[3].lower()
-            factor = range_.thousand ** ("kmb".index(unit) + 1)
-            value, rest = divmod(int(whole + decimals) * factor, 10 ** len(decimals))
-            if rest:
-                raise WrongValueError(range_.words)
-        else:
-            value = _read(yaml_core.plain_scalar, value, range_.words)
-    if type(value) is not base and not (base is float and type(value) is int):
-        raise WrongValueError(range_.words)
-    range_.check(value)
+        value = _parse_number(value, number_range)
+    is_valid = type(value) is base or (base is float and type(value) is int)
+    if not is_valid:
+        raise WrongValueError(number_range.words)
+    number_range.check(value)
     return base(value)
 
 
+def _parse_number(text: str, number_range: NumberRange) -> Any:
+    """Return what a text such as 4096, 1e-5 or 1.5k means; 1.5k must be a whole number."""
+    if number_range.thousand is None:
+        return _parse_yaml(yaml_core.plain_scalar, text, number_range.words)
+    match = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", text, re.I)
+    if match is None:
+        return _parse_yaml(yaml_core.plain_scalar, text, number_range.words)
+
+    # In integers, which are exact: 1.5k is 15 * 1000 / 10.
+    digits = match[1]
+    decimals = match[2] or ""
+    exponent = "kmb".index(match[3].lower()) + 1
+    numerator = int(digits + decimals) * number_range.thousand**exponent
+    number, remainder = divmod(numerator, 10 ** len(decimals))
+    if remainder:
+        raise WrongValueError(number_range.words)
+    return number
+
+
 def _convert_to_list(kind: Any, value: Any) -> list[Any]:
-    if isinstance(value, str):  # without brackets it is the only element
-        is_bracketed = value.startswith("[") and value.endswith("]")
-        value = _read(yaml_core.load, value, describe(kind)) if is_bracketed else [value]
+    if isinstance(value, str):
+        if value.startswith("[") and value.endswith("]"):
+            value = _parse_yaml(yaml_core.load, value, describe(kind))
+        else:  # a word without brackets is the only element
+            value = [value]
     if not isinstance(value, list):
         raise WrongValueError(describe(kind))
+    element_kind = get_args(kind)[0]
     try:
-        return [convert(get_args(kind)[0], item) for item in value]
+        return [convert(element_kind, element) for element in value]
     except WrongValueError as error:
         raise WrongValueError(f"a list, each {error}") from None
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value that YAML gave."""
+def _is_json_value(value: Any) -> bool:
+    """Return whether JSON can hold a value that was parsed from YAML."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_text(key) and _is_plain(item) for key, item in value.items())
+        are_names = all(isinstance(key, str) and _is_text(key) for key in value)
+        return are_names and all(map(_is_json_value, value.values()))
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(map(_is_json_value, value))
     if isinstance(value, str):
         return not value or _is_text(value)
     if value is None or type(value) is bool:
         return True
-    if type(value) not in (int, float):
-        return False
-    return bool(math.isfinite(value) and abs(value) <= (_INT64 if type(value) is int else math.inf))
+    if type(value) is int:
+        return abs(value) <= _INT64
+    return type(value) is float and math.isfinite(value)
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text can be printed, written to a file and used as a name: not empty, UTF-8 and without zero bytes."""
+    """Return whether a text can be printed, written to a file and used as a name.
+
+    Empty texts, zero bytes, and lone surrogates (which UTF-8 cannot encode) are refused.
+    """
     return bool(value) and "\0" not in value and not re.search("[\ud800-\udfff]", value)
 
 
-def _read(reader: Callable[[str], Any], text: str, expected: str) -> Any:
+def _parse_yaml(parse: Callable[[str], Any], text: str, expected: str) -> Any:
+    """Return ``parse(text)``; a text that it refuses is reported as the ``expected`` one."""
     try:
-        return reader(text)
+        return parse(text)
     except ValueError as error:
         raise WrongValueError(expected) from error
 
@@ -235,37 +278,45 @@ def _read(reader: Callable[[str], Any], text: str, expected: str) -> Any:
 def groups_of(arguments: type) -> dict[str, type]:
     """Return the groups of a program's arguments by field name; a single group has an empty name."""
     hints = get_type_hints(arguments)
-    return hints if all(dataclasses.is_dataclass(kind) for kind in hints.values()) else {"": arguments}
+    has_groups = all(dataclasses.is_dataclass(kind) for kind in hints.values())
+    return hints if has_groups else {"": arguments}
 
 
 def types_of(arguments: type) -> dict[str, Any]:
     """Return the types of all arguments by name, number ranges included."""
-    return {
-        name: kind
-        for group in groups_of(arguments).values()
-        for name, kind in get_type_hints(group, include_extras=True).items()
-    }
+    types: dict[str, Any] = {}
+    for group in groups_of(arguments).values():
+        types |= get_type_hints(group, include_extras=True)
+    return types
 
 
 def shown_name(name: str) -> str:
-    """Return an argument's name as users write it: one that is a keyword of Python ends in _ in its dataclass."""
+    """Return an argument's name as users write it.
+
+    The dataclass has a trailing _ where the name is a keyword of Python: its field ``from_`` is the argument ``from``.
+    """
     return name.rstrip("_")
 
 
 def positional_of(arguments: type) -> str | None:
-    """Return the argument that may be given without its name."""
-    fields = [field for group in groups_of(arguments).values() for field in dataclasses.fields(group)]
-    return next((field.name for field in fields if field.metadata.get("positional")), None)
+    """Return the argument that may be given without its name; None if the program has none."""
+    for group in groups_of(arguments).values():
+        for field in dataclasses.fields(group):
+            if field.metadata.get("positional"):
+                return field.name
+    return None
 
 
 def is_required(field: dataclasses.Field) -> bool:
-    """Whether an argument has no default."""
+    """Return whether an argument has no default."""
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def default_of(field: dataclasses.Field) -> Any:
     """Return the default of an argument that has one."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def title_of(group: type) -> str:
@@ -275,79 +326,103 @@ def title_of(group: type) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much an epoch takes of token datasets and sources; ``option`` is where it is given, for messages."""
+    """How much of each token dataset and source an epoch reads."""
 
     option: str
-    given: GivenShares | None
-    """None takes all rows once."""
-    of_tokens: bool = False
-    """Whether they are shares of the tokens, see ``rows_of_token_shares``, and not of rows."""
+    """The argument that sets them, such as ``--shares``, for messages."""
+    values: GivenShares | None
+    """None reads every row once."""
+    counts_tokens: bool = False
+    """Whether they are shares of the tokens (see ``rows_of_token_shares``), not of the rows."""
 
     def by_name(self) -> dict[str, float] | None:
-        """Return the shares by name; None if they are numbers alone."""
-        if self.given is None or not any(isinstance(one, str | dict) for one in self.given):
+        """Return the shares by FOLDER or FOLDER:SOURCE; None if the user gave no names, only numbers.
+
+        Raises:
+            InputError: a share has no name or no valid number, or a name is given twice.
+        """
+        if self.values is None or not any(isinstance(item, str | dict) for item in self.values):
             return None
-        named: dict[str, float] = {}
-        for name, share in named_numbers(self.given):
+        shares: dict[str, float] = {}
+        for name, share in named_numbers(self.values):
             if share is None or not name:
                 raise InputError(
                     f"{self.option}: expected numbers above 0, one for each folder, or NAME=NUMBER such as "
-                    f"data/va=0.5; got {list(self.given)}"
+                    f"data/va=0.5; got {list(self.values)}"
                 )
-            if name in named:
+            if name in shares:
                 raise InputError(f"{self.option}: {name} is given twice")
-            named[name] = share
-        return named
+            shares[name] = share
+        return shares
 
 
-def named_numbers(given: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield the names and numbers of texts NAME=NUMBER and of dicts; None if it is no number from 0 to 1e9."""
-    for one in given:
-        for name, number in one.items() if isinstance(one, dict) else [str(one).rpartition("=")[::2]]:
-            yield name, _number(number)
+def named_numbers(items: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
+    """Yield the name and the number of each text NAME=NUMBER and each entry of a dict.
+
+    The number is None if the text is not a number from 0 to 1e9, the name empty if there is no =.
+    """
+    for item in items:
+        if isinstance(item, dict):
+            for name, value in item.items():
+                yield name, _convert_to_share(value)
+        else:
+            name, _, text = str(item).rpartition("=")
+            yield name, _convert_to_share(text)
 
 
-def _number(value: Any) -> float | None:
+def _convert_to_share(value: Any) -> float | None:
+    """Return a number from 0 to 1e9; None for anything else, true and false included."""
+    if isinstance(value, bool):
+        return None
     try:
-        number = float(value)
+        share = float(value)
     except (TypeError, ValueError):
         return None
-    return number if 0 <= number <= 1e9 and math.isfinite(number) and not isinstance(value, bool) else None
+    return share if 0 <= share <= 1e9 else None  # NaN fails the comparison
 
 
 def split_name(name: str, folders: Sequence[str], option: str) -> tuple[int, str | None]:
-    """Return the number of the folder that FOLDER or FOLDER:SOURCE of ``--shares`` means, and the source."""
+    """Return the index of the folder that FOLDER or FOLDER:SOURCE of ``--shares`` means, and the source or None.
+
+    The names of folders and sources may contain colons: the longest folder that is in ``folders`` is taken.
+    """
     paths = [os.path.normpath(folder) for folder in folders]
     if os.path.normpath(name) in paths:
         return paths.index(os.path.normpath(name)), None
-    heads = [name[:place] for place, sign in enumerate(name) if sign == ":"]
-    for head in reversed(heads):
-        if os.path.normpath(head) in paths:
-            return paths.index(os.path.normpath(head)), name[len(head) + 1 :]
+    colon = name.rfind(":")
+    while colon >= 0:
+        folder_path = os.path.normpath(name[:colon])
+        if folder_path in paths:
+            return paths.index(folder_path), name[colon + 1 :]
+        colon = name.rfind(":", 0, colon)
     raise InputError(f"{option}: {name} is neither a folder of --train_data_dir nor FOLDER:SOURCE of one")
 
 
 def parse_size(text: str) -> int | None:
-    """Return the number of bytes of 80GB (1e9 each), 80GiB (2**30 each) or 25GB/s; None if ``text`` is no size."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
-    num_bytes = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    """Return the bytes of a size such as 80GB (1e9 each), 80GiB (2**30 each) or 25GB/s; None if it is not a size."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
+    if match is None:
+        return None
+    num_bytes = float(match[1]) * _UNITS[match[2] or ""]
     return round(num_bytes) if 1 <= num_bytes < 2**63 else None
 
 
 def show_size(num_bytes: float) -> str:
     """Return bytes as GB, or as MB below one GB."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:,.1f} GB"
+    return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def nearest_name(name: str, known: Collection[str]) -> str:
-    """Return a hint at the known name that is most like ``name``, empty if none is."""
-    nearest = difflib.get_close_matches(name, known, n=1)
+def nearest_name(name: str, names: Collection[str]) -> str:
+    """Return a hint at the most similar of ``names``, such as "; did you mean train?"; empty if none is similar."""
+    nearest = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def counted(number: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return a number with its noun, such as 1 step or 2,000 steps."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"1 {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,50 +456,69 @@ class PushArguments:
         if self.create_pr and self.revision is not None:
             faults.append("--create_pr true opens a pull request for main: leave out --revision")
         if self.push_to_hub is None:
-            given = {"revision": self.revision, "create_pr": self.create_pr, "commit_message": self.commit_message}
-            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name, value in given.items() if value]
+            options = {"revision": self.revision, "create_pr": self.create_pr, "commit_message": self.commit_message}
+            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name, value in options.items() if value]
         return faults
 
 
 def not_language_codes(option: str, codes: Sequence[str] | None) -> list[str]:
-    """Return a fault for each code that is not of ISO 639-1, of three letters, or a special value of the hub."""
-    known = {*_ISO_639_1.split(), "code", "multilingual"}
-    return [
-        f"{option}: expected ISO 639 codes such as en, es or ca, got {code!r}"
-        for code in codes or ()
-        if code not in known and not re.fullmatch(r"[a-z]{3}", code)
-    ]
+    """Return a fault for each text that is not a language code.
+
+    Accepted are the two letters of ISO 639-1, any three letters (ISO 639-3 has thousands), and the hub's special
+    values.
+    """
+    accepted = {*_ISO_639_1.split(), "code", "multilingual"}
+    faults = []
+    for code in codes or ():
+        if code not in accepted and not re.fullmatch(r"[a-z]{3}", code):
+            faults.append(f"{option}: expected ISO 639 codes such as en, es or ca, got {code!r}")
+    return faults
 
 
 def given_twice(folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each folder that is given again, also by another path, with the fault; a folder given thrice, twice."""
-    paths = [os.path.realpath(os.path.expanduser(name)) for name in folders]
-    for number, name in enumerate(folders):
-        first = folders[paths.index(paths[number])]
-        if paths.index(paths[number]) < number:
-            yield first, f"{first} is given twice{'' if name == first else f', also as {name}'}; give it once"
+    """Yield each folder that is given again, under the same or another path, with the fault.
+
+    The folder is yielded as it was written the first time, once for every repetition.
+    """
+    first_spellings: dict[str, str] = {}  # by the real path
+    for folder in folders:
+        path = os.path.realpath(os.path.expanduser(folder))
+        if path not in first_spellings:
+            first_spellings[path] = folder
+            continue
+        first_spelling = first_spellings[path]
+        alias = "" if folder == first_spelling else f", also as {folder}"
+        yield first_spelling, f"{first_spelling} is given twice{alias}; give it once"
 
 
 def range_of_steps(text: str) -> tuple[int, int] | None:
-    """Return first and last step of a text such as 10:12, None if it is no such text."""
-    found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
-    steps = (int(found[1]), int(found[2])) if found else None
-    return steps if steps and steps[0] <= steps[1] else None
+    """Return the first and the last step of a text such as 10:12; None if the text is not such a range."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
+    if match is None:
+        return None
+    first_step = int(match[1])
+    last_step = int(match[2])
+    return (first_step, last_step) if first_step <= last_step else None
 
 
 HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
-"""Figures of ``--best_by`` that are better if they are higher. Who reads a checkpoint has no objective to ask."""
+"""Values of ``--best_by`` for which higher is better. Programs that read a checkpoint have no objective to ask."""
 
 
 def planned_steps(
     max_step: int | None, number_epochs: int | None, rows: tuple[int, int] | None, after_step: int = 0
 ) -> float:
-    """Return the steps that ``--max_step`` and ``--number_epochs`` plan; infinite if neither limits them.
+    """Return the number of steps that ``--max_step`` and ``--number_epochs`` allow; infinite if neither limits it.
 
-    ``rows`` are the rows of an epoch and of a step; None if epochs do not count, as for a stream and with phases. The
-    first epoch begins after ``after_step``.
+    Args:
+        max_step: the last step; None for no limit.
+        number_epochs: passes over the rows; None for no limit.
+        rows: rows of an epoch and rows of a step; None if epochs do not count, as for a stream and with phases.
+        after_step: the step after which the first epoch begins.
     """
-    steps = [math.inf if max_step is None else max_step]
+    limits = [math.inf if max_step is None else max_step]
     if number_epochs is not None and rows is not None:
-        steps.append(after_step + math.ceil(rows[0] / rows[1]) * number_epochs)
-    return min(steps)
+        rows_per_epoch, rows_per_step = rows
+        steps_per_epoch = math.ceil(rows_per_epoch / rows_per_step)
+        limits.append(after_step + steps_per_epoch * number_epochs)
+    return min(limits)

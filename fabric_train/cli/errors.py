@@ -44,7 +44,7 @@ class InputError(ValueError):
 
 @contextmanager
 def naming_option(option: str, instead_of: str = "--model_name") -> Iterator[None]:
-    """Let the faults of an InputError name the ``option`` of this program, not the one that training has for it."""
+    """Make an InputError raised in the block name this program's ``option`` instead of the one of training."""
     try:
         yield
     except InputError as error:
@@ -71,10 +71,10 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except RunError as failure:
         _fail(FAILURE, str(failure), on_all_ranks=True)
     except OSError as error:
-        is_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # a name that the user gave
-        _fail(INPUT_ERROR if is_name else FAILURE, describe_os_error(error))
-    except SystemExit as end:  # the program has printed its reason already
-        code = _exit_code_of(end)
+        is_bad_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # only a path from the user can be one
+        _fail(INPUT_ERROR if is_bad_name else FAILURE, describe_os_error(error))
+    except SystemExit as system_exit:  # the program has printed its reason already
+        code = _resolve_exit_code(system_exit)
     except KeyboardInterrupt:
         _fail(INTERRUPTED, "interrupted")
     except Exception as error:  # noqa: BLE001 - every failure is reported in one line and ends the program
@@ -82,40 +82,41 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     exit_process(code)
 
 
-def _exit_code_of(end: SystemExit) -> int:
-    """Return the exit code that Python gives a SystemExit: a text is printed, and means a failure."""
-    if end.code is None:
+def _resolve_exit_code(system_exit: SystemExit) -> int:
+    """Return the exit code that Python itself would use for a SystemExit, and print its text if it has one."""
+    if system_exit.code is None:
         return DONE
-    if isinstance(end.code, int):
-        return end.code
-    print(end.code, file=sys.stderr)
+    if isinstance(system_exit.code, int):
+        return system_exit.code
+    print(system_exit.code, file=sys.stderr)
     return FAILURE
 
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that unfinished files are removed."""
+    """Make SIGTERM raise KeyboardInterrupt in the block, as Ctrl-C does, so that unfinished files are removed."""
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
+    def interrupt(_signal_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # others have no signal handlers
+    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers only in the main thread
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 class ConnectedRanks(Protocol):
-    """The ranks of a run that can send each other messages."""
+    """The ranks of a run, once they can exchange messages."""
 
     def end(self, code: int, lines: Sequence[str], may_follow_another: bool) -> None:
         """Let rank 0 print the lines and end every rank with ``code``; return if this rank has to end on its own.
 
-        If ``may_follow_another`` and this failure is only the consequence of another rank's end, print that one.
+        ``may_follow_another`` means that this failure may only be the consequence of another rank's end. If it is,
+        that rank's lines are printed instead.
         """
 
 
@@ -123,7 +124,7 @@ _connected_ranks: ConnectedRanks | None = None
 
 
 def set_connected_ranks(ranks: ConnectedRanks | None) -> None:
-    """From now on, end all ranks together; None ends each rank on its own."""
+    """Make :func:`end_run` end all ranks together from now on; None ends each rank on its own."""
     global _connected_ranks
     _connected_ranks = ranks
 
@@ -131,15 +132,18 @@ def set_connected_ranks(ranks: ConnectedRanks | None) -> None:
 def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoReturn:
     """Print the lines once for all ranks and end this process; end all ranks if they are connected.
 
-    Ranks that are not connected yet find the same fault or get the same signal, and a launcher stops them all when the
-    first one ends. So the others let rank 0 print. If they are still alive then, rank 0 has found no fault.
+    Before the ranks are connected, all of them find the same fault or get the same signal, and the launcher stops them
+    when the first rank ends. Ranks other than 0 therefore wait so that only rank 0 prints. A rank that is still alive
+    after the wait has a fault that rank 0 does not have, and prints it.
     """
     is_error = code in (FAILURE, INPUT_ERROR)
     waits_for_rank_0 = _connected_ranks is None and global_rank() > 0
+    # The wait comes before the report: torchrun uses the exit code of the rank that reports first.
     if is_error and waits_for_rank_0:
-        time.sleep(10)  # before the report: torchrun takes the exit code of the rank that has reported first
+        time.sleep(10)
     if is_error:
         report_to_torchrun([escape_controls(redact(line)) for line in lines])
+
     if _connected_ranks is not None:
         _connected_ranks.end(code, lines, may_follow_another)
     elif is_error or not waits_for_rank_0:
@@ -151,13 +155,13 @@ _end_display: Callable[[], None] | None = None
 
 
 def set_display(end: Callable[[], None] | None) -> None:
-    """From now on, call ``end`` before errors are printed: it takes the display of the progress off the terminal."""
+    """Call ``end`` before errors are printed from now on: it removes the progress display from the terminal."""
     global _end_display
     _end_display = end
 
 
 def announce(line: str) -> None:
-    """Log that the run is about to stop, and print it on standard error, unless a display shows it there."""
+    """Log that the run is about to stop, and print it on standard error unless the progress display shows it."""
     if _end_display is None or not os.isatty(2):
         print(redact(line), file=sys.stderr, flush=True)
     _log.error(line)
@@ -169,12 +173,13 @@ _notes: set[str] = set()
 def note(line: str) -> None:
     """Tell the user something once: in the log of a training run, on standard error in every other program.
 
-    For modules that several programs share; rank 0 speaks for all.
+    Meant for modules that several programs share. Only rank 0 writes the note.
     """
     if global_rank() or line in _notes:
         return
     _notes.add(line)
-    if all(isinstance(handler, logging.NullHandler) for handler in _log.handlers):
+    has_run_log = not all(isinstance(handler, logging.NullHandler) for handler in _log.handlers)
+    if not has_run_log:
         print(redact(escape_controls(f"note: {line}")), file=sys.stderr, flush=True)
     else:
         _log.warning("note: %s", line)
@@ -186,45 +191,55 @@ def print_errors(*lines: str) -> None:
         _end_display()
     for line in lines:
         print(redact(line), file=sys.stderr, flush=True)
-    for line in lines:  # last: a log on a disk that hangs must not delay the message
+    # All lines are printed before the first one is logged: a log on a disk that hangs must not delay the message.
+    for line in lines:
         _log.error(line)
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process and the ranks that it has started. It needs no memory, thread or file descriptor.
+    """End this process and the ranks that it has started, without new memory, threads or file descriptors.
 
-    It skips the interpreter's finalization, which takes up to seconds, and in which a native thread (of gloo or arrow)
-    that asks for the interpreter aborts the process. ``keep_streams_writable`` leaves nothing to flush.
+    ``os._exit`` skips the interpreter's finalization, which can take seconds, and in which a native thread (of gloo or
+    arrow) that asks for the interpreter lock aborts the process. Nothing has to be flushed, because
+    ``keep_streams_writable`` makes every line reach its file at once.
     """
     end_children()
     os._exit(code)
 
 
 def missing_folder(path: Path) -> str:
-    """Return why ``path`` is not a folder: it is a file, or does not exist."""
+    """Return why ``path`` is not a folder: it is a file or does not exist."""
     return "a file, not a folder" if path.exists() else "no such folder"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+    message = str(error).strip()
+    if not message:
+        return type(error).__name__
+    return message.splitlines()[0].strip()
 
 
 def describe_os_error(error: OSError) -> str:
     """Return one line with the system's error, the file, and how to fix it."""
-    where = "".join(f": {name}" for name in (error.filename, error.filename2) if name)
+    description = error.strerror or first_line(error)
+    for filename in (error.filename, error.filename2):  # a rename or a link has two
+        if filename:
+            description += f": {filename}"
     fix = _FIXES.get(error.errno or 0)
-    return f"{error.strerror or first_line(error)}{where}" + (f"; {fix}" if fix else "")
+    return f"{description}; {fix}" if fix else description
 
 
 def raise_reached_limit(error: BaseException) -> None:
-    """Raise an OSError if reading failed for no fault of the file: too many files are open, or memory ran out.
+    """Raise an OSError if reading failed because of a limit and not because of the file.
 
-    Some libraries turn the system's error into one of their own with its text.
+    The limits are those of open files and of memory. Some libraries replace the system's error by one of their own,
+    which only contains its text.
     """
-    for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
-            raise OSError(number, os.strerror(number)) from error
+    for limit in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        description = os.strerror(limit)
+        if getattr(error, "errno", None) == limit or description in str(error):
+            raise OSError(limit, description) from error
 
 
 _FIXES = {
@@ -245,42 +260,56 @@ _memory_advice = "use a machine with more memory, or end other programs on this 
 
 
 def set_memory_advice(advice: str) -> None:
-    """From now on, give this advice when memory runs out: what helps depends on the program."""
+    """Give this advice from now on when memory runs out: what helps depends on the program."""
     global _memory_advice
     _memory_advice = advice
 
 
 def describe_failure(error: Exception) -> str:
-    """Return one line for a failure that no check foresees: memory that ran out, or a bug and its place."""
+    """Return one line for a failure that no check has caught: memory that ran out, or a bug and where it happened."""
     message = first_line(error)
+    error_name = type(error).__name__
+
+    # The machine's limits. torch.OutOfMemoryError is recognised by its name, since torch may not be imported.
     if "can't start new thread" in message:
         return f"{message}: the limit of processes and threads is reached; raise it (ulimit -u, or the container's)"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in message:
+    if isinstance(error, MemoryError) or error_name == "OutOfMemoryError" or "can't allocate" in message:
         return f"memory ran out: {message}; {_memory_advice}"
+
+    # A bug: the innermost frame that is not a library's, or the innermost of all.
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/lib/python" not in frame.filename] or frames  # not a library's
-    place = f" in {own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
-    kind = type(error).__name__
-    text = message if message == kind else f"{kind}: {message}"
-    return f"{text}{place}; this is a bug, or an input that the program does not expect: --debug shows the traceback"
+    project_frames = [frame for frame in frames if "/lib/python" not in frame.filename]
+    frame = (project_frames or frames)[-1]
+    location = f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
+    text = message if message == error_name else f"{error_name}: {message}"
+    return (
+        f"{text} {location}; this is a bug, or an input that the program does not expect: --debug shows the traceback"
+    )
 
 
 def is_debug(argv: Sequence[str]) -> bool:
-    """Whether the command line has ``--debug``, alone or with true; it may not have been parsed yet."""
-    for number, token in enumerate(argv):
-        flag, equals, value = token.partition("=")
-        if flag == "--debug":
-            following = argv[number + 1] if number + 1 < len(argv) else ""
-            return (value if equals else following).lower() != "false"
+    """Return whether the command line has ``--debug``, alone or with true; it may not have been parsed yet."""
+    for index, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag != "--debug":
+            continue
+        if not equals:
+            value = argv[index + 1] if index + 1 < len(argv) else ""
+        return value.lower() != "false"
     return False
 
 
 def _fail(code: int, *faults: str, on_all_ranks: bool = False, may_follow_another: bool = False) -> NoReturn:
-    """End the run for the exception that is being handled."""
-    rank = global_rank()
+    """End the run for the exception that is being handled; ``on_all_ranks`` if every rank raises it."""
     if is_debug(sys.argv):
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
     if code == FAILURE and not on_all_ranks:
         _log.error("traceback", exc_info=True)
-    prefix = f"error (rank {rank})" if rank and not on_all_ranks and code != INPUT_ERROR else "error"
-    end_run(code, *(f"{prefix}: {fault}" for fault in faults), may_follow_another=may_follow_another)
+
+    # Wrong input is the same on all ranks; any other failure names its rank.
+    prefix = "error"
+    rank = global_rank()
+    if rank and not on_all_ranks and code != INPUT_ERROR:
+        prefix = f"error (rank {rank})"
+    lines = [f"{prefix}: {fault}" for fault in faults]
+    end_run(code, *lines, may_follow_another=may_follow_another)

@@ -6,15 +6,13 @@ import dataclasses
 import inspect
 import itertools
 import os
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 import fabric_train
-from fabric_train.cli import fabric_command
 from fabric_train.cli.argument_types import (
     NameIn,
     default_of,
@@ -26,15 +24,18 @@ from fabric_train.cli.argument_types import (
     title_of,
     types_of,
 )
+from fabric_train.cli.commands import called_as, program_name
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
 
 PROGRAM = "PROGRAM"
 """Stands for the program's name in the examples of a dataclass."""
+Sections: TypeAlias = dict[str, dict[str, dict[str, Any]]]
+"""Keyword arguments of ``add_argument`` by an argument's name, by the title of its group."""
 
-_OF_EVERY_PROGRAM = "Every program"
+_COMMON_SECTION = "Every program"
 _SWITCH = {"choices": ("true", "false"), "metavar": "true|false", "nargs": "?"}
-_EVERY_PROGRAM: dict[str, dict[str, Any]] = {
+_COMMON_ARGUMENTS: dict[str, dict[str, Any]] = {
     "config": {"metavar": "FILE.yaml", "help": "A YAML file of arguments; the command line overrides it."},
     "debug": {**_SWITCH, "help": "Show the traceback of an error that ends the program."},
     "help": {"metavar": "WORD", "nargs": "?", "help": "Show only the arguments that have WORD in their name or text."},
@@ -48,84 +49,95 @@ def print_version() -> None:
         print(f"fabric-train {fabric_train.__version__}")
 
 
-def print_help(arguments: type, words: Sequence[str] = ()) -> None:
-    """Print, on one rank, how to use a program, or only its arguments that have ``words``; some must."""
-    sections = _sections(arguments, words)
+def print_help(arguments: type, words: Sequence[str] = (), program: str | None = None) -> None:
+    """Print, on one rank, how to use a program, or only its arguments that match ``words``.
+
+    Args:
+        arguments: the program's dataclass.
+        words: texts that an argument's name or help must contain, all of them; () prints the whole help.
+        program: how the program is called; None for how this process was started.
+
+    Raises:
+        InputError: no argument matches.
+    """
+    sections = _build_sections(arguments, words)
     if not any(sections.values()):
         raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
-    lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
-    introduction = "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
+    program = program or program_name()
+    introduction = ""
+    if not words:
+        examples = [f"  {example.replace(PROGRAM, program)}" for example in examples_of(arguments)]
+        introduction = "\n".join([f"{title_of(arguments)}.", "", "examples:", *examples])
     if not global_rank():
-        _parser(arguments, sections, "" if words else introduction).print_help()
+        _build_parser(arguments, sections, program, introduction).print_help()
 
 
 def search_help(programs: Mapping[str, type], words: Sequence[str]) -> None:
-    """Print the arguments of all programs, by their names, that have ``words``; some must."""
-    searched = " ".join(words)
-    has_some = False
+    """Print the arguments of all ``programs`` that match ``words``.
+
+    Raises:
+        InputError: no program has such an argument.
+    """
+    has_match = False
     for name, arguments in programs.items():
-        sections = _sections(arguments, words)
-        del sections[_OF_EVERY_PROGRAM]
-        if not any(sections.values()):
-            continue
-        fabric_command.called_as = f"fabric-train {name}"
-        _parser(arguments, sections).print_help()
-        print()
-        has_some = True
-    if not has_some:
-        raise InputError(f"--help {searched}: no program has an argument with it in its name or text")
+        sections = _build_sections(arguments, words)
+        del sections[_COMMON_SECTION]
+        if any(sections.values()):
+            _build_parser(arguments, sections, f"fabric-train {name}").print_help()
+            print()
+            has_match = True
+    if not has_match:
+        raise InputError(f"--help {' '.join(words)}: no program has an argument with it in its name or text")
 
 
-def complete_words(arguments: type) -> None:
-    """If the shell asks for it (``activate-global-python-argcomplete``), print what may follow and exit."""
+def complete_words(arguments: type, program: str | None = None) -> None:
+    """Print what may come next on the command line and exit, if the shell asks for it; else return.
+
+    A shell with ``activate-global-python-argcomplete`` starts the program with the line in COMP_LINE. argcomplete takes
+    from _ARGCOMPLETE the number of words that call the program, which it does not count itself. ``program`` has these
+    words; None for how this process was started.
+    """
     if "_ARGCOMPLETE" not in os.environ:
         return
     import argcomplete
 
-    line = os.environ["COMP_LINE"].split()
-    if fabric_command.called_as:
-        os.environ["_ARGCOMPLETE"] = str(len(fabric_command.called_as.split()))
-    elif line[1:2] == ["run"]:  # fabric run ... fabric_train: the arguments of the script begin after its name
-        place = next((place for place, word in enumerate(line) if Path(word).name == "fabric_train"), 0)
-        os.environ["_ARGCOMPLETE"] = str(place + 1)
-    argcomplete.autocomplete(_parser(arguments, _sections(arguments)))
+    command = program or called_as()
+    line_words = os.environ["COMP_LINE"].split()
+    if command:
+        os.environ["_ARGCOMPLETE"] = str(len(command.split()))
+    elif line_words[1:2] == ["run"]:  # fabric run ... fabric_train: the arguments of the script begin after its name
+        names = [Path(word).name for word in line_words]
+        script_index = names.index("fabric_train") if "fabric_train" in names else 0
+        os.environ["_ARGCOMPLETE"] = str(script_index + 1)
+    argcomplete.autocomplete(_build_parser(arguments, _build_sections(arguments), command or program_name()))
 
 
 def complete_choice(name: str, choices: Iterable[str]) -> None:
     """Print which of ``choices`` may come next on the line that the shell asks about, and exit."""
     import argcomplete
 
-    if fabric_command.called_as:
-        os.environ["_ARGCOMPLETE"] = str(len(fabric_command.called_as.split()))
+    command = called_as()
+    if command:
+        os.environ["_ARGCOMPLETE"] = str(len(command.split()))
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(name, choices=list(choices))
     argcomplete.autocomplete(parser)
 
 
-def program_name() -> str:
-    """Return how this program was started, without its arguments; a script's path is from the current folder."""
-    module = sys.modules["__main__"].__spec__
-    if Path(sys.argv[0]).resolve() == Path(__file__).resolve().parents[1]:  # a folder: only fabric run starts that
-        return "fabric run fabric_train"
-    if fabric_command.called_as:
-        return fabric_command.called_as
-    if module is None:
-        return f"python {fabric_command.shortest_path(Path(sys.argv[0]))}"
-    return f"python -m {module.name.removesuffix('.__main__')}"
-
-
 def examples_of(arguments: type) -> list[str]:
-    """Return the lines after the first one of a program's docstring."""
-    return [line.strip() for line in inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:] if line.strip()]
+    """Return the examples of a program: the lines of its docstring after the first."""
+    lines = inspect.cleandoc(arguments.__doc__ or "").splitlines()
+    return [line.strip() for line in lines[1:] if line.strip()]
 
 
-def _parser(
-    arguments: type, sections: dict[str, dict[str, dict[str, Any]]], introduction: str = ""
-) -> argparse.ArgumentParser:
-    """Return an argparse parser, which formats the help and knows what may follow a word; ``parser.py`` parses."""
-    place = f"{positional.upper()} " if (positional := positional_of(arguments)) else ""
+def _build_parser(arguments: type, sections: Sections, program: str, introduction: str = "") -> argparse.ArgumentParser:
+    """Return an argparse parser, which only formats the help and completes words; ``parser.py`` parses."""
+    usage = program
+    positional = positional_of(arguments)
+    if positional:
+        usage += f" {positional.upper()}"
     parser = argparse.ArgumentParser(
-        usage=f"{program_name()} {place}[--argument value ...] [--config FILE.yaml]",
+        usage=f"{usage} [--argument value ...] [--config FILE.yaml]",
         description=introduction,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -138,88 +150,119 @@ def _parser(
 
 
 def fields_by_section(arguments: type) -> dict[str, dict[str, tuple[dataclasses.Field, str]]]:
-    """Return the fields of a program's arguments with their help texts, by name and by the title of their group."""
+    """Return the fields of a program's arguments with their help texts, by name and by the title of their group.
+
+    A group that several programs share is a base class of the program's group; its fields form a section of their own.
+    """
     sections = {}
     for group in groups_of(arguments).values():
-        for owner in filter(dataclasses.is_dataclass, group.__mro__):  # a group that several programs share is a base
+        fields = dataclasses.fields(group)
+        for owner in filter(dataclasses.is_dataclass, group.__mro__):
+            title = "Arguments" if owner is arguments else title_of(owner)
             texts = texts_of(owner)
-            sections["Arguments" if owner is arguments else title_of(owner)] = {
-                field.name: (field, texts[field.name]) for field in dataclasses.fields(group) if field.name in texts
-            }
+            sections[title] = {field.name: (field, texts[field.name]) for field in fields if field.name in texts}
     return sections
 
 
-def _sections(arguments: type, words: Sequence[str] = ()) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what argparse is told about each argument that has all ``words``, by name and by title of its group."""
+def _build_sections(arguments: type, words: Sequence[str] = ()) -> Sections:
+    """Return the arguments of a program, and those of every program, that match all ``words``; no words match all."""
     types = types_of(arguments)
-    sections: dict[str, dict[str, dict[str, Any]]] = {
-        title: {
-            name: {"help": f"{text}{_default(field)}", **_form(types[name])} for name, (field, text) in fields.items()
-        }
-        for title, fields in fields_by_section(arguments).items()
-    }
-    sections[_OF_EVERY_PROGRAM] = _EVERY_PROGRAM
-    return {
-        title: {
-            name: settings | {"help": settings["help"].replace("%", "%%")}
-            for name, settings in options.items()
-            if _has_words(name, f"{settings['help']} {settings.get('metavar')}", words)
-        }
-        for title, options in sections.items()
-    }
+    all_sections: Sections = {}
+    for title, fields in fields_by_section(arguments).items():
+        all_sections[title] = {}
+        for name, (field, text) in fields.items():
+            all_sections[title][name] = {"help": text + _default_note(field), **_value_format(types[name])}
+    all_sections[_COMMON_SECTION] = _COMMON_ARGUMENTS
+
+    matching_sections: Sections = {}
+    for title, options in all_sections.items():
+        matching_sections[title] = {}
+        for name, settings in options.items():
+            help_text = settings["help"]
+            if _matches(name, f"{help_text} {settings.get('metavar')}", words):
+                # argparse formats the help with the % operator
+                matching_sections[title][name] = settings | {"help": help_text.replace("%", "%%")}
+    return matching_sections
 
 
-def _has_words(name: str, text: str, words: Sequence[str]) -> bool:
+def _matches(name: str, text: str, words: Sequence[str]) -> bool:
     """Return whether an argument has each of ``words`` in its name or in its help text."""
-    return all(word.replace("-", "_").strip("_").lower() in name or word.lower() in text.lower() for word in words)
+    for word in words:
+        is_in_name = word.replace("-", "_").strip("_").lower() in name
+        if not is_in_name and word.lower() not in text.lower():
+            return False
+    return True
 
 
 def texts_of(group: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, which Python does not keep."""
+    """Return the docstring below each field of a dataclass by the field's name, in one line.
+
+    Python does not keep these docstrings, so they are read from the source.
+    """
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(definition, ast.ClassDef)
-    return {
-        field.target.id: " ".join(below.value.value.split())
-        for field, below in itertools.pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
-    }
+    texts = {}
+    for statement, next_statement in itertools.pairwise(definition.body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(next_statement, ast.Expr) and isinstance(next_statement.value, ast.Constant):
+            docstring = next_statement.value.value
+            if isinstance(docstring, str):
+                texts[statement.target.id] = " ".join(docstring.split())
+    return texts
 
 
-def _default(field: dataclasses.Field) -> str:
+def _default_note(field: dataclasses.Field) -> str:
     if is_required(field):
         return " (required)"
-    shown = shown_default(field)
-    return f" (default: {shown})" if shown else ""
+    default = shown_default(field)
+    return f" (default: {default})" if default else ""
 
 
 def shown_default(field: dataclasses.Field) -> str:
-    """Return a default as the command line takes it; of one that is null, which is in the help text, ''."""
-    value = default_of(field)
-    if isinstance(value, bool):
-        value = str(value).lower()
-    shown = " ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
-    return "" if value is None else str(shown)
+    """Return a default as it is written on the command line; empty for null, which the help text explains."""
+    default = default_of(field)
+    if default is None:
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list):
+        return " ".join(default)
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default)
 
 
-def _form(kind: Any) -> dict[str, Any]:
-    """Return what argparse is told about the values of a type: their name, number and choices."""
+def _value_format(kind: Any) -> dict[str, Any]:
+    """Return keyword arguments of ``add_argument`` for values of a type: their metavar, nargs and choices."""
     if takes_list(kind):
-        elements = next(part for part in (kind, *get_args(kind)) if get_origin(part) is list)
-        return {**_form(get_args(elements)[0]), "nargs": "+"}
+        list_type = kind
+        if get_origin(kind) is not list:  # a union with None
+            list_type = next(member for member in get_args(kind) if get_origin(member) is list)
+        return {**_value_format(get_args(list_type)[0]), "nargs": "+"}
     if get_origin(kind) in (Union, UnionType):
-        forms = [_form(part) for part in get_args(kind) if part is not type(None)]
-        if all("choices" in form for form in forms):
-            choices = [choice for form in forms for choice in form["choices"]]
-            return {"choices": choices, "metavar": "|".join(choices)}
-        return forms[0]
+        formats = [_value_format(member) for member in get_args(kind) if member is not type(None)]
+        if not all("choices" in member_format for member_format in formats):
+            return formats[0]
+        choices: list[str] = []
+        for member_format in formats:
+            choices += member_format["choices"]
+        return _format_of_choices(choices)
     if get_origin(kind) is Literal:
-        return {"choices": get_args(kind), "metavar": "|".join(get_args(kind))}
+        return _format_of_choices(get_args(kind))
     if kind is bool:
         return _SWITCH
-    if get_origin(kind) is Annotated and isinstance(get_args(kind)[1], NameIn):
-        names = tuple(get_args(kind)[1].names)
-        return {"choices": names, "metavar": "|".join(names)} if names else {"metavar": "NAME"}
     if get_origin(kind) is Annotated:
-        return {"metavar": "N" if get_args(kind)[0] is int else "NUMBER"}
-    return {"metavar": {int: "N", dict: "{NAME: VALUE}"}.get(get_origin(kind) or kind, "TEXT")}
+        base, limits = get_args(kind)
+        if isinstance(limits, NameIn):
+            return _format_of_choices(limits.names) if limits.names else {"metavar": "NAME"}
+        return {"metavar": "N" if base is int else "NUMBER"}
+    if kind is int:
+        return {"metavar": "N"}
+    if get_origin(kind) is dict:
+        return {"metavar": "{NAME: VALUE}"}
+    return {"metavar": "TEXT"}
+
+
+def _format_of_choices(choices: Sequence[str]) -> dict[str, Any]:
+    return {"choices": choices, "metavar": "|".join(choices)}

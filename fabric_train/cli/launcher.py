@@ -1,9 +1,9 @@
 """The launcher of a run (``fabric run``, torchrun, srun or mpiexec): what its variables say, and its processes.
 
-A rank ends with its launcher, and the ranks that it has started itself end with it.
+A rank ends when its launcher ends, and the ranks that a rank has started end with that rank.
 
 ``fabric run`` passes ``--accelerator --strategy --devices --num-nodes --precision`` on as ``LT_*`` variables, which
-Fabric would read on its own. This module turns them into arguments like any other, and clears them before that.
+Fabric would read by itself. This module turns them into ordinary arguments, and removes them before Fabric is built.
 """
 
 import importlib.util
@@ -31,16 +31,21 @@ _children: list["subprocess.Popen[Any]"] = []
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, the variables that it is recognised by, and those with rank and size in the run and the machine."""
+    """A launcher, and the names of its environment variables."""
 
     name: str
     recognised_by: tuple[str, ...]
+    """The variables that are all set if this launcher has started the process."""
     rank: str
+    """The variable with the global rank."""
     size: str
+    """The variable with the number of processes of the run."""
     local_rank: str = ""
+    """The variable with the rank on its machine; empty if there is none."""
     local_size: str = ""
+    """The variable with the number of processes on the machine; empty if there is none."""
     options: tuple[str, str] = ("processes per machine", "machines")
-    """How the launcher is given the number of processes on each machine, and the number of machines."""
+    """What sets the number of processes on each machine and the number of machines, for messages."""
 
     @property
     def evidence(self) -> str:
@@ -60,17 +65,17 @@ BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WOR
 MPI = (OPEN_MPI, MPICH)
 # the innermost first: torchrun and mpiexec can run inside a Slurm job
 _LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, BY_HAND)
-_SIZES_OF_UNKNOWN = ("PMI_SIZE", "JSM_NAMESPACE_SIZE")  # of other mpiexec, and of jsrun
+_SIZES_OF_UNKNOWN_LAUNCHERS = ("PMI_SIZE", "JSM_NAMESPACE_SIZE")  # of other mpiexec, and of jsrun
 _SHELL_JOBS = ("bash", "interactive")  # names of Slurm's jobs for a shell
 _HIGHEST_STEP = 10**9  # beyond it are the numbers of Slurm's steps that no srun has started
-_LEAST = {
+_LOWEST_VALUES = {
     "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "NODE_RANK": 0,
     "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_PORT": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
     "SLURM_NTASKS": 1, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 1,
     "OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "PMI_RANK": 0, "PMI_SIZE": 1,
     "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1,
 }  # fmt: skip
-"""Variables that have to be whole numbers, and their least values."""
+"""Lowest values of the variables that must be whole numbers."""
 
 _HIGHEST_PORT = 65535
 _HIGHEST = 10**6
@@ -99,7 +104,7 @@ GivenValues: TypeAlias = dict[str, GivenValue]
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
-    """Return the launcher that has started this process; None if it starts the ranks of its machine itself."""
+    """Return the launcher that has started this process; None if this process starts the ranks of its machine."""
     for launcher in _LAUNCHERS:
         if all(name in environment for name in launcher.recognised_by):
             if launcher == SRUN and _is_slurm_shell(environment):
@@ -109,9 +114,12 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
 
 
 def _is_slurm_shell(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm has started a shell, in which this process was started by hand: ``srun --pty bash``, ``salloc``."""
-    step = environment["SLURM_STEP_ID"]
-    if step.isdecimal() and int(step) > _HIGHEST_STEP:
+    """Return whether this process was started by hand in a shell that Slurm has started.
+
+    Such a shell comes from ``srun --pty bash`` or ``salloc``, and its variables look like those of srun.
+    """
+    step_id = environment["SLURM_STEP_ID"]
+    if step_id.isdecimal() and int(step_id) > _HIGHEST_STEP:
         return True
     is_shell = "SLURM_PTY_PORT" in environment or environment.get("SLURM_JOB_NAME") in _SHELL_JOBS
     return is_shell and environment["SLURM_STEP_NUM_TASKS"] == "1"
@@ -137,15 +145,18 @@ def machine_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a line for each variable of a launcher that is no number, or that contradicts another."""
+    """Return a line for each variable of a launcher that is not a number, or that contradicts another."""
     faults = []
-    for name, least in _LEAST.items():
+    for name, lowest in _LOWEST_VALUES.items():
         value = environment.get(name)
+        if value is None:
+            continue
         highest = _HIGHEST_PORT if name == "MASTER_PORT" else _HIGHEST
-        if value is not None and not (re.fullmatch("[0-9]{1,7}", value) and least <= int(value) <= highest):
+        is_number = re.fullmatch("[0-9]{1,7}", value) is not None
+        if not is_number or not lowest <= int(value) <= highest:
             faults.append(
-                f"{name}={value!r} in the environment: expected a whole number from {least} to {highest}; unset it, or "
-                "start with fabric run, torchrun, srun or mpiexec, which set it"
+                f"{name}={value!r} in the environment: expected a whole number from {lowest} to {highest}; unset it, "
+                "or start with fabric run, torchrun, srun or mpiexec, which set it"
             )
     if faults:
         return faults
@@ -155,86 +166,99 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
                 f"{rank}={environment[rank]} in the environment is not below {size}={environment[size]}: ranks count "
                 "from 0; unset both, or start with a launcher that sets them"
             )
-    return faults or _incomplete(environment)
+    if faults:
+        return faults
+    fault = _find_incomplete_launch(environment)
+    return [fault] if fault else []
 
 
-def _incomplete(environment: Mapping[str, str]) -> list[str]:
-    """Return a line if something is missing without which processes would train alone, or wait forever."""
+def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
+    """Return a fault if something is missing without which the processes would train alone or wait forever."""
     launcher = find_launcher(environment)
     if launcher is None:
-        return _unfinished_launch(environment)
-    own = (name for name in (launcher.rank, launcher.size, launcher.local_rank) if name and launcher != BY_HAND)
-    missing = [name for name in own if name not in environment]
-    if missing:
-        started = f"{launcher.name} has started this process ({launcher.evidence} in the environment)"
-        return [
-            f"{started}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: pass on all of the "
-            "launcher's variables, or unset them all"
-        ]
+        return _find_launch_without_launcher(environment)
+
+    if launcher != BY_HAND:
+        variables = (launcher.rank, launcher.size, launcher.local_rank)
+        missing = [name for name in variables if name and name not in environment]
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            return (
+                f"{launcher.name} has started this process ({launcher.evidence} in the environment), but "
+                f"{', '.join(missing)} {verb} not set: pass on all of the launcher's variables, or unset them all"
+            )
     if launcher in MPI and int(environment[launcher.size]) > 1 and importlib.util.find_spec("mpi4py") is None:
-        return [
+        return (
             f"{launcher.name} has started {environment[launcher.size]} processes ({launcher.size}), which find each "
             "other by mpi4py, and it is not installed: pip install mpi4py, or start one process with python -m "
             "fabric_train --devices N"
-        ]
-    if launcher == SRUN and not _num_local(launcher, environment):
-        return [
+        )
+    if launcher == SRUN and not _num_processes_per_machine(launcher, environment):
+        return (
             f"srun has not started the same number of tasks on every node ({SRUN.local_size}="
             f"{environment.get(SRUN.local_size)!r}); give it --ntasks-per-node"
-        ]
-    return []
+        )
+    return None
 
 
-def _unfinished_launch(environment: Mapping[str, str]) -> list[str]:
-    """Return a line if there are variables for several processes, but this one was not started as one of them."""
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-    if given:
-        shown = " and ".join(f"{name}={environment[name]}" for name in given)
-        return [
-            f"{shown} in the environment without a launcher (no TORCHELASTIC_RUN_ID): this process would train alone; "
-            f"unset {' and '.join(given)}, or start the processes with torchrun or fabric run"
-        ]
-    for size in _SIZES_OF_UNKNOWN:
+def _find_launch_without_launcher(environment: Mapping[str, str]) -> str | None:
+    """Return a fault if the variables are those of several processes, but no launcher has started this one."""
+    variables = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    if variables:
+        assignments = " and ".join(f"{name}={environment[name]}" for name in variables)
+        return (
+            f"{assignments} in the environment without a launcher (no TORCHELASTIC_RUN_ID): this process would train "
+            f"alone; unset {' and '.join(variables)}, or start the processes with torchrun or fabric run"
+        )
+    for size in _SIZES_OF_UNKNOWN_LAUNCHERS:
         if environment.get(size, "1") != "1":
-            return [
+            return (
                 f"{size}={environment[size]} in the environment: a launcher that this program does not know has "
                 "started the processes, and each would train alone; take torchrun, srun or mpiexec of MPICH or Open MPI"
-            ]
+            )
     num_tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environment and int(num_tasks) > 1:
-        return [
+        return (
             f"this Slurm job has {num_tasks} tasks (SLURM_NTASKS), but srun has not started this process (no "
             "SLURM_STEP_ID): put srun before the command, or give the job one task on each node"
-        ]
-    return []
+        )
+    return None
 
 
-def _num_local(launcher: Launcher, environment: Mapping[str, str]) -> int:
-    """Return the processes on each machine; 0 if unknown. Slurm writes "4", "4(x2)", or "4,3" if nodes differ."""
-    found = re.fullmatch(r"([0-9]{1,6})(\(x[0-9]+\))?", environment.get(launcher.local_size, ""))
-    return int(found[1]) if found else 0
+def _num_processes_per_machine(launcher: Launcher, environment: Mapping[str, str]) -> int:
+    """Return the number of processes on each machine; 0 if it is unknown or not the same on all.
+
+    Slurm writes "4" for one machine, "4(x2)" for two, and "4,3" if they differ.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})(\(x[0-9]+\))?", environment.get(launcher.local_size, ""))
+    return int(match[1]) if match else 0
 
 
 def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a line if the launcher has not started ``num_devices`` processes on each of ``num_nodes`` machines."""
+    """Return a fault if the launcher has not started ``num_devices`` processes on each of ``num_nodes`` machines."""
+    # A launcher has started another number of processes.
     launcher = find_launcher(environment)
-    asked = num_devices * num_nodes
-    started = int(environment.get(launcher.size, asked)) if launcher else asked
-    if launcher and started != asked:
-        return (
-            f"{launcher.name} has started {started} process{'es' * (started > 1)} ({launcher.size}), but --devices "
-            f"times --num_nodes is {asked}; make them agree"
-        )
+    world_size = num_devices * num_nodes
+    if launcher:
+        num_started = int(environment.get(launcher.size, world_size))
+        if num_started != world_size:
+            noun = "processes" if num_started > 1 else "process"
+            return (
+                f"{launcher.name} has started {num_started} {noun} ({launcher.size}), but --devices times --num_nodes "
+                f"is {world_size}; make them agree"
+            )
+
+    # No launcher has started the other machines.
     if num_nodes == 1 or launcher not in (None, BY_HAND):
         return None
-    job = ""
+    scheduler_note = ""
     if "PBS_JOBID" in environment:
-        job = ", which PBS does not do (PBS_JOBID): use launch/pbs.sh, or mpiexec"
+        scheduler_note = ", which PBS does not do (PBS_JOBID): use launch/pbs.sh, or mpiexec"
     elif "SLURM_JOB_ID" in environment:
-        job = ", which Slurm does only with srun (no SLURM_STEP_ID)"
+        scheduler_note = ", which Slurm does only with srun (no SLURM_STEP_ID)"
     return (
-        f"--num_nodes {num_nodes}: start the run on every machine{job}, with torchrun --nnodes {num_nodes}, srun, or "
-        f"fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
+        f"--num_nodes {num_nodes}: start the run on every machine{scheduler_note}, with torchrun --nnodes {num_nodes}, "
+        f"srun, or fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
     )
 
 
@@ -249,20 +273,43 @@ def num_restarts() -> int:
 
 
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValues:
-    """Return the arguments of training that the launcher has set, by name; a ValueError has a line for each fault."""
-    if faults := check_environment(environment):
+    """Return the arguments of training that the launcher has set, by name.
+
+    Raises:
+        ValueError: variables are wrong; it has a line for each fault.
+    """
+    faults = check_environment(environment)
+    if faults:
         raise ValueError(*faults)
-    options = {name: environment[_lt(name)] for name in _FABRIC_OPTIONS if _lt(name) in environment}
-    if options and not under_fabric_run(environment):
-        names = ", ".join(map(_lt, options))
+    if under_fabric_run(environment):
+        return _parse_fabric_options(environment)
+    lightning_variables = [_lt(name) for name in _FABRIC_OPTIONS if _lt(name) in environment]
+    if lightning_variables:
+        names = ", ".join(lightning_variables)
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
-    given = {}
-    launcher = None if under_fabric_run(environment) else find_launcher(environment)
-    if launcher and (processes := _num_local(launcher, environment)):
-        nodes = int(environment[launcher.size]) // processes
-        for name, number, option in zip(("devices", "num_nodes"), (processes, nodes), launcher.options, strict=True):
-            given[name] = GivenValue(str(number), f"{launcher.name} {option}", is_default=number == 1)
-    for name, value in options.items():
+
+    # Other launchers set only the numbers of processes and machines.
+    launcher = find_launcher(environment)
+    if launcher is None:
+        return {}
+    num_devices = _num_processes_per_machine(launcher, environment)
+    if not num_devices:
+        return {}
+    num_nodes = int(environment[launcher.size]) // num_devices
+    devices_option, nodes_option = launcher.options
+    return {
+        "devices": GivenValue(str(num_devices), f"{launcher.name} {devices_option}", is_default=num_devices == 1),
+        "num_nodes": GivenValue(str(num_nodes), f"{launcher.name} {nodes_option}", is_default=num_nodes == 1),
+    }
+
+
+def _parse_fabric_options(environment: Mapping[str, str]) -> GivenValues:
+    """Return the options of ``fabric run`` as arguments of training."""
+    arguments = {}
+    for name in _FABRIC_OPTIONS:
+        value = environment.get(_lt(name))
+        if value is None:
+            continue
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
             if value not in _STRATEGIES:
@@ -270,19 +317,21 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValu
                     f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
                 )
             if value != "auto":
-                given["parallelism"] = GivenValue(value, where)
+                arguments["parallelism"] = GivenValue(value, where)
             continue
         if name == "devices" and value == "auto":  # fabric run starts one process then, on any number of GPUs
             value = environment.get("LOCAL_WORLD_SIZE", "1")
-        value = _PRECISION_ALIASES.get(value, value) if name == "precision" else value
-        given[name] = GivenValue(value, where, is_default=name in ("devices", "num_nodes") and value == "1")
-    return given
+        if name == "precision":
+            value = _PRECISION_ALIASES.get(value, value)
+        is_default = name in ("devices", "num_nodes") and value == "1"
+        arguments[name] = GivenValue(value, where, is_default=is_default)
+    return arguments
 
 
 def variables_of_rank_0(options: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ``fabric run`` with these options sets for rank 0, as far as they decide arguments."""
-    given = {"devices": "1", "num_nodes": "1", **options}
-    variables = {_lt(name): given[name] for name in _FABRIC_OPTIONS if name in given}
+    all_options = {"devices": "1", "num_nodes": "1", **options}
+    variables = {_lt(name): all_options[name] for name in _FABRIC_OPTIONS if name in all_options}
     variables |= {"LT_CLI_USED": "1", "TORCHELASTIC_RUN_ID": "none"}
     return variables | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -294,21 +343,25 @@ def clear_launcher_options() -> None:
 
 
 def _lt(option: str) -> str:
+    """Return the variable with which ``fabric run`` passes an option on."""
     return f"LT_{option.upper()}"
 
 
 def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the id of the process that this rank must not outlive: the launcher's on this machine, or the rank that
-    started it; None if the ranks were started by hand. Call it early: once the launcher has ended, it is not known.
+    """Return the id of the process that this rank must not outlive; None if the ranks were started by hand.
+
+    The process is the launcher's on this machine, or the rank that has started this one. Call it early: once the
+    launcher has ended, the parent is another process.
     """
     if re.fullmatch("[0-9]+", environment.get(_LAUNCHER, "")):
         return int(environment[_LAUNCHER])
-    return os.getppid() if find_launcher(environment) not in (None, BY_HAND) else None
+    is_launched = find_launcher(environment) not in (None, BY_HAND)
+    return os.getppid() if is_launched else None
 
 
 @contextmanager
 def as_launcher() -> Iterator[None]:
-    """Make the ranks that this process starts in the block end with it; later processes are not affected."""
+    """Make the ranks that this process starts in the block end when it ends; later processes are not affected."""
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
         yield
@@ -317,34 +370,47 @@ def as_launcher() -> Iterator[None]:
 
 
 def serve_on_loopback(port: int) -> "TCPStore":
-    """Serve torch's store to this machine alone, not on all interfaces; an OSError if the port is in use.
+    """Serve torch's store to this machine alone; torch itself would listen on all network interfaces.
 
-    Port 0 takes a free one. While the store is kept, one that this process opens on its port, as torch and torchrun do,
-    has this server.
+    While the returned store exists, every store that this process opens on its port, as torch and torchrun do, uses
+    its server (``multi_tenant``).
+
+    Args:
+        port: the port; 0 for a free one.
+
+    Raises:
+        OSError: the port is in use.
     """
     from torch.distributed import TCPStore
 
     server = socket.create_server((LOOPBACK, port))
     port = server.getsockname()[1]
-    opened = server.detach()
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=opened)
+    descriptor = server.detach()  # the store closes it
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+    )
 
 
 def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
     """Call ``failed`` with rank and exit code when a rank that this process has started fails.
 
-    The call comes some seconds later, and only if this process still runs: the watchdog has a better report.
+    ``children`` are the ranks from 1. The call comes some seconds after the failure, and only if this process still
+    runs: the run's watchdog, which knows the reason, should report it first.
     """
     if not children:
         return
     _children.extend(children)
 
     def watch() -> None:
-        while all(child.poll() == 0 or child.returncode is None for child in children):
+        failed_rank = None
+        while failed_rank is None:
             time.sleep(0.2)
-        rank, code = next((rank, child.returncode) for rank, child in enumerate(children, 1) if child.returncode)
+            for rank, child in enumerate(children, 1):
+                if child.poll():  # an exit code other than 0
+                    failed_rank = rank
+                    break
         time.sleep(_GRACE_SECONDS)
-        failed(rank, code)
+        failed(failed_rank, children[failed_rank - 1].returncode)
 
     threading.Thread(target=watch, daemon=True, name="children").start()
 
@@ -356,7 +422,8 @@ def report_to_torchrun(lines: Sequence[str]) -> None:
         return
     text = "\n".join(lines)
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-    with suppress(OSError), Path(file).open("x", encoding="utf-8") as report:  # the first fault is the cause
+    # Opened with "x": a second report is dropped, because the first fault is the cause.
+    with suppress(OSError), Path(file).open("x", encoding="utf-8") as report:
         json.dump({"message": message}, report)
 
 
@@ -364,7 +431,7 @@ def end_children() -> None:
     """End the ranks that this process has started and that still run."""
     for child in _children:
         child.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS  # for all of them together
     for child in _children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))

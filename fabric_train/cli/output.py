@@ -1,8 +1,7 @@
-"""What the programs print and write: a reader that has gone ends nothing, no text controls a terminal or a page, no
-secret is printed.
+"""Safe output: a closed stream does not end a program, no text controls a terminal or a page, no secret is printed.
 
 Control characters in names and texts are made visible: on standard error and in logs always, on standard output if it
-is a terminal. ``open_console`` writes the codes of rich.
+is a terminal. Only the console of :func:`open_console` may write control codes, those of rich.
 """
 
 import errno
@@ -14,7 +13,6 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ _INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": " "}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MOVES = re.compile(r"(\n|\x1b\[A)+")  # of tqdm, between the bars of several downloads
-_GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET)  # reader has ended, closed, terminal has gone
+_GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET)  # the reader has ended, or the terminal is closed
 _HIDDEN = "***"
 # It begins after the scheme: to look for a scheme at each letter takes minutes in a word of 100,000 letters
 _URL = re.compile(
@@ -40,7 +38,7 @@ _URL = re.compile(
     r"(?P<place>[^\s?'\"]*)"
     r"(?P<query>\?[^\s'\"=]*=[^\s'\"]*)?"  # may hold a signature
 )
-_PUNCTUATION = ".,:;)"  # after a URL, not of it
+_PUNCTUATION = ".,:;)"  # at the end of a URL it belongs to the sentence
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)(_|$|ID$)", re.IGNORECASE
 )
@@ -51,37 +49,42 @@ class _LastingFile(io.FileIO):
     """A file descriptor whose errors end no program: what cannot be written is dropped."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        left = memoryview(data)
-        while left:
+        remaining = memoryview(data)
+        while remaining:
             try:
-                written = super().write(left)
+                num_written = super().write(remaining)
             except OSError as error:
-                if error.errno in _GONE:  # later writes go nowhere, also from native libraries
+                if error.errno in _GONE:  # the descriptor is redirected, so native libraries can write to it as well
                     _redirect_to_null(self.fileno())
                 break
-            if written is None:  # another program has made the terminal non-blocking
+            if num_written is None:  # the terminal is full, and another program has made it non-blocking
                 select.select([], [self], [])
-            left = left[written or 0 :]
+            else:
+                remaining = remaining[num_written:]
         return len(data)
 
 
 def ago(seconds: float) -> str:
     """Return how long ago something was, such as ``3 h 5 min ago``."""
-    minutes, hours, days = (int(seconds // length) for length in (60, 3600, 86400))
-    if days > 0:
-        return f"{days} d ago"
-    if hours > 0:
+    minutes = int(seconds // 60)
+    if minutes <= 0:
+        return f"{max(seconds, 0):.0f} s ago"
+    hours = minutes // 60
+    if hours == 0:
+        return f"{minutes} min ago"
+    days = hours // 24
+    if days == 0:
         return f"{hours} h {minutes % 60} min ago"
-    return f"{minutes} min ago" if minutes > 0 else f"{max(seconds, 0):.0f} s ago"
+    return f"{days} d ago"
 
 
 def escape_controls(text: str) -> str:
     """Return a text with its control characters made visible, such as ``\\x1b``, except tabs and line breaks."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def escape_texts(content: Any) -> Any:
-    """Return what JSON can hold with :func:`escape_controls` of all texts in it, the names of an object included."""
+    """Return a JSON value with :func:`escape_controls` applied to all texts in it, names of objects included."""
     if isinstance(content, str):
         return escape_controls(content)
     if isinstance(content, dict):
@@ -93,14 +96,22 @@ def escape_texts(content: Any) -> Any:
 
 def visible(text: str) -> str:
     """Replace line breaks, tabs and invisible characters by visible ones; the result cannot control a terminal."""
-    escaped = (f"⟨U+{ord(one):04X}⟩" if unicodedata.category(one) in _INVISIBLE else one for one in text)
-    return "".join(_SIGNS.get(one) or shown for one, shown in zip(text, escaped, strict=True))
+    return "".join(map(_visible_char, text))
+
+
+def _visible_char(char: str) -> str:
+    if char in _SIGNS:
+        return _SIGNS[char]
+    if unicodedata.category(char) in _INVISIBLE:
+        return f"⟨U+{ord(char):04X}⟩"
+    return char
 
 
 class _SafeText(io.TextIOWrapper):
-    """Standard output or standard error; if it ``filters``, it writes control characters visibly, without colours.
+    """Standard output or standard error.
 
-    ``has_bars`` lets progress bars of libraries through: a carriage return at the beginning, and moves between bars.
+    If it ``filters``, it makes control characters visible and removes colours. ``has_bars`` lets the progress bars of
+    libraries through: a carriage return at the beginning of a text, and cursor moves between bars.
     """
 
     def __init__(self, descriptor: int, encoding: str, filters: bool, has_bars: bool) -> None:
@@ -111,14 +122,16 @@ class _SafeText(io.TextIOWrapper):
         self.unfiltered = _Unfiltered(self)
 
     def write(self, text: str) -> int:
-        if self._filters and not (self._has_bars and _MOVES.fullmatch(text)):
-            begin = "\r" if self._has_bars and text.startswith("\r") else ""
-            text = begin + escape_controls(_COLOUR.sub("", text[len(begin) :]))
+        is_bar_move = self._has_bars and _MOVES.fullmatch(text) is not None
+        if self._filters and not is_bar_move:
+            carriage_return = "\r" if self._has_bars and text.startswith("\r") else ""
+            line = text.removeprefix(carriage_return)
+            text = carriage_return + escape_controls(_COLOUR.sub("", line))
         return super().write(text)
 
 
 class _Unfiltered:
-    """The same stream for text that has been made safe already."""
+    """A :class:`_SafeText` without its filter, for text that is safe already."""
 
     def __init__(self, stream: _SafeText) -> None:
         self._stream = stream
@@ -131,9 +144,9 @@ class _Unfiltered:
 
 
 def open_console(**options: Any) -> "Console":
-    """Return a ``rich.console.Console``: its own codes reach the terminal, those in the texts that it prints do not.
+    """Return a ``rich.console.Console`` whose own codes reach the terminal, but not those in the texts that it prints.
 
-    In a notebook it prints text, as everywhere, and no HTML.
+    In a notebook it prints text too, not HTML. ``options`` are those of the class.
     """
     return _safe_console()(**{"force_jupyter": False, **options})
 
@@ -156,32 +169,36 @@ def _safe_console() -> "type[Console]":
             self._file = new_file
 
         def _render_buffer(self, buffer: "Iterable[Segment]") -> str:
-            parts = list(buffer)
-            safe = (part if part.control else Segment(escape_controls(part.text), part.style) for part in parts)
-            return super()._render_buffer(safe)
+            safe_segments = []
+            for segment in buffer:
+                if not segment.control:  # a text, and not a code of rich
+                    segment = Segment(escape_controls(segment.text), segment.style)
+                safe_segments.append(segment)
+            return super()._render_buffer(safe_segments)
 
     return SafeConsole
 
 
 def keep_streams_writable() -> None:
-    """Let no error of standard output or standard error reach the program, from now on.
+    """Keep errors of standard output and standard error from the program, from now on.
 
-    A reader such as ``tee`` may end, a terminal go away, a disk fill up, and a stream may be closed from the start
-    (``>&-``). Then the program goes on, prints to nowhere and keeps its exit code. Characters that the encoding lacks
-    are escaped. Every line is written at once, so nothing has to be flushed when the program ends.
+    A reader such as ``tee`` may end, a terminal disappear, a disk fill up, and a stream may be closed from the start
+    (``>&-``). The program then continues, prints to nowhere and keeps its exit code. Characters that the encoding lacks
+    are escaped. Every line is written immediately, so nothing has to be flushed when the program ends.
 
     Call it before anything else opens a file: a file could get the number of a closed stream.
     """
+    # Open streams that are closed, so that no file gets their numbers.
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
             _redirect_to_null(descriptor)
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        replaced = getattr(sys, name)
-        encoding = replaced.encoding if replaced else "utf-8"
-        is_log = name == "stderr"
-        setattr(sys, name, _SafeText(descriptor, encoding, is_log or os.isatty(descriptor), has_bars=is_log))
+    # Standard output is filtered only on a terminal: a file or another program gets what was printed.
+    stdout_encoding = sys.stdout.encoding if sys.stdout else "utf-8"
+    sys.stdout = _SafeText(1, stdout_encoding, filters=os.isatty(1), has_bars=False)
+    stderr_encoding = sys.stderr.encoding if sys.stderr else "utf-8"
+    sys.stderr = _SafeText(2, stderr_encoding, filters=True, has_bars=True)
 
 
 def _redirect_to_null(descriptor: int) -> None:
@@ -192,17 +209,19 @@ def _redirect_to_null(descriptor: int) -> None:
 
 
 def redact(text: str) -> str:
-    """Remove user, password and query from the URLs in ``text``, and the values of environment variables whose names
-    mark them as secret.
+    """Remove secrets from a text: user, password and query of URLs, and the values of secret environment variables.
+
+    A variable is secret if its name says so; paths, such as those of files with a password, are not removed.
     """
-    text = _URL.sub(_without_secrets, text)
+    text = _URL.sub(_redact_url, text)
     for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and not os.path.exists(value):
+        is_secret = len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) is not None
+        if is_secret and not os.path.exists(value):
             text = text.replace(value, _HIDDEN)
     return text
 
 
-def _without_secrets(url: re.Match[str]) -> str:
+def _redact_url(url: re.Match[str]) -> str:
     query = url["query"]
     if query is None:
         return f"://{url['place']}"
@@ -211,20 +230,25 @@ def _without_secrets(url: re.Match[str]) -> str:
 
 
 def open_templates(folder: Path | Sequence[Path], **options: Any) -> "Environment":
-    """Return the templates of one folder or of several: values are escaped, missing ones are errors.
+    """Return the jinja2 templates of one folder or of several; values are escaped, and missing ones are errors.
 
-    ``options`` are further ones of jinja2.
+    ``options`` are those of ``jinja2.Environment``, which override the ones set here.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # most programs need none
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # imported late: most programs need no templates
 
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, **options}
     return Environment(loader=FileSystemLoader(folder), **options)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers with runs of consecutive ones as ranges: 0–3, 7."""
+    """Return numbers with consecutive ones as ranges: 0–3, 7."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
     texts = []
-    for _, pairs in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in pairs]
-        texts.append(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}")
+    for run in ranges:
+        texts.append(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]))
     return ", ".join(texts)

@@ -1,12 +1,12 @@
-"""The tables of what a run uses by name: its objective, optimizer, metrics and loggers.
+"""Tables of the components that a run uses by name: objectives, optimizers, metrics, loggers and chat formats.
 
-A name stands for what builds the part. This project's own parts are imported when they are first used, so that
-``--help`` lists them without torch. A script, or a module that ``--extensions`` names, registers others::
+A name stands for a factory. This project's own factories are imported when they are first used, so that ``--help``
+lists them without torch. A script, or a module that ``--extensions`` names, registers others::
 
     OBJECTIVES["focal"] = Focal  # then --objective focal
 
 The parameters of a factory that have defaults are its settings, which ``--objective_settings`` and
-``--optimizer_settings`` set. Each checkpoint describes the parts of its run as :class:`Component`.
+``--optimizer_settings`` set. Each checkpoint describes the components of its run as :class:`Component`.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line
 
 PROJECT = "fabric_train"
-"""The module of this project's own parts in a :class:`Component`."""
+"""The module of this project's own components in a :class:`Component`."""
 _MAIN = "__main__"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
@@ -34,51 +34,60 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Origin:
-    """The module that registered a part; ``at_import``: when it was imported."""
+    """The module that registered a component."""
 
     module: str
     at_import: bool
+    """Whether it was registered while the module was imported, so that importing the module registers it again."""
 
 
 def _find_origin(frame: FrameType | None) -> _Origin:
-    """Return the module that registers a part in ``frame``: the one that is being imported, if there is one."""
-    module = frame.f_globals.get("__name__", _MAIN) if frame else _MAIN
+    """Return the module that registers a component in ``frame``.
+
+    It is the innermost module on the stack that is being imported; if none is, the module of the frame.
+    """
+    caller_module = frame.f_globals.get("__name__", _MAIN) if frame else _MAIN
     while frame is not None:
-        name = frame.f_globals.get("__name__")
-        specification = getattr(sys.modules.get(name or ""), "__spec__", None)
-        if getattr(specification, "_initializing", False):
-            return _Origin(str(name), at_import=True)
+        module = frame.f_globals.get("__name__")
+        specification = getattr(sys.modules.get(module or ""), "__spec__", None)
+        if getattr(specification, "_initializing", False):  # importlib sets it during the import
+            return _Origin(str(module), at_import=True)
         frame = frame.f_back
-    return _Origin(module, at_import=False)
+    return _Origin(caller_module, at_import=False)
 
 
 class Table(MutableMapping[str, T]):
-    """Parts of one kind by name; ``own`` has this project's as MODULE:ATTRIBUTE."""
+    """Components of one kind by name."""
 
-    def __init__(self, kind: str, own: Mapping[str, str]) -> None:
-        """``kind`` is the argument that selects a part, such as objective."""
+    def __init__(self, kind: str, project_components: Mapping[str, str]) -> None:
+        """Create a table with this project's components.
+
+        Args:
+            kind: the argument that selects a component, such as objective.
+            project_components: MODULE:ATTRIBUTE of each by name.
+        """
         self.kind = kind
-        self._own = dict(own)
+        self._project_components = dict(project_components)
         self._registered: dict[str, T] = {}
         self._origins: dict[str, _Origin] = {}
 
     def __getitem__(self, name: str) -> T:
         if name in self._registered:
             return self._registered[name]
-        module, _, attribute = self._own[name].partition(":")
+        module, _, attribute = self._project_components[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is such a part, without the import of its module, which may be slow."""
-        return name in self._own or name in self._registered
+        """Return whether there is such a component, without the import of its module, which may be slow."""
+        return name in self._project_components or name in self._registered
 
-    def __setitem__(self, name: str, part: T) -> None:
-        """Register a part of a script or a module under a name that is free, or was registered before."""
-        if name in self._own:
+    def __setitem__(self, name: str, component: T) -> None:
+        """Register a component of a script or a module; it may replace one that was registered before."""
+        if name in self._project_components:
             raise InputError(f"{self.kind} {name}: this project has one of that name; register yours under another")
         if not isinstance(name, str) or not re.fullmatch(_NAME, name):
             raise InputError(f"{self.kind} {name!r}: expected a name of letters, digits, _, - and . to register it by")
-        self._registered[name] = part
+        self._registered[name] = component
         self._origins[name] = _find_origin(sys._getframe(1))
 
     def __delitem__(self, name: str) -> None:
@@ -86,43 +95,55 @@ class Table(MutableMapping[str, T]):
         del self._origins[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._own, *self._registered])
+        return iter([*self._project_components, *self._registered])
 
     def __len__(self) -> int:
-        return len(self._own) + len(self._registered)
+        return len(self._project_components) + len(self._registered)
 
     @property
     def registered(self) -> list[str]:
-        """The names of parts that are not this project's."""
+        """The names of components that are not this project's."""
         return list(self._registered)
 
     def module_of(self, name: str) -> str:
-        """Return the module that registered a part; ``PROJECT`` for this project's own."""
+        """Return the module that registered a component; ``PROJECT`` for this project's own."""
         return self._origins[name].module if name in self._origins else PROJECT
 
     def is_imported(self, name: str) -> bool:
-        """Whether a process that imports the module of a part has the part."""
+        """Return whether importing a component's module is enough to have the component."""
         return name not in self._origins or self._origins[name].at_import
 
     def describe(self, name: str, settings: Mapping[str, Any] | None = None) -> "Component":
-        """Return what a checkpoint has of a part that a run uses with these settings."""
+        """Return the description, for a checkpoint, of a component that a run uses with these settings."""
         module = self.module_of(name)
         if module == PROJECT:
             return Component(self.kind, name, PROJECT)
         file = getattr(sys.modules.get(module), "__file__", None)
-        source = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else None
+        source_sha256 = None
+        if file and Path(file).is_file():
+            source_sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         if module == _MAIN and file:
-            module = Path(file).stem  # the same module if --extensions names it
-        return Component(self.kind, name, module, not self.is_imported(name), dict(settings or {}), source)
+            module = Path(file).stem  # its name if --extensions imports it in another run
+        return Component(
+            kind=self.kind,
+            name=name,
+            module=module,
+            by_script=not self.is_imported(name),
+            settings=dict(settings or {}),
+            source=source_sha256,
+        )
 
 
 OBJECTIVES: Table[Any] = Table(
     "objective",
     {
         "sft": "fabric_train.training.objective:build_cross_entropy",
-        **dict.fromkeys(
-            ("dpo", "ipo", "simpo", "orpo", "apo_zero", "dpop"), "fabric_train.training.preference:build_preference"
-        ),
+        "dpo": "fabric_train.training.preference:build_preference",
+        "ipo": "fabric_train.training.preference:build_preference",
+        "simpo": "fabric_train.training.preference:build_preference",
+        "orpo": "fabric_train.training.preference:build_preference",
+        "apo_zero": "fabric_train.training.preference:build_preference",
+        "dpop": "fabric_train.training.preference:build_preference",
     },
 )
 """Factories of objectives (``training.objective.BuildObjective``)."""
@@ -145,16 +166,13 @@ LOGGERS: Table[Any] = Table(
 CHAT_FORMATS: Table[Any] = Table(
     "data_format",
     {
-        name: f"fabric_train.tokenization.chats.formats:{attribute}"
-        for name, attribute in (
-            ("messages", "MESSAGES"),
-            ("conversations", "CONVERSATIONS"),
-            ("conversation", "CONVERSATION"),
-            ("alpaca", "ALPACA"),
-            ("prompt_completion", "PROMPT_COMPLETION"),
-            ("query_calls", "QUERY_CALLS"),
-            ("preference", "PREFERENCE_PAIRS"),
-        )
+        "messages": "fabric_train.tokenization.chats.formats:MESSAGES",
+        "conversations": "fabric_train.tokenization.chats.formats:CONVERSATIONS",
+        "conversation": "fabric_train.tokenization.chats.formats:CONVERSATION",
+        "alpaca": "fabric_train.tokenization.chats.formats:ALPACA",
+        "prompt_completion": "fabric_train.tokenization.chats.formats:PROMPT_COMPLETION",
+        "query_calls": "fabric_train.tokenization.chats.formats:QUERY_CALLS",
+        "preference": "fabric_train.tokenization.chats.formats:PREFERENCE_PAIRS",
     },
 )
 """Formats of rows with chats (``tokenization.chats.formats.ChatFormat``)."""
@@ -163,106 +181,110 @@ TABLES = (OBJECTIVES, OPTIMIZERS, METRICS, LOGGERS, CHAT_FORMATS)
 
 @dataclass(frozen=True)
 class Component:
-    """A part of a run as its checkpoints have it: what tells it from other parts, and where it was registered.
-
-    ``module`` is ``PROJECT`` for this project's own parts, whose settings are arguments. ``by_script``: a script
-    registered it, itself or by a call, so that importing the module does not. ``source`` is the SHA-256 of the module's
-    file, None without one.
-    """
+    """A component of a run as its checkpoints describe it: what distinguishes it, and where it was registered."""
 
     kind: str
+    """The argument that selects it, such as objective."""
     name: str
     module: str
+    """The module that registered it; ``PROJECT`` for this project's own components, whose settings are arguments."""
     by_script: bool = False
+    """Whether a script registered it, itself or by a call, so that importing the module does not."""
     settings: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
+    """SHA-256 of the module's file; None if it has no file."""
 
     @property
     def is_own(self) -> bool:
-        """Whether it is one of this project's parts."""
+        """Whether it is one of this project's components."""
         return self.module == PROJECT
 
     def computes_as(self, other: "Component") -> bool:
-        """Whether another part is the same with the same settings, as far as names say that."""
-        same_part = (self.kind, self.name, self.module) == (other.kind, other.name, other.module)
-        return same_part and self.settings == other.settings
+        """Return whether another component has the same kind, name, module and settings; sources are not compared."""
+        has_same_name = (self.kind, self.name, self.module) == (other.kind, other.name, other.module)
+        return has_same_name and self.settings == other.settings
 
     def __str__(self) -> str:
         return f"{self.kind} {self.description}"
 
     @property
     def description(self) -> str:
-        """The name, and of a registered part its module and settings."""
+        """The name, and the module and settings of a registered component."""
         if self.is_own:
             return self.name
-        shown = ", ".join(f"{name} {_in_words(value)}" for name, value in self.settings.items())
-        return f"{self.name} of {self.module}" + (f" ({shown})" if shown else "")
+        description = f"{self.name} of {self.module}"
+        settings = []
+        for name, value in self.settings.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)  # as on the command line
+            settings.append(f"{name} {text}")
+        return f"{description} ({', '.join(settings)})" if settings else description
 
     @property
     def advice(self) -> str:
-        """How to give a run this part."""
+        """How to select this component for a run."""
+        options = f"--{self.kind} {self.name}"
         if self.is_own:
-            return f"give --{self.kind} {self.name}"
-        words = f"--{self.kind} {self.name}"
+            return f"give {options}"
         if self.settings:
-            words += f" --{self.kind}_settings '{json.dumps(self.settings)}'"
+            options += f" --{self.kind}_settings '{json.dumps(self.settings)}'"
         if self.module == _MAIN:
-            return f"register it before the run, and give {words}"
+            return f"register it before the run, and give {options}"
         if self.by_script:
-            return f"start the script in which {self.module} registers it, with {words}"
-        return f"give --extensions {self.module} {words}"
+            return f"start the script in which {self.module} registers it, with {options}"
+        return f"give --extensions {self.module} {options}"
 
 
 def settings_of(factory: Any) -> dict[str, Any]:
-    """Return the settings of a factory with their defaults: its parameters that have one."""
-    parameters = inspect.signature(factory).parameters.values()
-    return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    """Return the settings of a factory with their defaults: its parameters that have a default."""
+    settings = {}
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.default is not inspect.Parameter.empty:
+            settings[parameter.name] = parameter.default
+    return settings
 
 
-def resolve_settings(table: Table[Any], name: str, changed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return all settings of a part, with those that the user has changed.
+def resolve_settings(table: Table[Any], name: str, changes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return all settings of a component: the ``changes`` of the user, and the defaults of the others.
 
     Raises:
-        InputError: the part has no such setting, or a value is not of the type of its default.
+        InputError: the component has no such setting, or a value has another type than the default.
     """
     option = f"--{table.kind}_settings"
     if table.module_of(name) == PROJECT:
-        if changed:
+        if changes:
             raise InputError(
                 f"{option} is of an {table.kind} that was registered, not of --{table.kind} {name}; leave it out"
             )
         return {}
-    settings = settings_of(table[name])
+    defaults = settings_of(table[name])
     faults = []
-    for setting, value in (changed or {}).items():
-        if setting not in settings:
-            has = f"it has {', '.join(settings)}" if settings else "it has none"
-            faults.append(f"{option}: {name} has no setting {setting}, {has}{nearest_name(setting, settings)}")
-        elif not _is_like(value, settings[setting]):
-            faults.append(f"{option}: {setting} is {settings[setting]!r} by default; got {value!r}, of another type")
+    for setting, value in (changes or {}).items():
+        if setting not in defaults:
+            names = f"it has {', '.join(defaults)}" if defaults else "it has none"
+            faults.append(f"{option}: {name} has no setting {setting}, {names}{nearest_name(setting, defaults)}")
+        elif not _has_type_of(defaults[setting], value):
+            faults.append(f"{option}: {setting} is {defaults[setting]!r} by default; got {value!r}, of another type")
     if faults:
         raise InputError(*faults)
-    return settings | dict(changed or {})
+    return defaults | dict(changes or {})
 
 
-def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value is of the type of a default; a whole number may stand for any number."""
-    if default is None or value is None:
+def _has_type_of(default: Any, value: Any) -> bool:
+    """Return whether a value has the type of a default, as far as YAML can express the type."""
+    if default is None or value is None:  # None stands for "not set" in either
         return True
-    if isinstance(default, float) and type(value) is int:
+    if isinstance(default, float) and type(value) is int:  # 1 for 1.0
         return True
-    return type(value) is type(default) or (isinstance(default, Sequence) and isinstance(value, list))
-
-
-def _in_words(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(default, Sequence) and isinstance(value, list):  # a list for a tuple
+        return True
+    return type(value) is type(default)
 
 
 def load_extensions(names: Sequence[str]) -> list[str]:
-    """Import the modules of ``--extensions``, which register parts; return a fault for each that cannot be imported."""
+    """Import the modules of ``--extensions``, which register components; return a fault for each failed import."""
     faults = []
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # programs that are commands have no current folder in it
+        sys.path.append(str(Path.cwd()))  # an installed command does not have the current folder in sys.path
     for name in names:
         option = f"--extensions {name}"
         if not re.fullmatch(_MODULE, name):

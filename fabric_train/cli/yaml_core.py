@@ -1,6 +1,7 @@
-"""Read and write YAML 1.2 with PyYAML, for which 010 is 8, 1:30 is 90, yes is true and 2024-01-01 a date (YAML 1.1).
+"""Read and write YAML 1.2 with PyYAML.
 
-The core schema decides what a plain scalar means: https://yaml.org/spec/1.2.2/#103-core-schema.
+By itself PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90, yes is true and 2024-01-01 is a date. Here the core
+schema decides what a plain scalar means: https://yaml.org/spec/1.2.2/#103-core-schema.
 """
 
 import os
@@ -67,22 +68,29 @@ def load(text: str) -> Any:
     A YamlFault if it is not YAML, nested too deeply, or has an alias, a tag or a key that is given twice.
     """
     try:
-        return _value(yaml.compose(text, Loader=_Loader))
+        return _construct(yaml.compose(text, Loader=_Loader))
     except YamlFault:
         raise
     except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise YamlFault(f"not a YAML file: {place}{', '.join(filter(None, (error.context, error.problem)))}") from error
+        location = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        problem = ", ".join(text for text in (error.context, error.problem) if text)
+        raise YamlFault(f"not a YAML file: {location}{problem}") from error
     # PyYAML lets ValueError and OverflowError through, for a code point or a YAML version that is out of range
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise YamlFault(f"not a YAML file: {' '.join(str(error).split())}") from error
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what a plain scalar means: None, bool, int, float, or the text; a ValueError if it has many digits."""
+    """Return what a plain scalar means: None, bool, int, float, or the text.
+
+    Raises:
+        ValueError: it is an integer of too many digits.
+    """
     text = text.strip()
-    kind = next((name for name, pattern in _CORE_SCHEMA.items() if pattern.match(text)), "str")
-    return _CONVERT[kind](text)
+    for kind, pattern in _CORE_SCHEMA.items():
+        if pattern.match(text):
+            return _CONVERT[kind](text)
+    return text
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -97,7 +105,7 @@ class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse what :func:`_value` and a printed value would follow for ever, or until the stack ends."""
+        """Refuse aliases, which can form a circle or grow exponentially, and deep nesting, which ends the stack."""
         mark = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
             raise _fault_at(mark, "an alias (*name) is not supported; write the value again")
@@ -110,10 +118,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quote text that either version of YAML reads as something else, and write equal values twice."""
+    """Quote text that either version of YAML reads as something else, and write no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True
+        return True  # an object that occurs twice is written twice
 
 
 _Dumper.add_representer(  # PyYAML changes some of Unicode's line ends in other styles than double quotes
@@ -124,29 +132,41 @@ for _name, _pattern in _CORE_SCHEMA.items():
         _class.add_implicit_resolver(_TAG + _name, _pattern, None)
 
 
-def _value(node: yaml.Node | None) -> Any:
-    if node is None:  # an empty document
+def _construct(node: yaml.Node | None) -> Any:
+    """Return the value of a node; None for an empty document."""
+    if node is None:
         return None
     kind = node.tag.removeprefix(_TAG)
     if isinstance(node, yaml.SequenceNode) and kind == "seq":
-        return [_value(item) for item in node.value]
+        return [_construct(element) for element in node.value]
     if isinstance(node, yaml.MappingNode) and kind == "map":
-        values: dict[Any, Any] = {}
-        for key_node, value_node in node.value:
-            key = _value(key_node)
-            if isinstance(key, list | dict):
-                raise _fault_at(key_node.start_mark, "a list or a mapping cannot be the name of a value")
-            if key in values:
-                raise _fault_at(key_node.start_mark, f"{key} is given twice")
-            values[key] = _value(value_node)
-        return values
-    pattern = _CORE_SCHEMA.get(kind)
-    if isinstance(node, yaml.ScalarNode) and (kind == "str" or (pattern and pattern.match(node.value))):
+        return _construct_mapping(node)
+    if isinstance(node, yaml.ScalarNode) and _is_scalar_of(kind, node.value):
         try:
             return _CONVERT[kind](node.value)
         except ValueError as error:
             raise _fault_at(node.start_mark, str(error)) from error
     raise _fault_at(node.start_mark, f"the tag {node.tag!r} is not supported; leave it out")
+
+
+def _construct_mapping(node: yaml.MappingNode) -> dict[Any, Any]:
+    values: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = _construct(key_node)
+        if isinstance(key, list | dict):
+            raise _fault_at(key_node.start_mark, "a list or a mapping cannot be the name of a value")
+        if key in values:
+            raise _fault_at(key_node.start_mark, f"{key} is given twice")
+        values[key] = _construct(value_node)
+    return values
+
+
+def _is_scalar_of(kind: str, text: str) -> bool:
+    """Return whether a text can have a type of the core schema; a tag that the user wrote may say something else."""
+    if kind == "str":
+        return True
+    pattern = _CORE_SCHEMA.get(kind)
+    return pattern is not None and pattern.match(text) is not None
 
 
 def _fault_at(mark: yaml.Mark, problem: str) -> YamlFault:
@@ -156,7 +176,8 @@ def _fault_at(mark: yaml.Mark, problem: str) -> YamlFault:
 def _to_int(text: str) -> int:
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"a number of {len(text):,} digits")
-    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text, base)
 
 
 _CONVERT: dict[str, Callable[[str], Any]] = {

@@ -127,7 +127,7 @@ def rows_per_epoch(shares: Shares, sources: Sequence[ListedSource], folders: Seq
     if not any(share_of_source):
         raise InputError(f"{shares.option}: nothing is left to train on; give a number above 0")
     num_rows = [source.num_rows for source in sources]
-    if shares.of_tokens:
+    if shares.counts_tokens:
         rows = rows_of_token_shares(num_rows, share_of_source)
     else:
         rows = rows_of_shares(num_rows, share_of_source)
@@ -173,7 +173,7 @@ def _resolve_shares(shares: Shares, sources: Sequence[ListedSource], folders: Se
             continue
         folder_share = given_shares[folder_index, None]
         # a share of tokens is divided among the sources that it is for; a share of rows holds for each of them
-        if shares.of_tokens and num_rows_together[folder_index]:
+        if shares.counts_tokens and num_rows_together[folder_index]:
             folder_share *= source.num_rows / num_rows_together[folder_index]
         resolved.append(folder_share)
     return resolved
@@ -184,9 +184,9 @@ def _shares_by_name(shares: Shares, folders: Sequence[str]) -> dict[str, float]:
     by_name = shares.by_name()
     if by_name is not None:
         return by_name
-    if shares.given is None:
+    if shares.values is None:
         return dict.fromkeys(folders, 1.0)
-    numbers = [float(str(share)) for share in shares.given]
+    numbers = [float(str(share)) for share in shares.values]
     if len(numbers) != len(folders):
         raise InputError(
             f"{shares.option}: {len(numbers)} numbers for {len(folders)} folders of --train_data_dir; give one each"

@@ -317,11 +317,11 @@ def _has_documents(source: StreamedSource) -> bool:
 def _shares_of_sources(data_arguments: "DataArguments", names: list[str]) -> list[float] | None:
     """Return the share of each source; sources that --shares does not name have 1. None without --shares."""
     shares = data_arguments.shares_of_epochs
-    if shares.given is None:
+    if shares.values is None:
         return None
     shares_by_name = shares.by_name()
     if shares_by_name is None:
-        return [float(share) for share in shares.given if not isinstance(share, dict)]
+        return [float(share) for share in shares.values if not isinstance(share, dict)]
     unknown_names = [name for name in shares_by_name if name not in names]
     if unknown_names:
         raise InputError(

@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fabric_train.cli.argument_types import nearest_name
+from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import InputError, first_line, run_program
-from fabric_train.cli.fabric_command import project_first
 from fabric_train.evaluation.arguments import EvaluateArguments, TaskSettings, is_task_file
 from fabric_train.evaluation.models import find_model
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score

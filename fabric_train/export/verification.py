@@ -15,8 +15,8 @@ from typing import NoReturn, cast
 
 import torch
 
+from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, InputError, RunError, run_program
-from fabric_train.cli.fabric_command import project_first
 from fabric_train.export.average import WeightedCheckpoint
 from fabric_train.export.merged_adapter import MergeInto
 from fabric_train.export.source import ExportSource

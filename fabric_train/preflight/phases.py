@@ -133,7 +133,7 @@ def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
         previous = phase.first_step
     if given[0].first_step == 1 and given[0].data:
         raise InputError(f"{given[0].where} begins with the run: give its train_data_dir on the command line")
-    if given[0].first_step == 1 and given[0].shares and arguments.data.shares_of_epochs.given:
+    if given[0].first_step == 1 and given[0].shares and arguments.data.shares_of_epochs.values:
         raise InputError(f"{given[0].where} begins with the run and has shares: leave the command line's out")
     return given
 
@@ -205,7 +205,11 @@ def _read(path: str, arguments: "TrainArguments", num_steps: int) -> list[GivenP
         found = list(_convert_all(item, kinds, values)) or list(_faults_of(values))
         if not found:
             first_step = int(values["from"]) if values["from"] >= 1 else round(values["from"] * num_steps) + 1
-            shares = [Shares(f"{where}: {name}", values[name], name != "shares") for name in _SHARES if name in values]
+            shares = [
+                Shares(f"{where}: {name}", values[name], counts_tokens=name != "shares")
+                for name in _SHARES
+                if name in values
+            ]
             schedule = {name: values[name] for name in RATE_ARGUMENTS if name in values}
             parts = tuple(values.get("train_only", ()))
             data = {name: values[name] for name in _OF_DATA if values.get(name) is not None}

@@ -75,8 +75,9 @@ class ConvertArguments(PushArguments):
             faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
         if self.merge_into != "original" and not self.merge:
             faults.append(f"--merge_into {self.merge_into} needs --merge true")
-        are_several = len(self.checkpoint) > 1 or any(os.path.basename(path) == "all" for path in self.checkpoint)
-        if are_several and self.average is None and (self.revision or self.create_pr):
+        names_whole_run = any(os.path.basename(path) == "all" for path in self.checkpoint)
+        exports_several = self.average is None and (len(self.checkpoint) > 1 or names_whole_run)
+        if exports_several and (self.revision or self.create_pr):
             faults.append(
                 "--revision and --create_pr take one checkpoint: several are pushed to branches of their names, such "
                 "as step-00000500"
@@ -84,48 +85,71 @@ class ConvertArguments(PushArguments):
         return faults
 
 
+@dataclass(frozen=True)
+class ExportPlan:
+    """What a command exports."""
+
+    sources: "dict[Path, ExportSource]"
+    """A checkpoint or an average by the folder to write."""
+    damaged: list[str]
+    """Names of checkpoints that cannot be exported."""
+    push_request: "PushRequest | None"
+    """Where to push the folders; None if they are not pushed."""
+
+
 def main() -> None:
     """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
     arguments = parse_arguments(ConvertArguments)
-    targets, damaged, request = plan_exports(arguments)
-    output_dir = Path(arguments.output_dir)
+    plan = plan_exports(arguments)
+
     failed = []
-    for target, source in targets.items():
+    for target, source in plan.sources.items():
         try:
-            report, is_new = export(source, target, arguments)
-            if is_new:
-                print_report(report, f"{target}: {source.describe()}")
-                print_gaps(source, target)
-            else:
-                print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
-            if request:
-                print(f"pushed to {publish(source, target, request, arguments)}")
+            _export_and_push(source, target, plan.push_request, arguments)
         except (RunError, InputError, OSError) as error:
-            if len(targets) == 1 and isinstance(error, InputError | OSError):
-                raise  # with an exit code of its own
+            if len(plan.sources) == 1 and isinstance(error, InputError | OSError):
+                raise  # run_program gives it its exit code
             failed.append(target.name)
             print_errors(f"error: {describe_os_error(error) if isinstance(error, OSError) else error}")
-    number = len(targets) + len(damaged)
-    if number > 1:
-        pushed = " and pushed" if request else ""
-        print(f"{len(targets) - len(failed)} of {number} checkpoints exported to {output_dir}{pushed}")
-    if damaged:
-        print_errors(f"error: not exported, since damaged: {', '.join(damaged)}; remove them, or restore their files")
-    if failed and number > 1:
-        missing = "not exported or not pushed" if request else "not exported"
-        print_errors(f"error: {missing}: {', '.join(failed)}; the same command tries them again")
-    if failed or damaged:
+
+    # Report how many of several checkpoints were exported, and which were not.
+    num_checkpoints = len(plan.sources) + len(plan.damaged)
+    pushes = plan.push_request is not None
+    if num_checkpoints > 1:
+        num_exported = len(plan.sources) - len(failed)
+        pushed = " and pushed" if pushes else ""
+        print(f"{num_exported} of {num_checkpoints} checkpoints exported to {Path(arguments.output_dir)}{pushed}")
+    if plan.damaged:
+        names = ", ".join(plan.damaged)
+        print_errors(f"error: not exported, since damaged: {names}; remove them, or restore their files")
+    if failed and num_checkpoints > 1:
+        outcome = "not exported or not pushed" if pushes else "not exported"
+        print_errors(f"error: {outcome}: {', '.join(failed)}; the same command tries them again")
+    if failed or plan.damaged:
         sys.exit(FAILURE)
 
 
-def plan_exports(
-    arguments: ConvertArguments,
-) -> "tuple[dict[Path, ExportSource], list[str], PushRequest | None]":
-    """Return what to export for each folder to write, the names of damaged checkpoints, and where to push.
+def _export_and_push(
+    source: "ExportSource", target: Path, push_request: "PushRequest | None", arguments: ConvertArguments
+) -> None:
+    """Export to a folder unless it is finished, print the verification, and push the folder if that is asked for."""
+    report, is_new = export(source, target, arguments)
+    if is_new:
+        print_report(report, f"{target}: {source.describe()}")
+        print_gaps(source, target)
+    else:
+        print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
+    if push_request:
+        print(f"pushed to {publish(source, target, push_request, arguments)}")
 
-    An InputError if something cannot be exported, or nothing can be pushed there.
+
+def plan_exports(arguments: ConvertArguments) -> ExportPlan:
+    """Return what to export to which folders, and check that it can be exported and pushed.
+
+    Raises:
+        InputError: a checkpoint cannot be exported, or nothing can be pushed to the repository.
     """
-    import torch  # slow, like those below
+    import torch  # slow, like the modules below
 
     from fabric_train.export.hub import PushRequest, check_push
     from fabric_train.export.plan import plan_average, plan_targets
@@ -152,13 +176,17 @@ def plan_exports(
     if request:
         check_push(request)
     quiet_transformers()
-    return targets, damaged, request
+    return ExportPlan(sources=targets, damaged=damaged, push_request=request)
 
 
 def export(source: "ExportSource", target: Path, arguments: ConvertArguments) -> "tuple[VerificationReport, bool]":
     """Convert and verify a checkpoint or an average; a finished export only gets a new card.
 
-    Return the report and whether the export is new. A RunError if it does not match the checkpoint.
+    Returns:
+        The verification report, and whether the export is new.
+
+    Raises:
+        RunError: the export does not match the checkpoint.
     """
     import torch
 
@@ -184,7 +212,13 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
 
 
 def publish(source: "ExportSource", target: Path, request: "PushRequest", arguments: ConvertArguments) -> str:
-    """Push an export to the hub and return its address there; a RunError if the hub does not take it."""
+    """Push an export to the hub and return its address there.
+
+    One of several exports goes to a branch with the name of its folder.
+
+    Raises:
+        RunError: the hub refuses it.
+    """
     from fabric_train.export.hub import push
 
     branch = request.revision if target == Path(arguments.output_dir) else target.name
@@ -193,7 +227,7 @@ def publish(source: "ExportSource", target: Path, request: "PushRequest", argume
 
 
 def print_gaps(source: "ExportSource", target: Path) -> None:
-    """Print a note on standard error about what the model card does not say."""
+    """Print a note on standard error with the arguments that would complete the model card."""
     from huggingface_hub import metadata_load
 
     from fabric_train.checkpoint import read_trainer_json
@@ -201,25 +235,31 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
     metadata = metadata_load(target / "README.md") or {}
     trainer = read_trainer_json(source.checkpoint).content
     is_from_scratch = "base_model" in trainer and trainer["base_model"] is None
-    asked = ("license", "language") if is_from_scratch else ("base_model", "license", "language")
-    missing = [f"--{name}" for name in asked if name not in metadata]
+    expected_names = ["license", "language"]
+    if not is_from_scratch:
+        expected_names.insert(0, "base_model")
+    missing = [f"--{name}" for name in expected_names if name not in metadata]
     if missing:
         print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
 
 
 def print_report(report: "VerificationReport", name: str) -> None:
-    """Print the comparisons and the differences found."""
+    """Print a table of the comparisons of an export with its checkpoint; ``name`` is the title."""
     from rich.table import Table
 
     from fabric_train.cli.output import open_console
 
-    tensors = report.tensors
-    logits = report.logits
-    faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
     table = Table("compared with the checkpoint", "found", title=f"{name}, verified by a fresh process")
+
+    # the tensors in the files
+    tensors = report.tensors
+    fault_counts = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
     table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
-    table.add_row("missing, unexpected, different", faulty)
+    table.add_row("missing, unexpected, different", fault_counts)
     table.add_row("largest difference of a weight", f"{tensors.max_difference:g}")
+
+    # what the models compute
+    logits = report.logits
     table.add_row("how the models were run", report.method)
     if report.layers:
         difference = max(layer.max_difference for layer in report.layers)
@@ -231,6 +271,8 @@ def print_report(report: "VerificationReport", name: str) -> None:
         table.add_row("the same", f"{report.trained.max_difference:g} from base in 4 bits + adapter")
     if logits:
         table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
+
+    # the configuration and the tokenizer
     table.add_row("settings that differ", ", ".join(report.settings) or "none")
     table.add_row("tokenizer", report.tokenizer)
     open_console().print(table)

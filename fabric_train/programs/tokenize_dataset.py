@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError, run_program, set_memory_advice, terminated_as_interrupted
-from fabric_train.cli.fabric_command import command_from_here
 
 if TYPE_CHECKING:
     from fabric_train.token_dataset.manifest import Manifest, SourceRecord
@@ -34,17 +34,21 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
         InputError: the input cannot be used; nothing has been written.
         RunError: the push failed; the token dataset is complete.
     """
-    gc.disable()  # a tokenizer is a million objects, which the collector would visit many times while they are made
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are not used here and get in the way of forks
+    gc.disable()  # a tokenizer has a million objects, and the collector would visit them many times during loading
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are not used here, and are unsafe with fork
 
     from fabric_train.cli.parser import parse_arguments
     from fabric_train.tokenization.arguments import TokenizeArguments
 
     arguments = parse_arguments(TokenizeArguments, argv)
     manifest = find_pushed(arguments)
+
+    # One machine of several only writes its slice.
     if arguments.shard is not None:
-        _print_slice(arguments, build_slice(arguments, sizes))
+        summary_lines = build_slice(arguments, sizes)
+        _print_slice(arguments, summary_lines)
         return
+
     if manifest:
         print(f"{arguments.output_dir} has this token dataset already: it is only pushed")
     else:
@@ -71,7 +75,7 @@ def build_dataset(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = N
 
 
 def build_slice(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = None) -> list[str] | None:
-    """Encode the slice of --shard or count its lines; return lines of a summary, or None if that is done already."""
+    """Encode the slice of --shard or count its lines; return the lines of a summary, None if it is finished already."""
     from fabric_train.tokenization.shards import SIZES
     from fabric_train.tokenization.slice_folder import find_finished_slice
     from fabric_train.tokenization.slices import count_slice, encode_slice
@@ -94,15 +98,22 @@ def _print_slice(arguments: "TokenizeArguments", lines: "list[str] | None") -> N
         print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
     else:
         print(*lines, f"written    {arguments.output_dir}", sep="\n")
-    repeated = beside_slices(arguments, "lines")
-    merge = merge_command(arguments, repeated if arguments.counts_lines else "DIR")
-    print(f"next       when all slices are there: {merge}")
-    if arguments.counts_lines:
-        print(f"then       for this slice: {encode_command(arguments, repeated)}")
+    if not arguments.counts_lines:
+        print(f"next       when all slices are there: {merge_command(arguments, 'DIR')}")
+        return
+    # Lines that repeat across slices are known once all slices are counted, and are then left out of the encoding.
+    lines_dir = beside_slices(arguments, "lines")
+    print(f"next       when all slices are there: {merge_command(arguments, lines_dir)}")
+    print(f"then       for this slice: {encode_command(arguments, lines_dir)}")
 
 
 def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
-    """Check that the token dataset can be pushed, if it is to be; return its manifest if it is finished already."""
+    """Check that the token dataset can be pushed, if --push_to_hub asks for it.
+
+    Returns:
+        The manifest of a finished token dataset, which is only pushed; None if it has to be written first or is not to
+        be pushed.
+    """
     if not arguments.push_to_hub:
         return None
 
@@ -116,10 +127,11 @@ def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
 
 @contextmanager
 def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output_dir: str) -> Iterator[None]:
-    """Write documents as JSON lines for ``--dataset``; remove the file if the work on it fails.
+    """Write documents as JSON lines for ``--dataset``; remove the file if the block fails.
 
-    An InputError before anything is written if the file or ``output_dir`` exists, and at a document that is no mapping
-    of JSON.
+    Raises:
+        InputError: the file or ``output_dir`` exists, and nothing has been written; or a document is not a mapping that
+            JSON can hold.
     """
     from fabric_train.files.atomic_folder import check_not_taken
 
@@ -129,91 +141,125 @@ def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x", encoding="utf-8", newline="\n") as lines:
-            for number, document in enumerate(documents, 1):
+            for document_number, document in enumerate(documents, 1):
                 try:
                     lines.write(json.dumps(dict(document), ensure_ascii=False) + "\n")
-                except (TypeError, ValueError) as error:  # no mapping, no JSON, or text that is no Unicode
+                except (TypeError, ValueError) as error:  # no mapping, no JSON, or a text with a lone surrogate
                     expected = "expected a mapping such as {'text': ...}"
-                    raise InputError(f"--dataset: document {number}: {expected}; {error}") from error
+                    raise InputError(f"--dataset: document {document_number}: {expected}; {error}") from error
         yield
     except BaseException:
-        if not Path(output_dir).expanduser().is_dir():  # it has the token dataset if only the push has failed
+        if not Path(output_dir).expanduser().is_dir():  # if it exists, only the push has failed, and the file is needed
             file.unlink()
         raise
 
 
-def _unvalidated(manifest: "Manifest") -> list[str]:
-    """Return a line for each source without a document in ``validation/``, if another one has some."""
+def _describe_unvalidated_sources(manifest: "Manifest") -> list[str]:
+    """Return a line for each source without a document in ``validation/``, if that split is not empty."""
     splits = manifest.ledger.splits
-    held_out = splits["validation"].sources if "validation" in splits else {}
-    return [
-        f"{name} has no document in validation/, so a run does not see its loss; give a larger --validation_split, or "
-        "--validation_dataset"
-        for name in splits["train"].sources
-        if held_out and not (name in held_out and held_out[name].documents)
-    ]
+    if "validation" not in splits or not splits["validation"].sources:
+        return []
+    validation_sources = splits["validation"].sources
+    lines = []
+    for name in splits["train"].sources:
+        if name not in validation_sources or not validation_sources[name].documents:
+            lines.append(
+                f"{name} has no document in validation/, so a run does not see its loss; give a larger "
+                "--validation_split, or --validation_dataset"
+            )
+    return lines
 
 
 def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
+    """Print a table of the splits, then lines about documents, tokenizer and speed, and the command that trains."""
     from rich import box
     from rich.table import Table
 
     from fabric_train.cli.output import open_console
 
+    # the table
     console = open_console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
     ledger = outcome.manifest.ledger
-    tokenizer = outcome.manifest.tokenizer
     columns = ("documents", "tokens", "rows", "supervised", "padding", "left over")
     table = Table("split", *columns, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, split in ledger.splits.items():
-        share = f"{split.tokens_padding / max(1, split.tokens_in_rows + split.tokens_padding):.1%}"
-        left_over = f"{sum(split.tokens_dropped.values()):,}"
-        counts = (split.documents, split.tokens_in, split.rows, split.tokens_supervised)
-        table.add_row(name, *(f"{count:,}" for count in counts), share, left_over)
+        num_positions = split.tokens_in_rows + split.tokens_padding
+        table.add_row(
+            name,
+            f"{split.documents:,}",
+            f"{split.tokens_in:,}",
+            f"{split.rows:,}",
+            f"{split.tokens_supervised:,}",
+            f"{split.tokens_padding / max(1, num_positions):.1%}",
+            f"{sum(split.tokens_dropped.values()):,}",
+        )
     console.print(table)
 
-    num_tokens = sum(split.tokens_in for split in ledger.splits.values())
-    begin = (
-        f"begin with {tokenizer.bos_token}"
-        if tokenizer.bos_token
-        else "begin without BOS, which this tokenizer does not have,"
-    )
-    speed = num_tokens / outcome.encode_seconds
-    lines = (
-        f"read       {ledger.documents_read:,} documents{_parts(ledger.documents_skipped, 'left out')}"
-        + _parts(ledger.edits, "changed")
-        + "".join(f"; {count:,} share words with {task}" for task, count in ledger.contaminated.items())
-        + _parts(ledger.tokens_cut, "tokens cut off"),
-        *(
-            f"pairs      {name}: {one.pairs.describe(one.documents)}"
-            for name, one in ledger.splits.items()
-            if one.pairs
-        ),
-        *(f"source     {_describe(source, len(outcome.manifest.sources))}" for source in outcome.manifest.sources),
-        f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "
-        f"{tokenizer.eos_token}",
-        f"speed      {speed:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} processes and "
-        + tokenizer.encoder.split(":")[0],
-        *(f"note       {note}" for note in (*outcome.notes, *_unvalidated(outcome.manifest))),
-        *(f"warning    {loss}" for loss in outcome.manifest.losses()),
-        f"written    {arguments.output_dir}",
-        f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "
-        f"--model_name MODEL{' --objective dpo' if outcome.manifest.has_pairs else ''} --output_dir RUN",
-    )
-    for line in lines:
+    for line in _summary_lines(arguments, outcome):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _parts(counts: dict[str, int], what: str) -> str:
-    listed = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.items())
-    return f"; {what}: {listed}" if listed else ""
+def _summary_lines(arguments: "TokenizeArguments", outcome: "Outcome") -> list[str]:
+    manifest = outcome.manifest
+    ledger = manifest.ledger
+
+    # documents, pairs and sources
+    documents = f"{ledger.documents_read:,} documents{_list_counts(ledger.documents_skipped, 'left out')}"
+    documents += _list_counts(ledger.edits, "changed")
+    for task, count in ledger.contaminated.items():
+        documents += f"; {count:,} share words with {task}"
+    documents += _list_counts(ledger.tokens_cut, "tokens cut off")
+    lines = [f"read       {documents}"]
+    for name, split in ledger.splits.items():
+        if split.pairs:
+            lines.append(f"pairs      {name}: {split.pairs.describe(split.documents)}")
+    for source in manifest.sources:
+        lines.append(f"source     {_describe_source(source, len(manifest.sources))}")
+
+    # tokenizer and speed
+    tokenizer = manifest.tokenizer
+    if tokenizer.bos_token:
+        beginning = f"begin with {tokenizer.bos_token}"
+    else:
+        beginning = "begin without BOS, which this tokenizer does not have,"
+    lines.append(
+        f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {beginning} and end with "
+        f"{tokenizer.eos_token}"
+    )
+    num_tokens = sum(split.tokens_in for split in ledger.splits.values())
+    tokens_per_second = num_tokens / outcome.encode_seconds
+    encoder = tokenizer.encoder.split(":")[0]
+    lines.append(
+        f"speed      {tokens_per_second:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} "
+        f"processes and {encoder}"
+    )
+
+    # what to know, and what to do next
+    lines += [f"note       {note}" for note in (*outcome.notes, *_describe_unvalidated_sources(manifest))]
+    lines += [f"warning    {loss}" for loss in manifest.losses()]
+    lines.append(f"written    {arguments.output_dir}")
+    objective = " --objective dpo" if manifest.has_pairs else ""
+    lines.append(
+        f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "
+        f"--model_name MODEL{objective} --output_dir RUN"
+    )
+    return lines
 
 
-def _describe(source: "SourceRecord", num_sources: int) -> str:
+def _list_counts(counts: dict[str, int], title: str) -> str:
+    """Return counts by reason as a clause such as "; left out: 2 too short, 1 empty"; empty without counts."""
+    if not counts:
+        return ""
+    texts = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.items()]
+    return f"; {title}: {', '.join(texts)}"
+
+
+def _describe_source(source: "SourceRecord", num_sources: int) -> str:
     line = f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens"
-    line += _parts(source.documents_skipped or {}, "left out") if num_sources > 1 else ""
+    if num_sources > 1:  # of a single source they are those of all documents
+        line += _list_counts(source.documents_skipped or {}, "left out")
     if source.share_asked is None:
         return line
     return (

@@ -13,8 +13,8 @@ import numpy as np
 
 from fabric_train.cleaning.dropped import DroppedText, Location, TaskHit, count_by_task, write_hits, write_sample
 from fabric_train.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
+from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.cli.output import redact
 from fabric_train.cli.tables import CHAT_FORMATS
 from fabric_train.reading.sources import Source, split_names

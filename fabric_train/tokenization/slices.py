@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.cleaning.boilerplate import Boilerplate, write_repeated_lines
+from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.cli.progress import ThrottledLog
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.reading.listing import SHA256_BYTES

@@ -12,8 +12,8 @@ from rich.text import Text
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
 from fabric_train.cli.argument_types import counted
+from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.learning_rate import decay_form, num_decay_steps

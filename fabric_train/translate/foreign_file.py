@@ -1,4 +1,4 @@
-"""Read another program's training file, recognise whose it is, and name its settings."""
+"""Read another program's training file, recognise which program's it is, and flatten its settings."""
 
 import re
 from dataclasses import dataclass
@@ -20,9 +20,11 @@ _KEYS: dict[Program, tuple[str, ...]] = {
 }
 """Keys by which a file is recognised, the programs in the order in which they are tried. torchtune has _component_."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_LISTED = ("datasets", "test_datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer", "special_tokens")
-"""Mappings and lists that one rule reads as a whole."""
-_BRANCHES = ("chat_template_kwargs", "deepspeed", "lr_scheduler_kwargs", "lr_scheduler_args", "optim_args", "env")
+_UNFLATTENED = (
+    *("datasets", "test_datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer", "special_tokens"),
+    *("chat_template_kwargs", "deepspeed", "lr_scheduler_kwargs", "lr_scheduler_args", "optim_args", "env"),
+)
+"""Mappings and lists that one rule reads as a whole, except in a file of torchtune."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,15 @@ class ForeignFile:
     settings: dict[str, Any]
 
     def get(self, *names: str) -> Any:
-        """Return the first of these settings that has a value; None if none has."""
-        return next((self.settings[name] for name in names if self.settings.get(name) is not None), None)
+        """Return the value of the first of these settings that has one; None if none has."""
+        for name in names:
+            value = self.settings.get(name)
+            if value is not None:
+                return value
+        return None
 
     def is_on(self, *names: str) -> bool:
-        """Whether one of these settings is true."""
+        """Return whether any of these settings is true."""
         return any(as_bool(self.get(name)) for name in names)
 
     def names(self, *names: str) -> list[str]:
@@ -52,7 +58,11 @@ def as_bool(value: Any) -> bool:
 
 
 def read_foreign_file(path: str, program: Program | None) -> ForeignFile:
-    """Read a file; an InputError if it is not one of the four programs', or cannot be told."""
+    """Read a file of ``program``; None recognises the program by the names of the settings.
+
+    Raises:
+        InputError: the file cannot be read, or is not recognised.
+    """
     content = yaml_core.load_file(path, "FILE")
     if not isinstance(content, dict) or not content:
         raise InputError(f"{path}: expected the lines 'name: value' of a training file")
@@ -60,38 +70,47 @@ def read_foreign_file(path: str, program: Program | None) -> ForeignFile:
         raise InputError(f"{path}: every name must be text")
     program = program or recognise(content)
     if program is None:
-        known = ", ".join(PROGRAMS)
-        raise InputError(f"{path}: this is no training file of {known}, as far as its names say; give --from PROGRAM")
+        programs = ", ".join(PROGRAMS)
+        raise InputError(
+            f"{path}: this is no training file of {programs}, as far as its names say; give --from PROGRAM"
+        )
     settings: dict[str, Any] = {}
     for name, value in content.items():
-        settings.update(_flatten(name, value, program))
+        settings |= _flatten(name, value, program)
     if program == "torchtune":
-        settings = {name: _resolve(value, settings) for name, value in settings.items()}
+        settings = {name: _resolve_references(value, settings) for name, value in settings.items()}
     return ForeignFile(path, program, settings)
 
 
 def recognise(content: dict[str, Any]) -> Program | None:
-    """Return whose file it is by its names; None if they are nobody's."""
+    """Return the program that a file belongs to by the names of its settings; None if they are no program's."""
     if any(isinstance(value, dict) and "_component_" in value for value in content.values()):
         return "torchtune"
-    return next((program for program, keys in _KEYS.items() if any(key in content for key in keys)), None)
+    for program, keys in _KEYS.items():
+        if any(key in content for key in keys):
+            return program
+    return None
 
 
 def _flatten(name: str, value: Any, program: Program) -> dict[str, Any]:
-    is_read_whole = name in _LISTED or name in _BRANCHES
-    if not isinstance(value, dict) or not value or (is_read_whole and program != "torchtune"):
+    """Return the settings in a mapping by their dotted names a.b; any other value by its name."""
+    is_unflattened = name in _UNFLATTENED and program != "torchtune"
+    if not isinstance(value, dict) or not value or is_unflattened:
         return {name: value}
-    flat: dict[str, Any] = {}
-    for inner, deeper in value.items():
-        flat.update(_flatten(f"{name}.{inner}", deeper, program))
-    return flat
+    settings: dict[str, Any] = {}
+    for key, inner_value in value.items():
+        settings |= _flatten(f"{name}.{key}", inner_value, program)
+    return settings
 
 
-def _resolve(value: Any, settings: dict[str, Any]) -> Any:
-    """Replace OmegaConf's ${name} by the value of that setting, also inside a text; one level deep is enough here."""
+def _resolve_references(value: Any, settings: dict[str, Any]) -> Any:
+    """Replace OmegaConf's ${name} by the value of that setting, also inside a text.
+
+    References in the replacement are not resolved: torchtune's files have none.
+    """
     if not isinstance(value, str):
         return value
-    whole = _REFERENCE.fullmatch(value)
-    if whole:
-        return settings.get(whole[1], value)
-    return _REFERENCE.sub(lambda found: str(settings.get(found[1], found[0])), value)
+    reference = _REFERENCE.fullmatch(value)
+    if reference:  # the whole value, which keeps its type
+        return settings.get(reference[1], value)
+    return _REFERENCE.sub(lambda match: str(settings.get(match[1], match[0])), value)

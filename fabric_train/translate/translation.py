@@ -1,4 +1,4 @@
-"""Collect what a translation has found: arguments of training and of tokenizing, and what has no counterpart."""
+"""Collect the results of a translation: arguments of training and of tokenizing, and what has no counterpart."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A value of one of our arguments, and what the file says instead of it."""
+    """A value of one of our arguments, with the comment that the training file gets."""
 
     value: Any
     comment: str
@@ -35,62 +35,73 @@ class LengthSetting:
     """A value of one of our arguments that depends on the number of steps."""
 
     formula: str
-    """How it follows from the number of ``steps``."""
+    """How it is computed from the number of ``steps``, for the reader."""
     compute: Callable[[RunLength], float]
     comment: str
 
 
 @dataclass
 class Translation:
-    """The translation of a file."""
+    """The translation of a file, which the modules of this package fill in one after the other.
+
+    ``origins`` are always the names of the file's settings from which an argument of ours follows.
+    """
 
     file: ForeignFile
     training: dict[str, Setting] = field(default_factory=dict)
     tokenizing: dict[str, Setting] = field(default_factory=dict)
     by_length: dict[str, LengthSetting] = field(default_factory=dict)
-    """Arguments of training that the number of steps decides."""
+    """Arguments of training whose values depend on the number of steps."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Names of the file without a counterpart, and what to do instead."""
+    """Settings of the file without a counterpart, and what to do instead."""
     notes: list[str] = field(default_factory=list)
-    """What the reader of the result has to know or to do."""
+    """What the user has to know or to do."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """What became of each name in the file."""
+    """What became of each setting of the file; the first outcome counts."""
     templates: dict[str, str] = field(default_factory=dict)
-    """Chat templates to write next to the result, by the end of the file's name."""
+    """Chat templates to write next to the result, by the suffix of the file's name."""
 
     def train(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
-        """Set an argument of training; an InputError if the value is not of its type."""
-        self.training[argument] = self._setting("training", argument, value, origins, comment)
-        self._account("training", origins)
+        """Set an argument of training.
+
+        Raises:
+            InputError: the value does not have the argument's type.
+        """
+        self.training[argument] = self._convert("training", argument, value, origins, comment)
+        self._record("training", origins)
 
     def tokenize(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
-        """Set an argument of tokenizing; an InputError if the value is not of its type."""
-        self.tokenizing[argument] = self._setting("tokenizing", argument, value, origins, comment)
-        self._account("tokenizing", origins)
+        """Set an argument of tokenizing.
+
+        Raises:
+            InputError: the value does not have the argument's type.
+        """
+        self.tokenizing[argument] = self._convert("tokenizing", argument, value, origins, comment)
+        self._record("tokenizing", origins)
 
     def train_by_length(
         self, argument: str, formula: str, compute: Callable[[RunLength], float], *origins: str, comment: str = ""
     ) -> None:
         """Set an argument of training that is computed once the number of steps is known."""
-        self.by_length[argument] = LengthSetting(formula, compute, _comment(self.file, argument, origins, comment))
-        self._account("training", origins)
+        self.by_length[argument] = LengthSetting(formula, compute, _join_comment(self.file, argument, origins, comment))
+        self._record("training", origins)
 
     def default(self, argument: str, value: Any, comment: str = "") -> None:
-        """Set an argument of training to the other program's default, unless the file decides it."""
+        """Set an argument of training to the other program's default, unless the file sets it."""
         if argument in self.training or argument in self.by_length:
             return
         words = f"the default of {self.file.program}"
         self.training[argument] = Setting(value, f"{words}; {comment}" if comment else words)
 
-    def leave_out(self, why: str, *origins: str) -> None:
-        """Say that settings have no counterpart."""
+    def leave_out(self, advice: str, *origins: str) -> None:
+        """Record that settings have no counterpart, with the reason or what to do instead."""
         for origin in origins:
-            self.absent[origin] = why
-        self._account("no counterpart", origins)
+            self.absent[origin] = advice
+        self._record("no counterpart", origins)
 
     def ignore(self, *origins: str) -> None:
-        """Say that settings are off, or of a thing that is off."""
-        self._account("off", origins)
+        """Record that settings are off, belong to something that is off, or describe what is always so here."""
+        self._record("off", origins)
 
     def fault(self, origin: str, words: str) -> InputError:
         """Return the error of a value that cannot be translated."""
@@ -98,22 +109,33 @@ class Translation:
         return InputError(f"{self.file.path}: {origin}: {value}: {words}")
 
     def number(self, *names: str) -> float | None:
-        """Return the first of these settings that has a value, as a number; an InputError if it is none."""
-        named = self.file.names(*names)
-        return self.as_number(named[0], self.file.get(*named)) if named else None
+        """Return the first of these settings that has a value, as a number; None if none has.
+
+        Raises:
+            InputError: the value is not a finite number.
+        """
+        names_with_values = self.file.names(*names)
+        if not names_with_values:
+            return None
+        name = names_with_values[0]
+        return self.as_number(name, self.file.get(name))
 
     def as_number(self, name: str, value: Any) -> float:
-        """Return a value of the setting ``name`` as a number; an InputError if it is none, or not finite."""
+        """Return a value of the setting ``name`` as a number.
+
+        Raises:
+            InputError: the value is not a finite number.
+        """
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if isinstance(value, bool) or not abs(number) <= _LARGEST:
+        if isinstance(value, bool) or not abs(number) <= _LARGEST:  # not: NaN fails every comparison
             raise InputError(f"{self.file.path}: {name}: expected a number, got {value!r}")
         return number
 
     def texts(self, name: str) -> list[str]:
-        """Return a setting as a list of texts: one that separates them by commas or blanks, or has a list."""
+        """Return a setting as a list of texts; it may be a list, or a text with commas or spaces between them."""
         value = self.file.get(name)
         if value is None:
             return []
@@ -123,34 +145,44 @@ class Translation:
             return value
         raise InputError(f"{self.file.path}: {name}: expected a text or a list of texts, got {value!r}")
 
-    def _setting(self, where: str, argument: str, value: Any, origins: Iterable[str], comment: str) -> Setting:
-        kind = _TYPES[where][argument]
-        here = value_here(argument, kind, value)
+    def _convert(self, program: str, argument: str, value: Any, origins: Iterable[str], comment: str) -> Setting:
+        """Return a value of the file as a setting of ``program``: training or tokenizing."""
         try:
-            converted = argument_types.convert(kind, value if here is None else here)
+            converted_value = _convert_value(program, argument, value)
         except argument_types.WrongValueError as error:
-            place = ", ".join(origins) or f"--{argument}"
-            raise InputError(f"{self.file.path}: {place}: expected {error}, got {value!r}") from None
-        return Setting(converted, _comment(self.file, argument, origins, comment))
+            name = ", ".join(origins) or f"--{argument}"
+            raise InputError(f"{self.file.path}: {name}: expected {error}, got {value!r}") from None
+        return Setting(converted_value, _join_comment(self.file, argument, origins, comment))
 
-    def _account(self, outcome: Outcome, origins: Iterable[str]) -> None:
+    def _record(self, outcome: Outcome, origins: Iterable[str]) -> None:
         for origin in origins:
             if origin in self.file.settings:
                 self.outcomes.setdefault(origin, outcome)
 
 
 def takes_value(argument: str, value: Any) -> bool:
-    """Whether an argument of training takes a value, as it is or as the table translates it."""
-    kind = _TYPES["training"][argument]
-    here = value_here(argument, kind, value)
+    """Return whether an argument of training takes a value, as it is or as the table of names translates it."""
     try:
-        argument_types.convert(kind, value if here is None else here)
+        _convert_value("training", argument, value)
     except argument_types.WrongValueError:
         return False
     return True
 
 
-def _comment(file: ForeignFile, argument: str, origins: Iterable[str], comment: str) -> str:
-    named = [name for name in origins if name in file.settings]
-    says_more = named != [argument]
-    return "; ".join(filter(None, (", ".join(named) if says_more else "", comment)))
+def _convert_value(program: str, argument: str, value: Any) -> Any:
+    kind = _TYPES[program][argument]
+    translated_value = value_here(argument, kind, value)
+    if translated_value is not None:
+        value = translated_value
+    return argument_types.convert(kind, value)
+
+
+def _join_comment(file: ForeignFile, argument: str, origins: Iterable[str], comment: str) -> str:
+    """Return the names of the file from which an argument follows, unless they are the argument's, and a comment."""
+    names = [name for name in origins if name in file.settings]
+    texts = []
+    if names and names != [argument]:
+        texts.append(", ".join(names))
+    if comment:
+        texts.append(comment)
+    return "; ".join(texts)

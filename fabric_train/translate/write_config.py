@@ -17,29 +17,34 @@ _LONGEST_VALUE = 60
 
 
 def config_text(translation: Translation, output: str, devices: int | None) -> str:
-    """Return the text of the training file, which begins with the commands."""
-    parts = [_header(translation, output, devices)]
-    parts += _groups(translation)
-    parts.append(_absent(translation))
-    return "\n".join(part for part in parts if part)
+    """Return the text of the training file, which begins with the commands that tokenize and train."""
+    sections = [_format_header(translation, output, devices)]
+    sections += _format_groups(translation)
+    if translation.absent:
+        sections.append(_format_absent_settings(translation))
+    return "\n".join(sections)
 
 
 def train_command(output: str, devices: int | None) -> str:
-    """Return the command that trains."""
-    on_devices = "" if devices is None else f" --devices {devices}"
-    return f"fabric run fabric_train{on_devices} --config {shlex.quote(output)}"
+    """Return the command that trains with the file ``output``."""
+    devices_option = "" if devices is None else f" --devices {devices}"
+    return f"fabric run fabric_train{devices_option} --config {shlex.quote(output)}"
 
 
 def set_by_length(translation: Translation, length: RunLength) -> None:
-    """Compute what the number of steps decides."""
+    """Compute the arguments that depend on the number of steps."""
     for argument, setting in translation.by_length.items():
-        words = setting.formula if argument == "max_step" else f"{setting.formula}, {length.words}"
-        comment = "; ".join(filter(None, (setting.comment, words)))
+        comment = setting.formula
+        if argument != "max_step":
+            comment += f", {length.words}"
+        if setting.comment:
+            comment = f"{setting.comment}; {comment}"
         translation.train(argument, int(setting.compute(length)), comment=comment)
     translation.by_length.clear()
 
 
-def _header(translation: Translation, output: str, devices: int | None) -> str:
+def _format_header(translation: Translation, output: str, devices: int | None) -> str:
+    """Return the comment at the top of the file: its origin, the commands, and what to know about them."""
     file = translation.file
     lines = [f"# Translated from {file.path} ({file.program}) by fabric-train translate.", "#"]
     command = tokenize_command(translation)
@@ -54,71 +59,79 @@ def _header(translation: Translation, output: str, devices: int | None) -> str:
         )
         lines += _comment_lines(words)
     for argument, setting in translation.tokenizing.items():
-        if ";" in setting.comment or (setting.comment and " " in setting.comment.replace(", ", "")):
-            lines += _comment_lines(f"--{argument}: {setting.comment}", first="# - ", others="#   ")
+        # A comment that only lists names is left out: the command has the values.
+        has_words = ";" in setting.comment or " " in setting.comment.replace(", ", "")
+        if has_words:
+            lines += _comment_lines(f"--{argument}: {setting.comment}", first_indent="# - ", next_indent="#   ")
     for note in translation.notes:
-        lines += _comment_lines(note, first="# - ", others="#   ")
+        lines += _comment_lines(note, first_indent="# - ", next_indent="#   ")
     return "\n".join(lines) + "\n"
 
 
-def _groups(translation: Translation) -> list[str]:
-    parts: list[str] = []
+def _format_groups(translation: Translation) -> list[str]:
+    """Return the arguments of training group by group; what depends on the number of steps is a comment."""
+    sections: list[str] = []
     for group in argument_types.groups_of(TrainArguments).values():
         lines: list[str] = []
         for field in dataclasses.fields(group):
             name = field.name
             if name in translation.by_length:
-                setting = translation.by_length[name]
-                origin = f"  ({setting.comment})" if setting.comment else ""
-                lines.append(f"# {name}: {setting.formula}{origin}")
+                length_setting = translation.by_length[name]
+                origin = f"  ({length_setting.comment})" if length_setting.comment else ""
+                lines.append(f"# {name}: {length_setting.formula}{origin}")
             elif name in translation.training:
-                value = translation.training[name]
-                lines.append(_line(name, value.value, value.comment))
+                setting = translation.training[name]
+                lines.append(_format_argument(name, setting.value, setting.comment))
         if lines:
-            parts.append("\n".join([f"# {argument_types.title_of(group)}", *lines]) + "\n")
-    return parts
+            title = f"# {argument_types.title_of(group)}"
+            sections.append("\n".join([title, *lines]) + "\n")
+    return sections
 
 
-def _line(name: str, value: Any, comment: str) -> str:
-    text = yaml_core.dump({name: value}).rstrip("\n")
+def _format_argument(name: str, value: Any, comment: str) -> str:
+    """Return an argument as YAML, with its comment behind it or, if that is too long, above it."""
     if isinstance(value, list):
-        text = f"{name}: [{', '.join(map(_element, value))}]"
+        text = f"{name}: [{', '.join(map(_format_element, value))}]"
+    else:
+        text = yaml_core.dump({name: value}).rstrip("\n")
     if not comment:
         return text
     comment = " ".join(comment.split())
-    if "\n" not in text and len(text) + len(comment) + 4 <= _WIDTH:
-        return f"{text}  # {comment}"
+    line = f"{text}  # {comment}"
+    if "\n" not in line and len(line) <= _WIDTH:
+        return line
     return "\n".join([*_comment_lines(comment), text])
 
 
-def _element(value: Any) -> str:
-    """Return an element of a list in brackets, where more characters end a word than at the end of a line."""
+def _format_element(value: Any) -> str:
+    """Return an element of a list in brackets, where a comma and brackets end a text, which then needs quotes."""
     if isinstance(value, str) and set(value) & set(",[]{}"):
         return json.dumps(value, ensure_ascii=False)
     return yaml_core.dump({"element": value}).partition(": ")[2].rstrip("\n")
 
 
-def _absent(translation: Translation) -> str:
-    if not translation.absent:
-        return ""
-    by_advice: dict[str, list[str]] = {}
+def _format_absent_settings(translation: Translation) -> str:
+    """Return the settings without a counterpart as a comment; those with the same advice are listed together."""
+    settings_by_advice: dict[str, list[str]] = {}
     for name, advice in translation.absent.items():
         value = translation.file.settings.get(name)
-        shown = name if value is None else f"{name}: {_shortened(value)}"
-        by_advice.setdefault(advice, []).append(shown)
+        text = name if value is None else f"{name}: {_format_short_value(value)}"
+        settings_by_advice.setdefault(advice, []).append(text)
     lines = [f"# Without a counterpart in {translation.file.path}"]
-    for advice, names in by_advice.items():
-        lines += [f"#   {name}" for name in names]
-        lines += _comment_lines(advice, first="#     → ", others="#       ")
+    for advice, settings in settings_by_advice.items():
+        lines += [f"#   {setting}" for setting in settings]
+        lines += _comment_lines(advice, first_indent="#     → ", next_indent="#       ")
     return "\n".join(lines) + "\n"
 
 
-def _shortened(value: Any) -> str:
+def _format_short_value(value: Any) -> str:
+    """Return a value as YAML in one line, shortened."""
     text = " ".join(yaml_core.dump({"value": value}).removeprefix("value:").split())
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-def _comment_lines(text: str, first: str = "# ", others: str = "# ") -> list[str]:
+def _comment_lines(text: str, first_indent: str = "# ", next_indent: str = "# ") -> list[str]:
+    words = " ".join(text.split())
     return textwrap.wrap(
-        " ".join(text.split()), _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False
+        words, _WIDTH, initial_indent=first_indent, subsequent_indent=next_indent, break_long_words=False
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fabric_train.cli import fabric_command
 from fabric_train.cli.argument_types import NonNegativeInt64, PositiveInt, given_twice, parse_size
+from fabric_train.cli.commands import program_name
 from fabric_train.cli.errors import InputError, run_program
-from fabric_train.cli.help import complete_choice, print_version, program_name
+from fabric_train.cli.help import complete_choice, print_version
 from fabric_train.cli.output import open_console
 from fabric_train.cli.parser import parse_arguments
 
@@ -149,12 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if command not in COMMANDS:
         raise InputError(f"{command}: no such command; write {' or '.join(COMMANDS)} after {program_name()}")
-    called_as = fabric_command.called_as
-    fabric_command.called_as = f"{program_name()} {command}"  # for the help
-    try:
-        arguments: object = parse_arguments(COMMANDS[command], words[1:])
-    finally:
-        fabric_command.called_as = called_as
+    arguments: object = parse_arguments(COMMANDS[command], words[1:], program=f"{program_name()} {command}")
     if isinstance(arguments, VocabularyReportArguments):
         _report(arguments)
     elif isinstance(arguments, VocabularyExtendArguments):

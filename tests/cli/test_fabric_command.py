@@ -18,8 +18,8 @@ import pytest
 
 from fabric_train.all_arguments import ALL_ARGUMENTS
 from fabric_train.cli import fabric_command
+from fabric_train.cli.commands import PROGRAMS, command_from_here, project_first
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import PROGRAMS, command_from_here, project_first
 from fabric_train.cli.help import search_help
 from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
 from tests.support.launched import launcher, living_children
@@ -118,8 +118,8 @@ def test_wrong_paths_and_runs_are_found_without_torch(
 
 def test_the_options_of_fabric_run_may_stand_after_the_script() -> None:
     words = ["run", "--devices=2", "fabric_train", "--lr", "1", "--num-nodes", "3", "--resume"]
-    options, of_script = fabric_command._read_line(words)
-    assert (options, of_script) == ({"devices": "2", "num_nodes": "3"}, ["--lr", "1", "--resume"])
+    options, script_words = fabric_command._parse_run_words(words)
+    assert (options, script_words) == ({"devices": "2", "num_nodes": "3"}, ["--lr", "1", "--resume"])
 
 
 PRINTS_PORT = "import torch.distributed.run as r; r.main = lambda w: print(next(x for x in w if 'port' in x))"
@@ -236,33 +236,33 @@ def test_a_clones_folder_is_started_with_its_own_code(tmp_path: Path, monkeypatc
     with (clone / "fabric_train" / "cli" / "parser.py").open("a") as module:
         module.write("print('second', __file__)\n")
     monkeypatch.chdir(clone)
-    assert fabric_command._program_at("fabric_train") == Path("fabric_train")
+    assert fabric_command._resolve_program("fabric_train") == Path("fabric_train")
     ended = run(clone, sys.executable, "fabric_train", *ARGUMENTS, "--lr", "x")  # what fabric run starts
     assert (ended.returncode, ended.stderr) == (2, BAD_NUMBER + "\n")
     assert f"second {clone / 'fabric_train' / 'cli' / 'parser.py'}\n" in ended.stdout
 
 
 @pytest.mark.parametrize(
-    "words, place",
+    "words, script_index",
     [
         ("run fabric_train --lr 1", 1),
         ("run --devices 2 --accelerator=cpu fabric_train", 4),
         ("run other.py fabric_train", 1),
-        ("run --devices fabric_train", 3),
-        ("fabric_train", 1),
+        ("run --devices fabric_train", None),
+        ("fabric_train", None),
     ],
 )
-def test_the_script_is_the_first_word_that_is_no_option_of_fabric_run(words: str, place: int) -> None:
-    assert fabric_command._place_of_script(words.split()) == place
+def test_the_script_is_the_first_word_that_is_no_option_of_fabric_run(words: str, script_index: int | None) -> None:
+    assert fabric_command._find_script(words.split()) == script_index
 
 
 def test_another_folder_named_fabric_train_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fabric_train").mkdir()
-    assert fabric_command._program_at("fabric_train") == ROOT / "fabric_train"
+    assert fabric_command._resolve_program("fabric_train") == ROOT / "fabric_train"
     (tmp_path / "fabric_train" / "__main__.py").touch()
-    assert fabric_command._program_at("fabric_train") is None
-    assert fabric_command._program_at(str(ROOT / "fabric_train")) == ROOT / "fabric_train"
+    assert fabric_command._resolve_program("fabric_train") is None
+    assert fabric_command._resolve_program(str(ROOT / "fabric_train")) == ROOT / "fabric_train"
 
 
 @pytest.mark.parametrize("name", ["convert", "merge", "train"])
@@ -413,7 +413,7 @@ class Refuses:
 
 sys.meta_path.insert(0, Refuses())
 sys.argv = ["fabric", "run", "fabric_train"]
-fabric_command._check_first = lambda words, options: None
+fabric_command._check_arguments = lambda words, options: None
 fabric_command.main()
 """
 

@@ -15,9 +15,9 @@ import pytest
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import groups_of, shown_name, title_of
+from fabric_train.cli.commands import PROGRAMS as MODULES
+from fabric_train.cli.commands import script_of
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import PROGRAMS as MODULES
-from fabric_train.cli.fabric_command import script_of
 from fabric_train.cli.help import PROGRAM, examples_of
 from tests.support.program_arguments import PROGRAM_ARGUMENTS as PROGRAMS
 from tests.support.programs import ROOT

@@ -89,7 +89,7 @@ def test_the_token_share_of_a_folder_is_that_of_its_other_sources_together(folde
     assert mixed.rows_per_epoch[0] in (math.floor(total / 4), math.ceil(total / 4))
     assert sum(mixed.rows_per_epoch) == total
     # a phase that names another source shares the same among more listed sources
-    both = Shares("--shares", [{f"{folder}/merged:eu": 0.5}, {f"{folder}/merged": 0.5}], of_tokens=True)
+    both = Shares("--shares", [{f"{folder}/merged:eu": 0.5}, {f"{folder}/merged": 0.5}], counts_tokens=True)
     folders = [str(folder / "merged")]
     listed = open_mixture(folders, Shares("--shares", [1.0]), True, folder, phase_shares=[both, mixed_shares(folder)])
     assert [source.source for source in listed.sources] == ["eu", "es", None]
@@ -99,7 +99,7 @@ def test_the_token_share_of_a_folder_is_that_of_its_other_sources_together(folde
 
 
 def mixed_shares(folder: Path) -> Shares:
-    return Shares("--shares", [f"{folder}/merged:es=0.25", f"{folder}/merged=0.75"], of_tokens=True)
+    return Shares("--shares", [f"{folder}/merged:es=0.25", f"{folder}/merged=0.75"], counts_tokens=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from fabric_train.cli.fabric_command import PROGRAMS
+from fabric_train.cli.commands import PROGRAMS
 from fabric_train.files.atomic_folder import complete_folder
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints, metrics

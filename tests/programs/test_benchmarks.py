@@ -36,7 +36,7 @@ from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.cli.fabric_command import checked_out_commit, installed_commit
+from fabric_train.cli.code_commit import checked_out_commit, installed_commit
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource

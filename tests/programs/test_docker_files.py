@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fabric_train.cli.fabric_command import PROGRAMS
+from fabric_train.cli.commands import PROGRAMS
 from tests.support.programs import ROOT
 
 

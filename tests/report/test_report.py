@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli import errors
+from fabric_train.cli.code_commit import checked_out_commit
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fabric_command import checked_out_commit
 from fabric_train.evaluation.loss_changes import CHANGES
 from fabric_train.export.card_facts import ExportRecord
 from fabric_train.pages import charts, drawing_process

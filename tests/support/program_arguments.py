@@ -3,7 +3,7 @@
 from typing import Any
 
 from fabric_train.all_arguments import ALL_ARGUMENTS
-from fabric_train.cli.fabric_command import PROGRAMS, script_of
+from fabric_train.cli.commands import PROGRAMS, script_of
 
 
 def words_of_program(name: str) -> str:
