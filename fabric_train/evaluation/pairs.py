@@ -95,8 +95,8 @@ def compare_pairs(
     scores: dict[str, dict[str, PairScores]] = {}  # by source and model
     with TemporaryDirectory() as tokenized:
         texts_by_source: dict[str, dict[str, PackedText]] = {}
-        for source, place in split_names(arguments.pairs, "--pairs"):
-            texts_by_source[source] = _open_pairs(source, place, models, arguments, Path(tokenized))
+        for source, location in split_names(arguments.pairs, "--pairs"):
+            texts_by_source[source] = _open_pairs(source, location, models, arguments, Path(tokenized))
         texts_by_model = {}
         for model in models:
             texts_by_model[model.name] = [texts[model.name] for texts in texts_by_source.values()]
@@ -194,7 +194,7 @@ def _length_bias(wins: np.ndarray, extra_tokens: np.ndarray, seed: int) -> Estim
 
 
 def _open_pairs(
-    source: str, place: str, models: Sequence[ComparedModel], arguments: EvaluateArguments, folder: Path
+    source: str, location: str, models: Sequence[ComparedModel], arguments: EvaluateArguments, folder: Path
 ) -> dict[str, PackedText]:
     """Return the pairs at a place as the tokens of each model, by the model's name.
 
@@ -202,8 +202,8 @@ def _open_pairs(
     """
     # open or tokenize
     texts_by_tokenizer: dict[str, PackedText] = {}
-    if (Path(place) / FILE_NAME).is_file():
-        dataset = _with_all_pairs(open_dataset(place))
+    if (Path(location) / FILE_NAME).is_file():
+        dataset = _with_all_pairs(open_dataset(location))
         for model in models:
             check_tokenizer(model, dataset)
         text = PackedText(HeldOutRows(source, dataset))
@@ -211,7 +211,7 @@ def _open_pairs(
     for model in models:
         if model.tokenizer_id not in texts_by_tokenizer:
             target = folder / f"{source.replace('/', '_')}-{len(texts_by_tokenizer)}"
-            dataset = _tokenize_pairs(place, model, arguments, target)
+            dataset = _tokenize_pairs(location, model, arguments, target)
             texts_by_tokenizer[model.tokenizer_id] = PackedText(HeldOutRows(source, dataset))
 
         # check that the model can read them
@@ -244,11 +244,11 @@ def _with_all_pairs(dataset: TokenDataset) -> TokenDataset:
     return replace(dataset, validation=dataset.train)
 
 
-def _tokenize_pairs(place: str, model: ComparedModel, arguments: EvaluateArguments, target: Path) -> TokenDataset:
+def _tokenize_pairs(location: str, model: ComparedModel, arguments: EvaluateArguments, target: Path) -> TokenDataset:
     """Tokenize the pairs at a place into ``target`` for a model."""
     tokenizer = Path(model.source, "tokenizer") if model.checkpoint else model.source
     tokenize_arguments = TokenizeArguments(
-        dataset=[place],
+        dataset=[location],
         tokenizer_name=str(tokenizer),
         output_dir=str(target),
         max_length=arguments.max_length,
@@ -261,7 +261,7 @@ def _tokenize_pairs(place: str, model: ComparedModel, arguments: EvaluateArgumen
             build_token_dataset(tokenize_arguments, check)
     except InputError as error:
         advice = "; --on_bad_rows skip leaves such rows out"  # which evaluate.py does not have
-        raise InputError(*(f"--pairs {place}: {fault.removesuffix(advice)}" for fault in error.faults)) from None
+        raise InputError(*(f"--pairs {location}: {fault.removesuffix(advice)}" for fault in error.faults)) from None
     return _with_all_pairs(open_dataset(str(target)))
 
 

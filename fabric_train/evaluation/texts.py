@@ -55,14 +55,14 @@ def open_texts(entries: Sequence[str], text_column: str, downloads: Path) -> lis
     """Read the documents that ``--texts`` names as NAME=PLACE or PLACE; files at a URL come into ``downloads``."""
     texts: list[EvaluatedText] = []
     faults: list[str] = []
-    for entry, (name, place) in zip(entries, split_names(entries, "--texts"), strict=True):
+    for entry, (name, location) in zip(entries, split_names(entries, "--texts"), strict=True):
         try:
-            if (Path(place) / FILE_NAME).is_file():
+            if (Path(location) / FILE_NAME).is_file():
                 # without a name, the documents keep the names of their sources
-                has_name = entry != place
-                texts.append(_open_rows(place, name if has_name else None, isolates=True))
+                has_name = entry != location
+                texts.append(_open_rows(location, name if has_name else None, isolates=True))
             else:
-                texts.append(_read_documents(name, place, text_column, downloads))
+                texts.append(_read_documents(name, location, text_column, downloads))
         except InputError as error:
             faults += (fault.replace("--train_data_dir", "--texts") for fault in error.faults)
     if faults:
@@ -92,15 +92,15 @@ def _open_rows(folder: str, name: str | None, isolates: bool) -> HeldOutRows:
     return HeldOutRows(name, dataset)
 
 
-def _read_documents(name: str, place: str, text_column: str, downloads: Path) -> DocumentTexts:
+def _read_documents(name: str, location: str, text_column: str, downloads: Path) -> DocumentTexts:
     """Read all documents of a place with texts; files at a URL come into ``downloads``."""
-    (source,) = open_sources([place], "--texts", stream=False, downloads=downloads)
+    (source,) = open_sources([location], "--texts", stream=False, downloads=downloads)
     # bad rows are skipped only here: reading them below is an error
     kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)
     if kind != "text":
         raise InputError(
-            f"--texts {place}: its rows are chats or instructions, which are texts only with a template; tokenize them "
-            "with fabric-train tokenize and give the token dataset"
+            f"--texts {location}: its rows are chats or instructions, which are texts only with a template; tokenize "
+            "them with fabric-train tokenize and give the token dataset"
         )
     texts = []
     locations = []
@@ -108,7 +108,7 @@ def _read_documents(name: str, place: str, text_column: str, downloads: Path) ->
         texts.append(str(document.content))
         locations.append(document.locate())
     if not texts:
-        raise InputError(f"--texts {place}: no document has text; give another place")
+        raise InputError(f"--texts {location}: no document has text; give another place")
     return DocumentTexts(name, tuple(texts), tuple(locations))
 
 
@@ -353,10 +353,10 @@ class PackedText(EncodedText):
             self.sources[document_of_piece] = np.concatenate(piece_sources)[has_targets]
 
     def location(self, document: int) -> str:
-        number = int(self._documents[document])  # in the split
+        split_document = int(self._documents[document])
         if self._rows.index is None:
-            return f"row {number}"
-        origin = self._rows.index.origin(number)
+            return f"row {split_document}"
+        origin = self._rows.index.origin(split_document)
         return f"{origin.file}:{origin.row}"
 
     def note(self) -> str:
