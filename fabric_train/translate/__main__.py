@@ -49,15 +49,17 @@ class TranslateArguments:
 
 @dataclass(frozen=True)
 class Translated:
-    """A translation with the text that is to be written."""
+    """A translation with the text to write."""
 
     translation: Translation
     config: str
+    """The text of our training file."""
     devices: int | None
+    """The number of devices; None if neither the command line nor the file says it."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the training file and the chat template, and print what has become of the settings, and the commands."""
+    """Write the training file and the chat template, and print what became of the settings, and the commands."""
     arguments = parse_arguments(TranslateArguments, argv)
     output = Path(arguments.output).expanduser()
     template_file = output.with_suffix(".chat_template.jinja")
@@ -76,13 +78,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def translate(arguments: TranslateArguments, template_file: str) -> Translated:
-    """Translate a file; InputError if it cannot be read or is for something that this project does not train."""
+    """Translate a file; ``template_file`` is where its chat template will be written, if it has one.
+
+    Raises:
+        InputError: the file cannot be read, or is for something that this project does not train.
+    """
     file = read_foreign_file(arguments.file, arguments.from_)
-    devices = arguments.devices
     translation = Translation(file)
-    if devices is None and file.program == "trl" and translation.number("num_processes"):
-        devices = int(translation.number("num_processes") or 1)
-        translation.ignore("num_processes")
+    devices = arguments.devices
+    if devices is None and file.program == "trl":  # a file of accelerate may be merged into it
+        num_processes = translation.number("num_processes")
+        if num_processes:
+            devices = int(num_processes)
+            translation.ignore("num_processes")
+
+    # The order matters: later rules read the arguments that earlier ones have set, and the last takes what is left.
     objective = translate_method(translation)
     translate_parallelism(translation)
     translate_optimization(translation, objective, devices)
@@ -97,39 +107,41 @@ def translate(arguments: TranslateArguments, template_file: str) -> Translated:
 
 
 def _compute_by_length(translation: Translation, folder: str | None, devices: int | None) -> None:
-    """Compute what depends on the number of steps, as soon as that is known."""
-    max_step = translation.training.get("max_step")
+    """Compute what depends on the number of steps, if that is known from max_step or the token dataset ``folder``."""
     if not translation.by_length:
         return
+    max_step = translation.training.get("max_step")
     if max_step is not None:
         set_by_length(translation, RunLength(max_step.value, f"{max_step.value:,} steps"))
         return
     if folder is None:
         return
     if devices is None:
-        waiting = ", ".join(translation.by_length)
-        raise InputError(f"--train_data_dir: the number of steps depends on the devices; give --devices for {waiting}")
-    epochs = translation.number("num_epochs", "num_train_epochs", "epochs")
-    if epochs is None:
-        epochs = float(translation.training["number_epochs"].value)
-    set_by_length(translation, length_by_epochs(count_rows(folder), rows_per_step(translation, devices), epochs))
+        names = ", ".join(translation.by_length)
+        raise InputError(f"--train_data_dir: the number of steps depends on the devices; give --devices for {names}")
+    num_epochs = translation.number("num_epochs", "num_train_epochs", "epochs")
+    if num_epochs is None:
+        num_epochs = float(translation.training["number_epochs"].value)
+    length = length_by_epochs(count_rows(folder), rows_per_step(translation, devices), num_epochs)
+    set_by_length(translation, length)
 
 
 def _check(translation: Translation) -> None:
     """Raise an InputError if our programs would refuse the values."""
     path = translation.file.path
+    training_values = {name: setting.value for name, setting in translation.training.items()}
+    tokenizing_values = {name: setting.value for name, setting in translation.tokenizing.items()}
     try:
-        build_arguments(TrainArguments, {name: setting.value for name, setting in translation.training.items()})
-        if translation.tokenizing:
-            values = {name: setting.value for name, setting in translation.tokenizing.items()}
-            build_arguments(TokenizeArguments, values)
+        build_arguments(TrainArguments, training_values)
+        if tokenizing_values:
+            build_arguments(TokenizeArguments, tokenizing_values)
     except InputError as error:
         raise InputError(*(f"{path}: translated, but refused: {fault}" for fault in error.faults)) from None
 
 
 def _print_summary(translated: Translated, arguments: TranslateArguments) -> None:
+    """Print how many settings have which outcome, the notes, and the commands that tokenize and train."""
     translation = translated.translation
-    devices = translated.devices
     file = translation.file
     counts = Counter(translation.outcomes.values())
     print(f"{file.path} is a file of {file.program} with {counted(len(file.settings), 'setting')}:")
@@ -138,14 +150,14 @@ def _print_summary(translated: Translated, arguments: TranslateArguments) -> Non
     print(f"  {counts['no counterpart']:>4}  have no counterpart: comments at the end of {arguments.output}")
     print(f"  {counts['off']:>4}  are empty, off, or always so here")
     if translation.by_length:
-        waiting = ", ".join(translation.by_length)
-        print(f"the number of steps decides {waiting}: translate again with --train_data_dir and --devices")
+        names = ", ".join(translation.by_length)
+        print(f"the number of steps decides {names}: translate again with --train_data_dir and --devices")
     for note in translation.notes:
         print(escape_controls(f"note: {note}"))
     command = tokenize_command(translation)
     if command:
         print(escape_controls(f"tokenize  {command}"))
-    print(f"train     {train_command(arguments.output, devices)}")
+    print(f"train     {train_command(arguments.output, translated.devices)}")
 
 
 if __name__ == "__main__":

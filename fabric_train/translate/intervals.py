@@ -21,7 +21,7 @@ _LOGGERS = {
     "WandBLogger": "wandb",
     "TensorBoardLogger": "tensorboard",
 }
-_WORDS_OF_PROJECTS = (
+_PROJECT_NAMES = (
     "wandb_project",
     "trackio_project_name",
     "mlflow_experiment_name",
@@ -107,46 +107,55 @@ def _translate_log_interval(translation: Translation) -> None:
 
 
 def _train_interval(translation: Translation, argument: str, interval: Any, *origins: str) -> None:
-    """Set an interval in steps; transformers takes a number below 1 for a share of all steps."""
-    number = translation.as_number(origins[0], interval)
-    if number <= 0:
-        raise InputError(f"{translation.file.path}: {origins[0]}: expected a number above 0, got {number:g}")
-    if number < 1 or origins[0] in ("evals_per_epoch", "saves_per_epoch"):
-        compute = functools.partial(_share_of_steps, share=number)
-        translation.train_by_length(argument, f"ceil({number:g} × steps)", compute, *origins)
+    """Set an interval in steps; below 1 it is a share of all steps, as in transformers."""
+    steps = translation.as_number(origins[0], interval)
+    if steps <= 0:
+        raise InputError(f"{translation.file.path}: {origins[0]}: expected a number above 0, got {steps:g}")
+    is_share = steps < 1 or origins[0] in ("evals_per_epoch", "saves_per_epoch")
+    if is_share:
+        compute = functools.partial(_share_of_steps, share=steps)
+        translation.train_by_length(argument, f"ceil({steps:g} × steps)", compute, *origins)
     else:
-        translation.train(argument, math.ceil(number), *origins)
+        translation.train(argument, math.ceil(steps), *origins)
 
 
 def _train_per_epoch(translation: Translation, argument: str, times: float, origin: str) -> None:
-    """Set an interval of axolotl's, which divides all steps by the number of epochs and the times in an epoch."""
+    """Set an interval for so many ``times`` in an epoch, which is a share of all steps, as axolotl computes it."""
     epochs = translation.number("num_epochs") or 1
     _train_interval(translation, argument, 1 / (times * epochs), origin)
 
 
 def _share_of_steps(length: RunLength, *, share: float) -> int:
-    return max(1, math.ceil(round(share * length.steps, 9)))
+    steps = round(share * length.steps, 9)  # 0.1 × 30 is 3.0000000000000004
+    return max(1, math.ceil(steps))
 
 
 def _translate_loggers(translation: Translation) -> None:
-    """Translate the trackers; a project or a team alone turns Weights & Biases on in axolotl."""
+    """Translate the trackers and what they are told; in axolotl a project alone turns a tracker on."""
     file = translation.file
     names = file.names("report_to", "metric_logger._component_")
-    reported = file.get("report_to")
-    if isinstance(reported, str):
-        reported = reported.replace(",", " ").split()
+
+    # what the file lists
+    listed_loggers = file.get("report_to")
+    if isinstance(listed_loggers, str):
+        listed_loggers = listed_loggers.replace(",", " ").split()
     if file.names("metric_logger._component_"):
-        reported = [str(file.get("metric_logger._component_")).rpartition(".")[2]]
-    project = file.names(*_WORDS_OF_PROJECTS)
+        listed_loggers = [str(file.get("metric_logger._component_")).rpartition(".")[2]]
+    if not listed_loggers:
+        listed_loggers = []
+    elif not isinstance(listed_loggers, list):
+        listed_loggers = [listed_loggers]
     loggers = ["csv"]
     unknown: list[str] = []
-    for logger in map(str, reported if isinstance(reported, list) else filter(None, [reported])):
+    for logger in map(str, listed_loggers):
         if logger in _LOGGERS:
             loggers.append(_LOGGERS[logger])
         elif logger == "all":
             loggers.append("tensorboard")
         elif logger not in ("none", "None"):
             unknown.append(logger)
+
+    # what axolotl's other settings turn on
     if file.program == "axolotl":
         if file.names("use_wandb", "wandb_project") and file.get("use_wandb") is not False:
             loggers.append("wandb")
@@ -157,12 +166,14 @@ def _translate_loggers(translation: Translation) -> None:
     if unknown:
         translation.leave_out(f"no logger for {', '.join(unknown)}: --loggers has the others", *names)
     loggers = list(dict.fromkeys(loggers))
-    is_named = bool(reported) or len(loggers) > 1
-    if is_named:
-        translation.train("loggers", [name for name in loggers if name != "csv"] or ["csv"], *names)
-    uses_tracker = {"wandb", "mlflow", "trackio"} & set(loggers)
+    if listed_loggers or len(loggers) > 1:
+        other_loggers = [logger for logger in loggers if logger != "csv"]
+        translation.train("loggers", other_loggers or ["csv"], *names)
+
+    # what the trackers are told
+    uses_tracker = bool({"wandb", "mlflow", "trackio"} & set(loggers))
     names_by_argument = {
-        "project": project,
+        "project": file.names(*_PROJECT_NAMES),
         "entity": file.names("wandb_entity"),
         "run_name": file.names("wandb_name", "run_name", "metric_logger.name"),
         "group": file.names("wandb_group", "metric_logger.group"),

@@ -26,7 +26,7 @@ _KEYS_OF_PAIRS = (
     *("beta", "max_prompt_length", "max_prompt_len", "precompute_ref_log_probs", "ref_model", "sync_ref_model"),
     *("f_divergence_type", "rpo_alpha", "disable_dropout", "loss_weights", "dataset_splits"),
 )
-"""Settings of TRL by which a file of DPO is told from one of SFT, which its command line names."""
+"""Settings of TRL that only files of DPO have; TRL itself is told the trainer on the command line."""
 _OTHER_TRAINERS = {
     "reward_funcs": "GRPO or RLOO",
     "num_generations": "GRPO or RLOO",
@@ -85,23 +85,24 @@ def _translate_objective(translation: Translation) -> str:
 
 
 def _refuse_other_trainers(file: ForeignFile) -> None:
-    ours = f"this project trains with cross entropy, {_PREFERENCES}"
+    """Raise an InputError for a file of a training method that this project does not have."""
+    methods = f"this project trains with cross entropy, {_PREFERENCES}"
     for name, trainer in _OTHER_TRAINERS.items():
-        heads = [setting for setting in file.settings if setting.split(".")[0] == name]
-        if any(file.settings[setting] not in (None, False) for setting in heads):
-            raise InputError(f"{file.path}: {name}: a file for {trainer}; {ours}")
-    if file.program == "torchtune":
-        component = str(file.settings.get("loss._component_", ""))
-        is_other = any(name in component for name in _OTHER_LOSSES_OF_TORCHTUNE)
-        others = ("kd_loss", "teacher_model", "policy_model", "reward_and_value_model", "num_classes")
-        named = [name for name in file.settings if name.split(".")[0] in others]
-        if is_other or named:
-            what = f"loss._component_: {component}" if is_other else named[0]
-            raise InputError(f"{file.path}: {what}: another training method; {ours}")
+        for setting, value in file.settings.items():
+            if setting.split(".")[0] == name and value not in (None, False):
+                raise InputError(f"{file.path}: {name}: a file for {trainer}; {methods}")
+    if file.program != "torchtune":
+        return
+    component = str(file.settings.get("loss._component_", ""))
+    if any(loss in component for loss in _OTHER_LOSSES_OF_TORCHTUNE):
+        raise InputError(f"{file.path}: loss._component_: {component}: another training method; {methods}")
+    for name in file.settings:
+        if name.split(".")[0] in ("kd_loss", "teacher_model", "policy_model", "reward_and_value_model", "num_classes"):
+            raise InputError(f"{file.path}: {name}: another training method; {methods}")
 
 
 def _objective_of(translation: Translation) -> tuple[str, tuple[str, ...]]:
-    """Return the objective of a file, and the settings that say so."""
+    """Return the objective of a file, and the settings from which it follows."""
     file = translation.file
     if file.program == "axolotl":
         loss = file.get("rl")
@@ -123,16 +124,18 @@ def _objective_of(translation: Translation) -> tuple[str, tuple[str, ...]]:
 
 
 def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
+    """Return the objective of a file of TRL, which names the loss, but not the trainer."""
     file = translation.file
     losses = [loss for loss in translation.texts("loss_type") if loss not in ("nll", "sft", "chunked_nll")]
-    named = file.names(*_KEYS_OF_PAIRS)
     if len(losses) > 1:
         raise translation.fault("loss_type", "this project has one preference loss at a time; leave one in the file")
     if losses:
         return _named_objective(translation, "loss_type", losses[0]), ("loss_type",)
-    if named and not file.names("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field"):
+    pair_names = file.names(*_KEYS_OF_PAIRS)
+    text_names = file.names("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field")
+    if pair_names and not text_names:
         translation.notes.append(
-            f"{', '.join(named)}: taken for a file of trl dpo; if it is one of trl orpo, write objective: orpo"
+            f"{', '.join(pair_names)}: taken for a file of trl dpo; if it is one of trl orpo, write objective: orpo"
         )
         return "dpo", ("loss_type",)
     return "sft", ("loss_type",)
@@ -148,6 +151,8 @@ def _named_objective(translation: Translation, name: str, loss: str) -> str:
 def _translate_extras_of_pairs(translation: Translation, objective: str) -> None:
     """Translate label smoothing, the weight of cross entropy, SimPO's margin and the reference model."""
     file = translation.file
+
+    # label smoothing
     smoothing = translation.number("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
     smoothing_names = file.names("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
     if smoothing and objective in ("dpo", "simpo"):
@@ -156,6 +161,8 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
         translation.leave_out(f"--objective {objective} has no label smoothing", *smoothing_names)
     else:
         translation.ignore(*smoothing_names)
+
+    # the weight of the cross entropy of the chosen answers
     weight_names = file.names("rpo_alpha", "pref_ftx", "cpo_alpha")
     weight = translation.number("rpo_alpha", "pref_ftx", "cpo_alpha")
     losses = translation.texts("loss_type")
@@ -171,6 +178,8 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
         translation.leave_out("--objective orpo has the cross entropy with factor 1", *weight_names)
     elif objective == "simpo" and file.program == "axolotl":
         translation.default("sft_weight", 1.0, "TRL's cpo_alpha")
+
+    # SimPO's margin, and the reference model
     margin_names = file.names("simpo_gamma", "loss.gamma")
     if objective == "simpo":
         margin = translation.number("simpo_gamma", "loss.gamma")
@@ -198,13 +207,13 @@ def _translate_model(translation: Translation) -> None:
         translation.leave_out(words, "model_revision", "revision_of_model")
     else:
         translation.ignore(*file.names("model_revision", "revision_of_model"))
-    from_scratch = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]
-    if from_scratch:
-        words = (
+    from_scratch_names = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]
+    if from_scratch_names:
+        advice = (
             "--from_scratch FAMILY with the sizes of the model begins with random weights; this begins with the model's"
         )
-        translation.leave_out(words, *from_scratch)
-        translation.notes.append(f"{from_scratch[0]}: {words}")
+        translation.leave_out(advice, *from_scratch_names)
+        translation.notes.append(f"{from_scratch_names[0]}: {advice}")
     translation.ignore(*file.names("base_model_config", "tokenizer_type", "checkpointer.model_type"))
     if file.program != "llama-factory":
         translation.ignore(*file.names("model_type"))
@@ -212,6 +221,7 @@ def _translate_model(translation: Translation) -> None:
 
 
 def _translate_attention(translation: Translation) -> None:
+    """Translate the implementation of attention: a value, or axolotl's switches, one for each implementation."""
     file = translation.file
     switches = {
         "flash_attention": "flash_attention_2",
@@ -219,10 +229,10 @@ def _translate_attention(translation: Translation) -> None:
         "eager_attention": "eager",
         "flex_attention": "flex_attention",
     }
-    named = {name: file.get(name) for name in file.names("attn_implementation", "flash_attn")}
+    attention_by_name = {name: file.get(name) for name in file.names("attn_implementation", "flash_attn")}
     if file.program == "axolotl":
-        named |= {name: value for name, value in switches.items() if file.is_on(name)}
-    for name, value in named.items():
+        attention_by_name |= {name: value for name, value in switches.items() if file.is_on(name)}
+    for name, value in attention_by_name.items():
         if value in ("auto", "disabled"):
             translation.ignore(name)
         elif takes_value("attention", value):
@@ -257,12 +267,12 @@ def _translate_adapter(translation: Translation) -> bool:
     rslora = file.names("use_rslora", "peft_use_rslora")
     if file.is_on("use_rslora", "peft_use_rslora"):
         translation.train("lora_rslora", True, *rslora)
-    whole = file.names("lora_modules_to_save", "additional_target")
-    if whole:
-        translation.train("train_also", translation.texts(whole[0]), *whole)
-    beginning = file.names("lora_model_dir", "adapter_name_or_path")
-    if beginning:
-        translation.train("init_adapter", file.get(*beginning), *beginning)
+    full_module_names = file.names("lora_modules_to_save", "additional_target")
+    if full_module_names:
+        translation.train("train_also", translation.texts(full_module_names[0]), *full_module_names)
+    init_names = file.names("lora_model_dir", "adapter_name_or_path")
+    if init_names:
+        translation.train("init_adapter", file.get(*init_names), *init_names)
         translation.notes.append("init_adapter: rank, alpha and targets come from that adapter")
     _translate_lora_plus(translation)
     translation.ignore(*file.names("lora_task_type", "lora_fan_in_fan_out", "peft.lora_fan_in_fan_out"))
@@ -270,12 +280,14 @@ def _translate_adapter(translation: Translation) -> bool:
 
 
 def _is_in_4_bits(file: ForeignFile, component: str) -> bool:
-    named = file.is_on("load_in_4bit", "model.quantize_base") or file.get("quantization_bit") == 4
-    return named or file.get("adapter") == "qlora" or ".qlora_" in component
+    """Return whether the frozen weights are in 4 bits; ``component`` is torchtune's model."""
+    if file.is_on("load_in_4bit", "model.quantize_base") or file.get("quantization_bit") == 4:
+        return True
+    return file.get("adapter") == "qlora" or ".qlora_" in component
 
 
 def _adapter_of(translation: Translation) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a file trains LoRA or DoRA, and the settings that say so."""
+    """Return whether a file trains LoRA or DoRA, and the settings from which this follows."""
     file = translation.file
     if file.program == "axolotl":
         adapter = file.get("adapter")
@@ -336,11 +348,10 @@ def _translate_targets(translation: Translation) -> None:
         _translate_targets_of_torchtune(translation)
         return
     names = file.names("lora_target_linear", "lora_target_modules", "lora_target")
-    listed = file.names("lora_target_modules", "lora_target")
     targets: list[str] = []
-    for name in listed:
+    for name in file.names("lora_target_modules", "lora_target"):
         value = file.get(name)
-        is_pattern = isinstance(value, str) and any(sign in value for sign in "\\|*[]()^$")
+        is_pattern = isinstance(value, str) and any(char in value for char in "\\|*[]()^$")
         targets += [value] if is_pattern else translation.texts(name)
     if file.is_on("lora_target_linear") or targets in (["all"], ["all-linear"]):
         translation.train("lora_targets", ["all-linear"], *names)
@@ -370,18 +381,17 @@ def _translate_lora_plus(translation: Translation) -> None:
     ratio = translation.number("loraplus_lr_ratio")
     lr = translation.number("learning_rate")
     if ratio is not None and lr is not None:
-        rate = f"lora_B={ratio * lr:g}"
-        translation.train("lr_of", [rate], "loraplus_lr_ratio", comment="the ratio times lr")
-    embedding = file.names("loraplus_lr_embedding")
-    if embedding and ratio is None:
-        translation.ignore(*embedding)
+        lr_of_b = f"lora_B={ratio * lr:g}"
+        translation.train("lr_of", [lr_of_b], "loraplus_lr_ratio", comment="the ratio times lr")
+    if ratio is None:
+        translation.ignore(*file.names("loraplus_lr_embedding"))
 
 
 def _translate_precision(translation: Translation, trains_adapter: bool) -> None:
     """Translate the types of weights and matrix products.
 
-    Whether weights stay in fp32 beside ``bf16: true`` differs: axolotl and TRL load the model in the type that they
-    are told, LLaMA-Factory keeps trained weights in fp32, and DeepSpeed keeps fp32 copies of them.
+    The programs differ in whether weights stay in fp32 with ``bf16: true``: axolotl and TRL load the model in the type
+    that the file names, LLaMA-Factory keeps trained weights in fp32, and DeepSpeed keeps fp32 copies of them.
     """
     file = translation.file
     names = file.names("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "dtype", "torch_dtype", "tf32")
@@ -399,12 +409,14 @@ def _translate_precision(translation: Translation, trains_adapter: bool) -> None
     if not uses_bf16:
         translation.train("precision", "32-true", *names, comment="" if names else "no bf16")
         return
-    keeps_fp32 = not trains_adapter and _keeps_fp32_weights(file, dtype)
-    why = "trained weights stay in fp32 there" if keeps_fp32 else ""
-    translation.train("precision", "bf16-mixed" if keeps_fp32 else "bf16-true", *names, comment=why)
+    if not trains_adapter and _keeps_fp32_weights(file, dtype):
+        translation.train("precision", "bf16-mixed", *names, comment="trained weights stay in fp32 there")
+    else:
+        translation.train("precision", "bf16-true", *names)
 
 
 def _keeps_fp32_weights(file: ForeignFile, dtype: str) -> bool:
+    """Return whether a program keeps trained weights in fp32 beside bf16 matrix products; ``dtype`` is the model's."""
     if file.is_on("pure_bf16"):
         return False
     if file.get("deepspeed") and not as_bool(file.get("bfloat16")):

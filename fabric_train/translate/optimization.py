@@ -111,21 +111,25 @@ def _translate_batch(translation: Translation, devices: int | None) -> None:
 
 
 def rows_per_step(translation: Translation, devices: int) -> int:
-    """Return the rows of an optimizer step over all devices; those of a parallel group read the same rows."""
-    values = translation.training
-    together = 1
+    """Return the rows of an optimizer step over all devices.
+
+    The devices of a tensor- or context-parallel group read the same rows.
+    """
+    settings = translation.training
+    group_size = 1
     for argument in ("tensor_parallel_size", "context_parallel_size"):
-        if argument in values:
-            together *= values[argument].value
-    if devices % together:
-        raise InputError(f"--devices {devices}: not a multiple of the {together} devices that compute a row together")
-    micro_batch: int = values["micro_batch_size"].value
-    accumulation: int = values["gradient_accumulation_steps"].value
-    return micro_batch * accumulation * (devices // together)
+        if argument in settings:
+            group_size *= settings[argument].value
+    if devices % group_size:
+        raise InputError(f"--devices {devices}: not a multiple of the {group_size} devices that compute a row together")
+    micro_batch: int = settings["micro_batch_size"].value
+    accumulation: int = settings["gradient_accumulation_steps"].value
+    num_groups = devices // group_size
+    return micro_batch * accumulation * num_groups
 
 
 def _translate_length(translation: Translation) -> None:
-    """Translate epochs, of which there may be fractions, and the largest number of steps."""
+    """Translate the number of epochs, which may be a fraction, and the largest number of steps."""
     file = translation.file
     epochs = translation.number(*_EPOCHS)
     names = file.names(*_EPOCHS)
@@ -133,13 +137,14 @@ def _translate_length(translation: Translation) -> None:
     if epochs is not None and epochs <= 0:
         raise InputError(f"{file.path}: {names[0]}: expected a number above 0, got {epochs:g}")
     if epochs is not None:
-        whole = math.ceil(epochs)
-        translation.train("number_epochs", whole, *names, comment="" if whole == epochs else f"{epochs:g} there")
-        if whole != epochs and max_step is None:
+        num_epochs = math.ceil(epochs)
+        is_fraction = num_epochs != epochs
+        translation.train("number_epochs", num_epochs, *names, comment=f"{epochs:g} there" if is_fraction else "")
+        if is_fraction and max_step is None:
             formula = f"ceil({epochs:g} × ceil(rows / rows of a step))"
             translation.train_by_length("max_step", formula, lambda length: length.steps, *names)
     if max_step is not None:
-        # the other programs go on with further epochs until that step; here both numbers are limits
+        # The other programs repeat epochs until that step; here both numbers are limits.
         translation.training.pop("number_epochs", None)
         _train_max_step(translation, max_step)
     if file.program == "torchtune" and file.get("max_steps_per_epoch") is not None:
@@ -155,7 +160,7 @@ def _train_max_step(translation: Translation, max_step: int) -> None:
 
 
 def _max_step(translation: Translation) -> int | None:
-    """Return the number of steps; None where 0, -1 or nothing means that epochs decide."""
+    """Return the number of steps; None if it is missing, 0 or -1, and the epochs decide."""
     if not translation.file.names(*_MAX_STEPS):
         return None
     steps = _whole_number(translation, *_MAX_STEPS)
@@ -187,24 +192,25 @@ def _translate_schedule(translation: Translation) -> None:
     """Translate the schedule, its lowest learning rate and the decay of warmup_stable_decay."""
     file = translation.file
     names = file.names("lr_scheduler", "lr_scheduler_type", "lr_scheduler._component_")
-    named = str(file.get(*names) or "").rpartition(".")[2].lower() if names else ""
+    schedule = str(file.get(*names) or "").rpartition(".")[2].lower()
     options = _schedule_options(translation)
     power = translation.as_number("lr_scheduler_kwargs", options.get("power", 1.0))
-    usual_cycles = 1.0 if named == "cosine_with_restarts" else 0.5
-    cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", usual_cycles))
-    if named == "polynomial" and power == 1.0:
+    default_cycles = 1.0 if schedule == "cosine_with_restarts" else 0.5
+    cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", default_cycles))
+
+    if schedule == "polynomial" and power == 1.0:
         translation.train("lr_schedule", "linear", *names)
-        options.setdefault("lr_end", 1e-7)
-    elif named == "cosine_with_restarts" and cycles == 1.0:
+        options.setdefault("lr_end", 1e-7)  # the default of transformers
+    elif schedule == "cosine_with_restarts" and cycles == 1.0:  # which is a single half wave
         translation.train("lr_schedule", "cosine", *names)
-    elif named in _SCHEDULES and (cycles == 0.5 or _SCHEDULES[named] != "cosine"):
-        translation.train("lr_schedule", _SCHEDULES[named], *names)
-    elif named:
+    elif schedule in _SCHEDULES and (cycles == 0.5 or _SCHEDULES[schedule] != "cosine"):
+        translation.train("lr_schedule", _SCHEDULES[schedule], *names)
+    elif schedule:
         translation.leave_out("lr_schedule is cosine, linear, constant, step, exponential or wsd; cosine here", *names)
         translation.notes.append(f"{names[0]}: {file.get(*names)}: there is no such schedule; the result has cosine")
         translation.default("lr_schedule", "cosine", "")
     _translate_lowest_rate(translation, options)
-    if named == "warmup_stable_decay":
+    if schedule == "warmup_stable_decay":
         _translate_decay(translation, options)
 
 
@@ -244,16 +250,16 @@ def _translate_lowest_rate(translation: Translation, options: dict[str, Any]) ->
 
 
 def _translate_decay(translation: Translation, options: dict[str, Any]) -> None:
+    """Translate the decay of warmup_stable_decay."""
     origins = translation.file.names("lr_scheduler_kwargs", "lr_scheduler_args")
-    if "num_decay_steps" in options:
-        translation.train("decay_steps", options["num_decay_steps"], *origins)
-    else:
+    if "num_decay_steps" not in options:
         raise InputError(f"{translation.file.path}: lr_scheduler_kwargs: num_decay_steps is missing")
-    form = {"linear": "linear", "cosine": "cosine", "1-sqrt": "1-sqrt"}.get(str(options.get("decay_type", "cosine")))
-    if form is None:
-        translation.leave_out("decay_form is 1-sqrt, linear or cosine", *origins)
+    translation.train("decay_steps", options["num_decay_steps"], *origins)
+    decay_type = str(options.get("decay_type", "cosine"))
+    if decay_type in ("linear", "cosine", "1-sqrt"):
+        translation.train("decay_form", decay_type, *origins)
     else:
-        translation.train("decay_form", form, *origins)
+        translation.leave_out("decay_form is 1-sqrt, linear or cosine", *origins)
 
 
 def _translate_warmup(translation: Translation) -> None:
@@ -278,10 +284,10 @@ def _translate_warmup(translation: Translation) -> None:
     elif ratio:
         if not 0 <= ratio <= 1:
             raise InputError(f"{file.path}: {ratio_names[0]}: expected a share of the steps from 0 to 1, got {ratio:g}")
-        is_axolotl = file.program == "axolotl"
-        formula = f"{'floor' if is_axolotl else 'ceil'}({ratio:g} × steps)"
-        compute = functools.partial(_share_of_steps, share=ratio, rounds_up=not is_axolotl)
-        translation.train_by_length("warmup_steps", formula, compute, *ratio_names)
+        rounds_up = file.program != "axolotl"
+        rounding = "ceil" if rounds_up else "floor"
+        compute = functools.partial(_share_of_steps, share=ratio, rounds_up=rounds_up)
+        translation.train_by_length("warmup_steps", f"{rounding}({ratio:g} × steps)", compute, *ratio_names)
     elif file.program == "axolotl" and steps is None and not ratio_names:
         comment = "the default of axolotl"
         translation.train_by_length(
@@ -303,14 +309,14 @@ def _warmup_of_axolotl(length: RunLength) -> int:
 def _translate_optimizer(translation: Translation) -> None:
     file = translation.file
     names = file.names("optim", "optimizer", "optimizer._component_")
-    named = str(file.get(*names)).rpartition(".")[2] if names else ""
-    if named in _ADAMW:
+    optimizer = str(file.get(*names)).rpartition(".")[2] if names else ""
+    if optimizer in _ADAMW:
         translation.ignore(*names)
-    elif named in _ADAMW_IN_FP32:
+    elif optimizer in _ADAMW_IN_FP32:
         translation.train("optimizer_states", "float32", *names)
-    elif named in _ADAMW_IN_8_BITS:
+    elif optimizer in _ADAMW_IN_8_BITS:
         translation.train("optimizer_states", "8bit", *names)
-    elif named:
+    elif optimizer:
         translation.leave_out("the optimizer is AdamW here; another one may need another learning rate", *names)
         translation.notes.append(f"{names[0]}: {file.get(*names)}: the optimizer is AdamW here, with the same lr")
     for name, argument in (("adam_beta1", "beta1"), ("adam_beta2", "beta2")):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,84 +31,108 @@ def translate_parallelism(translation: Translation) -> None:
         translation.train("cpu_offload", True, "fsdp_cpu_offload")
     _translate_sizes(translation)
     _translate_recomputation(translation)
-    compiles = file.names("torch_compile", "compile")
-    if compiles and isinstance(file.get(*compiles), bool | str):
-        value = file.get(*compiles)
-        translation.train("compile", value if value == "auto" else as_bool(value), *compiles)
+    compile_names = file.names("torch_compile", "compile")
+    compile_value = file.get(*compile_names)
+    if isinstance(compile_value, bool | str):
+        if compile_value != "auto":
+            compile_value = as_bool(compile_value)
+        translation.train("compile", compile_value, *compile_names)
 
 
 def _fsdp_settings(translation: Translation) -> dict[str, str]:
-    """Return the names of the file's FSDP settings by their name without prefixes."""
+    """Return the names of the file's FSDP settings by their names without prefixes, such as version."""
     file = translation.file
-    named: dict[str, str] = {}
+    origins: dict[str, str] = {}
     if file.program == "torchtune":
-        return named
+        return origins
     for name, value in file.settings.items():
-        if value in (None, "", [], {}) or not name.startswith(("fsdp", "fsdp_config.")):
+        if not name.startswith("fsdp") or value in (None, "", [], {}):
             continue
-        named["fsdp" if name == "fsdp" else _PREFIX.sub("", name)] = name
-    return named
+        key = "fsdp" if name == "fsdp" else _PREFIX.sub("", name)
+        origins[key] = name
+    return origins
 
 
 def _translate_fsdp(translation: Translation) -> None:
     file = translation.file
-    named = _fsdp_settings(translation)
+    origins = _fsdp_settings(translation)
     flags = file.get("fsdp")
-    words = flags if isinstance(flags, list) else str(flags or "").replace(",", " ").split()
     if flags is False:
-        translation.ignore(*named.values())
+        translation.ignore(*origins.values())
         return
-    values = {name: file.settings[origin] for name, origin in named.items()}
-    is_second = str(values.get("version", "1")) == "2"
-    translation.train(
-        "parallelism", "fsdp2" if is_second else "fsdp", *[named[key] for key in ("fsdp", "version") if key in named]
-    )
-    strategy = next((_STRATEGIES[word] for word in map(str.lower, map(str, words)) if word in _STRATEGIES), None)
-    named_strategy = _STRATEGIES.get(str(values.get("sharding_strategy", "")).lower())
-    reshards = values.get("reshard_after_forward")
-    if reshards is not None and str(reshards).lower() in _STRATEGIES:
-        named_strategy = _STRATEGIES[str(reshards).lower()]
-    elif reshards is not None:
-        strategy = "FULL_SHARD" if as_bool(reshards) else "SHARD_GRAD_OP"
-    origins = [named[key] for key in ("sharding_strategy", "reshard_after_forward") if key in named]
-    chosen = named_strategy or strategy
-    if chosen == "NO_SHARD":
-        translation.train("parallelism", "ddp", *origins)
-        chosen = None
-    if chosen:
-        translation.train("sharding_strategy", chosen, *origins)
+    words = flags if isinstance(flags, list) else str(flags or "").replace(",", " ").split()
+    values = {key: file.settings[origin] for key, origin in origins.items()}
+
+    def origins_of(*keys: str) -> list[str]:
+        """Return the names in the file of those settings that it has."""
+        return [origins[key] for key in keys if key in origins]
+
+    # which FSDP
+    is_fsdp2 = str(values.get("version", "1")) == "2"
+    translation.train("parallelism", "fsdp2" if is_fsdp2 else "fsdp", *origins_of("fsdp", "version"))
+
+    # what is sharded
+    strategy = _find_sharding_strategy(values, words)
+    strategy_origins = origins_of("sharding_strategy", "reshard_after_forward")
+    if strategy == "NO_SHARD":
+        translation.train("parallelism", "ddp", *strategy_origins)
+    elif strategy:
+        translation.train("sharding_strategy", strategy, *strategy_origins)
     if as_bool(values.get("offload_params")) or "offload" in words:
-        translation.train("cpu_offload", True, *[named[key] for key in ("offload_params",) if key in named])
-    kind = str(values.get("state_dict_type", "")).upper()
-    if kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        translation.train(
-            "state_dict_type", "full" if kind == "FULL_STATE_DICT" else "sharded", named["state_dict_type"]
-        )
-    layer = values.get("transformer_layer_cls_to_wrap")
-    if isinstance(layer, list) and len(layer) == 1:
-        layer = layer[0]
-    if isinstance(layer, str):
-        translation.train("auto_wrap_policy", layer, named["transformer_layer_cls_to_wrap"])
+        translation.train("cpu_offload", True, *origins_of("offload_params"))
+
+    # how checkpoints are written, layers wrapped and recomputed
+    state_dict_type = str(values.get("state_dict_type", "")).upper()
+    if state_dict_type == "FULL_STATE_DICT":
+        translation.train("state_dict_type", "full", origins["state_dict_type"])
+    elif state_dict_type == "SHARDED_STATE_DICT":
+        translation.train("state_dict_type", "sharded", origins["state_dict_type"])
+    layer_class = values.get("transformer_layer_cls_to_wrap")
+    if isinstance(layer_class, list) and len(layer_class) == 1:
+        layer_class = layer_class[0]
+    if isinstance(layer_class, str):
+        translation.train("auto_wrap_policy", layer_class, origins["transformer_layer_cls_to_wrap"])
     if as_bool(values.get("activation_checkpointing")):
-        translation.train("activation_checkpointing", "full", named["activation_checkpointing"])
-    if "limit_all_gathers" in values and not is_second:
-        translation.train("limit_all_gathers", as_bool(values["limit_all_gathers"]), named["limit_all_gathers"])
-    # what follows from the strategy here
-    done = ("auto_wrap_policy", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading", "fsdp")
-    translation.ignore(*[named[key] for key in done if key in named])
-    translation.ignore(*[origin for key, origin in named.items() if values[key] is False])
+        translation.train("activation_checkpointing", "full", origins["activation_checkpointing"])
+    if "limit_all_gathers" in values and not is_fsdp2:  # fsdp2 has no such limit
+        translation.train("limit_all_gathers", as_bool(values["limit_all_gathers"]), origins["limit_all_gathers"])
+
+    # settings that are always so here, and those that are off
+    translation.ignore(*origins_of("auto_wrap_policy", "sync_module_states", "use_orig_params"))
+    translation.ignore(*origins_of("cpu_ram_efficient_loading", "fsdp"))
+    translation.ignore(*[origin for key, origin in origins.items() if values[key] is False])
+
+
+def _find_sharding_strategy(values: dict[str, Any], words: Sequence[Any]) -> str | None:
+    """Return the sharding strategy; None if the file does not say it.
+
+    ``reshard_after_forward`` may be the name of a strategy, which overrides ``sharding_strategy``, or a bool, which
+    only overrides the ``words`` of the setting fsdp.
+    """
+    named_strategy = _STRATEGIES.get(str(values.get("sharding_strategy", "")).lower())
+    reshard_after_forward = values.get("reshard_after_forward")
+    if reshard_after_forward is not None:
+        named_strategy = _STRATEGIES.get(str(reshard_after_forward).lower(), named_strategy)
+    if named_strategy:
+        return named_strategy
+    if reshard_after_forward is not None:
+        return "FULL_SHARD" if as_bool(reshard_after_forward) else "SHARD_GRAD_OP"
+    for word in words:
+        if str(word).lower() in _STRATEGIES:
+            return _STRATEGIES[str(word).lower()]
+    return None
 
 
 def _translate_deepspeed(translation: Translation) -> None:
-    """Translate the ZeRO stage of a DeepSpeed configuration: a mapping, a file, or the name of one elsewhere."""
-    given = translation.file.get("deepspeed")
-    stage, offloads = _stage_of(given)
+    """Translate the ZeRO stage of a DeepSpeed configuration: a mapping, a file, or the name of a missing file."""
+    config = translation.file.get("deepspeed")
+    stage, offloads = _read_zero_stage(config)
     if stage is None:
         advice = (
             "its stage is not known here: 2 is sharding_strategy SHARD_GRAD_OP, 3 is FULL_SHARD, of --parallelism fsdp"
         )
         translation.leave_out(advice, "deepspeed")
-        translation.notes.append(f"deepspeed: {given}: {advice}")
+        translation.notes.append(f"deepspeed: {config}: {advice}")
         return
     if stage == 0:
         translation.train("parallelism", "ddp", "deepspeed", comment="ZeRO 0")
@@ -122,24 +147,34 @@ def _translate_deepspeed(translation: Translation) -> None:
         translation.train("cpu_offload", True, "deepspeed")
 
 
-def _stage_of(given: Any) -> tuple[int | None, bool]:
-    """Return the ZeRO stage and whether parameters or optimizer states are offloaded; None if the stage is unknown."""
-    if isinstance(given, str) and Path(given).is_file():
+def _read_zero_stage(config: Any) -> tuple[int | None, bool]:
+    """Return the ZeRO stage of a DeepSpeed configuration, and whether parameters or optimizer states are offloaded.
+
+    The stage is None if it is unknown.
+    """
+    if isinstance(config, str) and Path(config).is_file():
         try:
-            given = json.loads(Path(given).read_text(encoding="utf-8"))
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            given = Path(given).name
-    if isinstance(given, dict):
-        zero = given.get("zero_optimization")
+            config = Path(config).name
+
+    if isinstance(config, dict):
+        zero = config.get("zero_optimization")
         if not isinstance(zero, dict):
             return 0, False
         stage = zero.get("stage", 0)
-        devices = [zero.get(name) for name in ("offload_param", "offload_optimizer")]
-        offloads = any(isinstance(one, dict) and one.get("device") not in (None, "none") for one in devices)
-        return (stage if stage in (0, 1, 2, 3) else None), offloads
-    name = Path(str(given)).name.lower()
-    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", name)
-    return (int(found[1]) if found else None), "offload" in name or "cpu" in name
+        offloads = False
+        for name in ("offload_param", "offload_optimizer"):
+            offload = zero.get(name)
+            if isinstance(offload, dict) and offload.get("device") not in (None, "none"):
+                offloads = True
+        return stage if stage in (0, 1, 2, 3) else None, offloads
+
+    # The file is missing or cannot be read, but names such as zero3_offload.json say enough.
+    file_name = Path(str(config)).name.lower()
+    match = re.search(r"(?:zero|z|stage)[_-]?([0-3])", file_name)
+    stage = int(match[1]) if match else None
+    return stage, "offload" in file_name or "cpu" in file_name
 
 
 def _translate_sizes(translation: Translation) -> None:
@@ -158,22 +193,27 @@ def _translate_sizes(translation: Translation) -> None:
 
 
 def _translate_recomputation(translation: Translation) -> None:
-    """Translate what is recomputed in the backward pass, and whether what is stored is moved to host memory."""
+    """Translate what is recomputed in the backward pass, and whether stored activations are moved to host memory."""
     file = translation.file
     names = file.names("gradient_checkpointing", "enable_activation_checkpointing", "disable_gradient_checkpointing")
-    values = file.get("gradient_checkpointing", "enable_activation_checkpointing")
+    value = file.get("gradient_checkpointing", "enable_activation_checkpointing")
     offload_names = file.names("activation_offloading", "enable_activation_offloading")
-    offloads = file.is_on("activation_offloading", "enable_activation_offloading") or values in ("offload", "unsloth")
-    is_on = as_bool(values) or values in ("offload", "unsloth")
+    offloads = file.is_on("activation_offloading", "enable_activation_offloading") or value in ("offload", "unsloth")
+
+    # LLaMA-Factory and TRL recompute unless their files turn it off.
+    recomputes = as_bool(value) or value in ("offload", "unsloth")
     if file.program == "llama-factory" and "gradient_checkpointing" not in file.settings:
-        is_on = not file.is_on("disable_gradient_checkpointing")
-    if file.program == "trl" and values is None:
-        is_on = True
-    already = translation.training.get("activation_checkpointing")
-    if is_on or offloads or already:
-        translation.train("activation_checkpointing", "full", *names, comment="" if names or already else "its default")
+        recomputes = not file.is_on("disable_gradient_checkpointing")
+    if file.program == "trl" and value is None:
+        recomputes = True
+
+    is_set_by_fsdp = "activation_checkpointing" in translation.training
+    if recomputes or offloads or is_set_by_fsdp:
+        comment = "" if names or is_set_by_fsdp else "its default"
+        translation.train("activation_checkpointing", "full", *names, comment=comment)
     elif names or file.program in ("axolotl", "torchtune"):
-        translation.train("activation_checkpointing", "none", *names, comment="" if names else "its default")
+        comment = "" if names else "its default"
+        translation.train("activation_checkpointing", "none", *names, comment=comment)
     if offloads:
         translation.train("activation_offload", True, *offload_names)
     else:

@@ -1,4 +1,4 @@
-"""Translate the settings that no rule has read, by the table of names: the same value under our name, or a comment."""
+"""Translate the settings that no rule has read, by the table of names: the value under our name, or a comment."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ _OF_CONFIG = "config.json in the folder of model_name says it"
 
 
 def translate_remaining(translation: Translation) -> None:
-    """Give each setting without an outcome one: an argument of ours, a comment, or that it is off."""
+    """Record an outcome for each setting that has none: an argument of ours, a comment, or that it is off."""
     _settle_torchtune(translation)
     for name, value in translation.file.settings.items():
         if name in translation.outcomes:
@@ -30,46 +30,58 @@ def translate_remaining(translation: Translation) -> None:
         if value in _NOTHING or name.endswith("._component_"):
             translation.ignore(name)
             continue
-        _translate_one(translation, name)
+        _translate_setting(translation, name)
 
 
 def _settle_torchtune(translation: Translation) -> None:
-    """Settle what torchtune's files say of things that need no argument here: files of weights, order, profiler."""
+    """Record the settings of torchtune's files that need no argument here: files of weights, shuffling, profiler."""
     file = translation.file
     if file.program != "torchtune":
         return
-    of_weights = [name for name in file.settings if name.startswith("checkpointer.checkpoint_files")]
-    translation.ignore(*of_weights)
-    if file.is_on("shuffle"):  # rows of a token dataset always are
+    weight_files = [name for name in file.settings if name.startswith("checkpointer.checkpoint_files")]
+    translation.ignore(*weight_files)
+    if file.is_on("shuffle"):  # rows of a token dataset are always shuffled
         translation.ignore("shuffle")
-    of_profiler = [name for name in file.settings if name.startswith("profiler.")]
+    profiler_names = [name for name in file.settings if name.startswith("profiler.")]
     if file.is_on("profiler.enabled"):
-        translation.leave_out("--profile FIRST:LAST traces these steps", *of_profiler)
+        translation.leave_out("--profile FIRST:LAST traces these steps", *profiler_names)
     else:
-        translation.ignore(*of_profiler)
+        translation.ignore(*profiler_names)
 
 
-def _translate_one(translation: Translation, name: str) -> None:
+def _translate_setting(translation: Translation, name: str) -> None:
+    """Translate a setting by the table, which has its name with or without the mapping that it is in."""
     value = translation.file.settings[name]
-    plain = _CONTAINERS.sub("", name)
-    here = name_here("TrainArguments", name.lower()) or name_here("TrainArguments", plain.lower())
-    if here is None and plain in TRAINING_TYPES and plain not in translation.training:
-        here = f"--{plain}"
-    size = _RENAMED.match(here or "")
-    if plain == "vocab_size" or (size is not None and size[1] in _SIZES):
+    bare_name = _CONTAINERS.sub("", name)
+    translated_name = name_here("TrainArguments", name.lower()) or name_here("TrainArguments", bare_name.lower())
+    if translated_name is None and bare_name in TRAINING_TYPES and bare_name not in translation.training:
+        translated_name = f"--{bare_name}"  # the name is the same here
+
+    # A size of the model, which its own folder has.
+    option = _RENAMED.match(translated_name or "")
+    if bare_name == "vocab_size" or (option is not None and option[1] in _SIZES):
         translation.leave_out(_OF_CONFIG, name)
         return
-    in_tokenize = _IN_TOKENIZE.fullmatch(here or "")
-    renamed = _RENAMED.fullmatch(here or "")
-    if in_tokenize and in_tokenize[1] not in translation.tokenizing and translation.tokenizing:
-        translation.tokenize(in_tokenize[1], value, name)
+
+    # An argument of tokenizing that nothing has set.
+    tokenize_option = _IN_TOKENIZE.fullmatch(translated_name or "")
+    if tokenize_option and translation.tokenizing and tokenize_option[1] not in translation.tokenizing:
+        translation.tokenize(tokenize_option[1], value, name)
         return
-    if renamed and renamed[1] not in translation.training and renamed[1] in TRAINING_TYPES:
-        ours = renamed[2] if renamed[2] is not None and value is True else value
-        if (renamed[2] is None or value is True) and takes_value(renamed[1], ours):
-            translation.train(renamed[1], ours, name)
+
+    # An argument of training that nothing has set. The table's "--argument value" stands for a switch that is on.
+    option = _RENAMED.fullmatch(translated_name or "")
+    if option and option[1] in TRAINING_TYPES and option[1] not in translation.training:
+        argument, switch_value = option.groups()
+        is_translatable = switch_value is None or value is True
+        argument_value = value if switch_value is None else switch_value
+        if is_translatable and takes_value(argument, argument_value):
+            translation.train(argument, argument_value, name)
             return
-    advice = instead_of(name.lower()) or instead_of(plain.lower())
-    if here is not None:
-        advice = f"here it is {here}"
-    translation.leave_out(advice or _UNKNOWN, name)
+
+    # No counterpart.
+    if translated_name is not None:
+        advice = f"here it is {translated_name}"
+    else:
+        advice = instead_of(name.lower()) or instead_of(bare_name.lower()) or _UNKNOWN
+    translation.leave_out(advice, name)

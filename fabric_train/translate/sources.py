@@ -1,4 +1,4 @@
-"""Name the data of another program's file as sources of ``fabric-train tokenize``."""
+"""Find the data sets of another program's file, as sources of ``fabric-train tokenize``."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,13 +28,20 @@ _TEXTS_OF_TORCHTUNE = {"wikitext_dataset": "page", "cnn_dailymail_articles_datas
 _SUPERVISES_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """torchtune's data sets whose train_on_input is true unless the file says otherwise."""
 _RENAME = "rename the column: tokenize reads messages or conversations"
+_COLUMNS_OF_LLAMA_FACTORY: dict[str, tuple[str, ...]] = {
+    "prompt": ("instruction",),
+    "query": ("input",),
+    "response": ("output",),
+    "messages": ("messages", "conversations"),
+}
+"""The columns that tokenize reads for each role in ``columns``; the other roles have the name of their column."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A source of tokenize."""
 
-    place: str
+    location: str
     """A file, a folder, or OWNER/NAME:SUBSET:SPLIT@REVISION."""
     is_text: bool = False
     """Whether its rows are plain texts, as far as the file says."""
@@ -74,191 +81,222 @@ def _sources_of_axolotl(translation: Translation) -> Sources:
     training: list[Source] = []
     validation: list[Source] = []
     for name in origins:
-        entries = _entries(translation, name)
-        read = [_entry_of_axolotl(translation, f"{name}[{index}]", entry) for index, entry in enumerate(entries)]
+        entries = _read_entries(translation, name)
+        sources = [_entry_of_axolotl(translation, f"{name}[{index}]", entry) for index, entry in enumerate(entries)]
         if name == "test_datasets":
-            validation += read
+            validation += sources
         else:
-            training += read
+            training += sources
     return Sources(tuple(training), tuple(validation), origins)
 
 
-def _entries(translation: Translation, name: str) -> list[dict[str, Any]]:
-    given = translation.file.get(name)
-    entries = given if isinstance(given, list) else [given]
-    entries = [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
-    if not all(isinstance(entry, dict) for entry in entries):
-        raise InputError(f"{translation.file.path}: {name}: expected a list of data sets")
+def _read_entries(translation: Translation, name: str) -> list[dict[str, Any]]:
+    """Return the data sets in a setting as mappings; a setting may be a single one, and an entry only its path."""
+    value = translation.file.get(name)
+    entries = []
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, str):
+            entry = {"path": entry}
+        if not isinstance(entry, dict):
+            raise InputError(f"{translation.file.path}: {name}: expected a list of data sets")
+        entries.append(entry)
     return entries
 
 
 def _entry_of_axolotl(translation: Translation, where: str, entry: Mapping[str, Any]) -> Source:
-    """Return the source of an entry of ``datasets``, and say which of its settings have no counterpart."""
-    kind = entry.get("type")
-    known = {"path", "name", "split", "revision", "data_files", "type", "ds_type", "conversation", "trust_remote_code"}
-    is_text = isinstance(kind, str) and kind.split(":")[0] in _TEXT_TYPES
+    """Return the source of an entry of ``datasets``, and record which of its settings have no counterpart."""
+    row_type = entry.get("type")
+    is_text = isinstance(row_type, str) and row_type.split(":")[0] in _TEXT_TYPES
     text_column = None
+
+    # Collect the settings that have a counterpart, or whose value is what tokenize does.
+    translated = {"path", "name", "split", "revision", "data_files", "type", "ds_type"}
+    translated |= {"conversation", "trust_remote_code"}
     if is_text:
         text_column = str(entry.get("field") or entry.get("text_column") or "text")
-        known |= {"field", "text_column"}
-    messages = entry.get("field_messages")
-    if messages in (None, "messages", "conversations"):
-        known.add("field_messages")
-    mapped = entry.get("message_property_mappings") or {}
-    if all(value in ("role", "content", "from", "value") for value in mapped.values()):
-        known.add("message_property_mappings")
+        translated |= {"field", "text_column"}
+    if entry.get("field_messages") in (None, "messages", "conversations"):
+        translated.add("field_messages")
+    message_keys = (entry.get("message_property_mappings") or {}).values()
+    if all(key in ("role", "content", "from", "value") for key in message_keys):
+        translated.add("message_property_mappings")
     if entry.get("roles_to_train") in (None, ["assistant"], ["gpt"], ["assistant", "gpt"]):
-        known.add("roles_to_train")
+        translated.add("roles_to_train")
     if entry.get("train_on_eos") in (None, "turn"):
-        known.add("train_on_eos")
-    for column, expected in (("field_chosen", "chosen"), ("field_rejected", "rejected")):
-        if entry.get(column) in (None, expected):
-            known.add(column)
+        translated.add("train_on_eos")
+    if entry.get("field_chosen") in (None, "chosen"):
+        translated.add("field_chosen")
+    if entry.get("field_rejected") in (None, "rejected"):
+        translated.add("field_rejected")
+
     for name, value in entry.items():
-        if name not in known and value not in (None, False, "", [], {}):
+        if name not in translated and value not in (None, False, "", [], {}):
             is_column = name.startswith(("field", "message_"))
-            why = _RENAME if is_column else "tokenize has no such setting of one source"
-            translation.absent[f"{where}.{name}"] = why
-    _say_format_of_axolotl(translation, where, kind)
-    return Source(_place(translation, where, entry), is_text, text_column)
+            advice = _RENAME if is_column else "tokenize has no such setting of one source"
+            translation.absent[f"{where}.{name}"] = advice
+    _describe_row_type(translation, where, row_type)
+    return Source(_join_location(translation, where, entry), is_text, text_column)
 
 
-def _say_format_of_axolotl(translation: Translation, where: str, kind: Any) -> None:
-    if isinstance(kind, dict):
-        why = "a prompt format of its own; write its rows as messages (docs/tokenization.md)"
-        translation.absent[f"{where}.type"] = why
-    elif isinstance(kind, str) and kind.split(".")[0] in ("input_output", "user_defined", "stepwise_supervised"):
+def _describe_row_type(translation: Translation, where: str, row_type: Any) -> None:
+    """Record what the user has to do for rows of axolotl's ``type``, if anything."""
+    if isinstance(row_type, dict):
+        advice = "a prompt format of its own; write its rows as messages (docs/tokenization.md)"
+        translation.absent[f"{where}.type"] = advice
+    if not isinstance(row_type, str):
+        return
+    if row_type.split(".")[0] in ("input_output", "user_defined", "stepwise_supervised"):
         translation.absent[f"{where}.type"] = "write its rows as messages, or as prompt and completion"
-    elif isinstance(kind, str) and kind.startswith("alpaca"):
-        translation.notes.append(f"{where}: type {kind}: its prompts are rendered by the chat template here")
+    elif row_type.startswith("alpaca"):
+        translation.notes.append(f"{where}: type {row_type}: its prompts are rendered by the chat template here")
 
 
-def _place(translation: Translation, where: str, entry: Mapping[str, Any]) -> str:
-    """Return the place of a data set that ``load_dataset`` would be told to read."""
+def _join_location(translation: Translation, where: str, entry: Mapping[str, Any]) -> str:
+    """Return what ``load_dataset`` would read for an entry as tokenize takes it.
+
+    That is a file, a folder, or OWNER/NAME:SUBSET:SPLIT@REVISION on the hub. What tokenize cannot read is recorded
+    under the name ``where``.
+    """
     path = entry.get("path") or entry.get("id") or entry.get("source")
     files = entry.get("data_files")
-    if isinstance(files, Mapping):
+    if isinstance(files, Mapping):  # by split
         files = files.get("train") or next(iter(files.values()), None)
-    if files and (path in _LOADERS or not path or Path(str(path)).is_dir()):
-        listed = files if isinstance(files, list) else [files]
-        folder = "" if path in _LOADERS or not path else f"{path}/"
-        if len(listed) > 1:
-            translation.notes.append(f"{where}: data_files: further files are sources of their own: {listed[1:]}")
-        return f"{folder}{listed[0]}"
+
+    # files of a folder or of a packaged loader
+    has_loader = path in _LOADERS or not path
+    if files and (has_loader or Path(str(path)).is_dir()):
+        file_names = files if isinstance(files, list) else [files]
+        if len(file_names) > 1:
+            translation.notes.append(f"{where}: data_files: further files are sources of their own: {file_names[1:]}")
+        return str(file_names[0]) if has_loader else f"{path}/{file_names[0]}"
+
+    # a file, a folder, or a data set on the hub
     if not isinstance(path, str):
         raise InputError(f"{translation.file.path}: {where}: it has no path")
     if files:
         translation.absent[f"{where}.data_files"] = "download these files, and give them as --dataset"
     subset = entry.get("name") or entry.get("config") or entry.get("subset") or ""
     split = str(entry.get("split") or "")
-    part = re.fullmatch(r"([\w.+-]*)\[.*\]", split)
-    if part:
+    slice_match = re.fullmatch(r"([\w.+-]*)\[.*\]", split)  # train[:10%]
+    if slice_match:
         translation.absent[f"{where}.split"] = f"{split}: tokenize reads whole splits; --max_documents takes the first"
-        split = part[1]
-    revision = entry.get("revision") or ""
-    place = path
-    if subset or split:
-        place = f"{place}:{subset}:{split}" if split else f"{place}:{subset}"
-    return f"{place}@{revision}" if revision else place
+        split = slice_match[1]
+    location = path
+    if split:
+        location += f":{subset}:{split}"
+    elif subset:
+        location += f":{subset}"
+    if entry.get("revision"):
+        location += f"@{entry['revision']}"
+    return location
 
 
 def _sources_of_trl(translation: Translation) -> Sources:
+    """Return the sources of a list of data sets, which files of TRL and of recipes name differently, or of one."""
     file = translation.file
     names = file.names(
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "datasets"),
         *("dataset_mixer", "dataset_mixture", "dataset_splits", "dataset_configs"),
     )
+    origins = tuple(names)
+
+    # several data sets
+    entries = file.get("datasets")
     mixture = file.get("dataset_mixture")
-    mixer = file.get("dataset_mixer")
-    listed = file.get("datasets")
-    evaluates = str(file.get("eval_strategy", "evaluation_strategy")) in ("steps", "epoch")
     if isinstance(mixture, Mapping):
-        listed = mixture.get("datasets")
-    if isinstance(mixer, Mapping):
-        splits = [split for split in translation.texts("dataset_splits") if "test" not in split]
-        listed = [
-            {"path": path, "split": splits[0] if splits else None, "weight": weight} for path, weight in mixer.items()
-        ]
-    if listed:
-        if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        entries = mixture.get("datasets")
+    mixer = file.get("dataset_mixer")
+    if isinstance(mixer, Mapping):  # weights by path
+        train_splits = [split for split in translation.texts("dataset_splits") if "test" not in split]
+        split = train_splits[0] if train_splits else None
+        entries = [{"path": path, "split": split, "weight": weight} for path, weight in mixer.items()]
+    if entries:
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise InputError(f"{file.path}: datasets: expected a list of data sets")
-        training = tuple(_entry_of_trl(translation, index, entry) for index, entry in enumerate(listed))
-        return Sources(training, (), tuple(names))
+        training = tuple(_entry_of_trl(translation, index, entry) for index, entry in enumerate(entries))
+        return Sources(training, (), origins)
+
+    # one data set, whose test split is read if the run evaluates
     name = file.get("dataset_name")
     if not isinstance(name, str):
-        return Sources((), (), tuple(names))
+        return Sources((), (), origins)
     subset = file.get("dataset_config") or ""
     text_column = file.get("dataset_text_field")
-    train = {"path": name, "name": subset, "split": file.get("dataset_train_split")}
-    test = {"path": name, "name": subset, "split": file.get("dataset_test_split") or "test"}
-    source = Source(_place(translation, "dataset_name", train), text_column not in (None, "text"), text_column)
-    validation = (Source(_place(translation, "dataset_name", test)),) if evaluates else ()
-    return Sources((source,), validation, tuple(names))
+    is_text = text_column not in (None, "text")  # text is TRL's default, also for chats
+    train_entry = {"path": name, "name": subset, "split": file.get("dataset_train_split")}
+    source = Source(_join_location(translation, "dataset_name", train_entry), is_text, text_column)
+    if str(file.get("eval_strategy", "evaluation_strategy")) not in ("steps", "epoch"):
+        return Sources((source,), (), origins)
+    test_entry = {"path": name, "name": subset, "split": file.get("dataset_test_split") or "test"}
+    test_source = Source(_join_location(translation, "dataset_name", test_entry))
+    return Sources((source,), (test_source,), origins)
 
 
 def _entry_of_trl(translation: Translation, index: int, entry: Mapping[str, Any]) -> Source:
     where = f"datasets[{index}]"
-    weight = entry.get("weight")
     if entry.get("fraction") is not None:
         translation.absent[f"{where}.fraction"] = "give --weights to tokenize: shares of the tokens"
+    weight = entry.get("weight")
     share = 1.0 if weight is None else translation.as_number(f"{where}.weight", weight)
-    return Source(_place(translation, where, entry), share=share)
+    return Source(_join_location(translation, where, entry), share=share)
 
 
 def _sources_of_llama_factory(translation: Translation) -> Sources:
     file = translation.file
     if file.get("train_dataset") is not None:
         raise translation.fault("train_dataset", "a file for LLaMA-Factory v1; write it with dataset and stage")
-    training = _named_in_dataset_info(translation, translation.texts("dataset"))
-    validation = _named_in_dataset_info(translation, translation.texts("eval_dataset"))
+    training = _read_dataset_info(translation, translation.texts("dataset"))
+    validation = _read_dataset_info(translation, translation.texts("eval_dataset"))
     return Sources(training, validation, tuple(file.names("dataset", "eval_dataset", "dataset_dir")))
 
 
-def _named_in_dataset_info(translation: Translation, names: Iterable[str]) -> tuple[Source, ...]:
-    """Return the sources of names in dataset_info.json, or with their bare names where that file is not found."""
+def _read_dataset_info(translation: Translation, names: Iterable[str]) -> tuple[Source, ...]:
+    """Return the sources that dataset_info.json describes under these names.
+
+    A name that it does not have, or without the file, stands for itself, with a note.
+    """
     file = translation.file
-    folder = Path(str(file.get("dataset_dir") or "data"))
-    folders = [folder, Path(file.path).parent / folder]
-    info_file = next((one / "dataset_info.json" for one in folders if (one / "dataset_info.json").is_file()), None)
-    entries = read_json(info_file, dict, "repair it") if info_file else {}
+    dataset_dir = Path(str(file.get("dataset_dir") or "data"))
+    info_file = None
+    entries: dict[str, Any] = {}
+    for folder in (dataset_dir, Path(file.path).parent / dataset_dir):
+        if (folder / "dataset_info.json").is_file():
+            info_file = folder / "dataset_info.json"
+            entries = read_json(info_file, dict, "repair it")
+            break
+
     sources: list[Source] = []
-    unknown: list[str] = []
+    unknown_names: list[str] = []
     for name in names:
         entry = entries.get(name)
         if isinstance(entry, Mapping) and info_file:
             sources.append(_entry_of_dataset_info(translation, name, entry, info_file.parent))
         else:
-            unknown.append(name)
+            unknown_names.append(name)
             sources.append(Source(name))
-    if unknown:
-        where = f"{folder / 'dataset_info.json'} is not here" if info_file is None else f"not in {info_file}"
-        translation.notes.append(f"dataset: {', '.join(unknown)}: {where}; put files or hub names into the command")
+    if unknown_names:
+        reason = f"{dataset_dir / 'dataset_info.json'} is not here" if info_file is None else f"not in {info_file}"
+        listed = ", ".join(unknown_names)
+        translation.notes.append(f"dataset: {listed}: {reason}; put files or hub names into the command")
     return tuple(sources)
 
 
 def _entry_of_dataset_info(translation: Translation, name: str, entry: Mapping[str, Any], folder: Path) -> Source:
+    """Return the source of an entry of dataset_info.json, and record columns that have to be renamed."""
     where = f"dataset_info.json: {name}"
     columns = entry.get("columns") or {}
-    defaults = {
-        "prompt": "instruction",
-        "query": "input",
-        "response": "output",
-        "history": "history",
-        "system": "system",
-        "tools": "tools",
-        "chosen": "chosen",
-        "rejected": "rejected",
-    }
-    is_text = columns == {"prompt": columns.get("prompt")} and "prompt" in columns
-    for part, column in columns.items():
-        expected = ("messages", "conversations") if part == "messages" else (defaults.get(part, part),)
-        if column not in expected and not is_text:
-            translation.absent[f"{where}.columns.{part}"] = f"rename the column {column} to {expected[0]}"
-    text_column = columns.get("prompt") if is_text else None
+    is_text = list(columns) == ["prompt"]
+    if not is_text:
+        for role, column in columns.items():
+            expected_columns = _COLUMNS_OF_LLAMA_FACTORY.get(role, (role,))
+            if column not in expected_columns:
+                advice = f"rename the column {column} to {expected_columns[0]}"
+                translation.absent[f"{where}.columns.{role}"] = advice
+    text_column = columns["prompt"] if is_text else None
     if "file_name" in entry:
         return Source(str(folder / str(entry["file_name"])), is_text, text_column)
-    place = {"path": entry.get("hf_hub_url"), "name": entry.get("subset"), "split": entry.get("split")}
-    return Source(_place(translation, where, place), is_text, text_column)
+    hub_entry = {"path": entry.get("hf_hub_url"), "name": entry.get("subset"), "split": entry.get("split")}
+    return Source(_join_location(translation, where, hub_entry), is_text, text_column)
 
 
 def _sources_of_torchtune(translation: Translation) -> Sources:
@@ -269,27 +307,33 @@ def _sources_of_torchtune(translation: Translation) -> Sources:
 
 
 def _datasets_of_torchtune(translation: Translation, name: str) -> tuple[Source, ...]:
+    """Return the sources of a list of data sets, or of the one whose settings are flattened into the file's."""
     file = translation.file
-    listed = file.settings.get(name)
-    if isinstance(listed, list):
-        if not all(isinstance(entry, dict) for entry in listed):
+    entries = file.settings.get(name)
+    if isinstance(entries, list):
+        if not all(isinstance(entry, dict) for entry in entries):
             raise InputError(f"{file.path}: {name}: expected a list of data sets")
-        return tuple(_entry_of_torchtune(translation, f"{name}[{i}]", one) for i, one in enumerate(listed))
+        return tuple(_entry_of_torchtune(translation, f"{name}[{index}]", entry) for index, entry in enumerate(entries))
     prefix = f"{name}."
     entry = {key.removeprefix(prefix): value for key, value in file.settings.items() if key.startswith(prefix)}
     return (_entry_of_torchtune(translation, name, entry),) if entry else ()
 
 
 def _entry_of_torchtune(translation: Translation, where: str, entry: Mapping[str, Any]) -> Source:
-    component = str(entry.get("_component_", "")).rpartition(".")[2]
-    if "multimodal" in str(entry.get("_component_", "")):
+    """Return the source of one of torchtune's data sets, and record what has to be changed in its rows."""
+    qualified_component = str(entry.get("_component_", ""))
+    component = qualified_component.rpartition(".")[2]
+    if "multimodal" in qualified_component:
         raise InputError(f"{translation.file.path}: {where}: only text is trained on here")
-    source = entry.get("source") or _HUB_NAMES_OF_TORCHTUNE.get(component)
-    place = _place(translation, where, {**entry, "path": source})
+    path = entry.get("source") or _HUB_NAMES_OF_TORCHTUNE.get(component)
+    location = _join_location(translation, where, {**entry, "path": path})
+
+    # the columns
     is_text = component in ("text_completion_dataset", *_TEXTS_OF_TORCHTUNE)
-    text_column = entry.get("column") or _TEXTS_OF_TORCHTUNE.get(component, "text") if is_text else None
-    column = entry.get("conversation_column")
-    if column not in (None, "messages", "conversations"):
+    text_column = None
+    if is_text:
+        text_column = entry.get("column") or _TEXTS_OF_TORCHTUNE.get(component, "text")
+    if entry.get("conversation_column") not in (None, "messages", "conversations"):
         translation.absent[f"{where}.conversation_column"] = _RENAME
     for key, value in entry.items():
         if key.startswith("column_map") and value is not None:
@@ -299,14 +343,15 @@ def _entry_of_torchtune(translation: Translation, where: str, entry: Mapping[str
     if component == "stack_exchange_paired_dataset":
         advice = "rename the columns response_j and response_k to chosen and rejected"
         translation.absent[f"{where}._component_"] = advice
+
     train_on_input = entry.get("train_on_input")
     if train_on_input is None and component in _SUPERVISES_ALL:
         train_on_input = True
-    return Source(place, is_text, text_column, supervises_prompt=train_on_input)
+    return Source(location, is_text, text_column, supervises_prompt=train_on_input)
 
 
 def read_template(value: str) -> str | None:
-    """Return the Jinja text of a chat template that a file has in itself or names; None for the name of one."""
+    """Return the Jinja text of a chat template: ``value`` itself, or that of the file it names; None for a name."""
     if "{%" in value or "{{" in value:
         return value
     path = Path(value)

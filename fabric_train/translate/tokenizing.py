@@ -27,88 +27,94 @@ _OF_TOKENIZER = (
 
 
 def translate_tokenizing(translation: Translation, objective: str, train_data_dir: str | None) -> None:
-    """Translate the data; ``train_data_dir`` is the token dataset where it has been written already."""
+    """Translate the data; ``train_data_dir`` is the token dataset if it has been written already."""
     file = translation.file
     sources = find_sources(translation)
     uses_pairs = objective != "sft"
     if _is_streamed(translation, uses_pairs):
         _translate_stream(translation, sources)
         return
-    places = _places(translation, sources.training)
-    translation.tokenize("dataset", places, *sources.origins)
+    translation.tokenize("dataset", _list_locations(translation, sources.training), *sources.origins)
     _translate_tokenizer(translation)
-    folder = train_data_dir or _choose_folder(translation)
-    translation.tokenize("output_dir", folder, *file.names("dataset_prepared_path", "tokenized_path"))
-    translation.train("train_data_dir", folder, *sources.origins)
-    _translate_shares(translation, sources, folder)
+    dataset_dir = train_data_dir or _choose_dataset_dir(translation)
+    translation.tokenize("output_dir", dataset_dir, *file.names("dataset_prepared_path", "tokenized_path"))
+    translation.train("train_data_dir", dataset_dir, *sources.origins)
+    _translate_shares(translation, sources, dataset_dir)
     _translate_row_length(translation, uses_pairs)
     _translate_packing(translation, sources, uses_pairs)
     _translate_template(translation)
     _translate_supervision(translation, sources, uses_pairs)
     _translate_validation(translation, sources)
-    _translate_further(translation, sources)
+    _translate_limits(translation, sources)
 
 
 def tokenize_command(translation: Translation) -> str | None:
-    """Return the command that tokenizes the data; None if the run reads them as a stream."""
+    """Return the command that tokenizes the data; None if the run reads the data as a stream."""
     if not translation.tokenizing:
         return None
     words = ["fabric-train", "tokenize"]
     for argument, setting in translation.tokenizing.items():
+        words.append(f"--{argument}")
         values = setting.value if isinstance(setting.value, list) else [setting.value]
-        words += [f"--{argument}", *(_word(value) for value in values)]
-    return " ".join(words[:2] + [word if word.startswith("--") else shlex.quote(word) for word in words[2:]])
+        for value in values:
+            word = _format_value(value)
+            words.append(word if word.startswith("--") else shlex.quote(word))
+    return " ".join(words)
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
-def _choose_folder(translation: Translation) -> str:
-    """Return a folder for the token dataset, which must be neither the run's folder, nor in it, nor around it."""
-    folder = PurePath("data", run_name_of(translation))
+def _choose_dataset_dir(translation: Translation) -> str:
+    """Return a folder for the token dataset that is not the run's folder, nor inside or around it."""
+    dataset_dir = PurePath("data", run_name_of(translation))
     output_dir = translation.training.get("output_dir")
     if output_dir is None:
-        return str(folder)
-    run = PurePath(os.path.normpath(output_dir.value))
-    if run.is_relative_to(folder) or folder.is_relative_to(run):
-        return f"tokens/{folder.name}"
-    return str(folder)
+        return str(dataset_dir)
+    run_dir = PurePath(os.path.normpath(output_dir.value))
+    if run_dir.is_relative_to(dataset_dir) or dataset_dir.is_relative_to(run_dir):
+        return f"tokens/{dataset_dir.name}"
+    return str(dataset_dir)
 
 
 def _is_streamed(translation: Translation, uses_pairs: bool) -> bool:
-    """Whether a file streams texts for a known number of steps, as --streaming_dataset does."""
+    """Return whether a file streams texts for a known number of steps, as --streaming_dataset does."""
     file = translation.file
-    streams = file.names("pretraining_dataset") or file.is_on("streaming", "dataset_streaming")
-    return bool(streams) and "max_step" in translation.training and not uses_pairs
+    streams = bool(file.names("pretraining_dataset")) or file.is_on("streaming", "dataset_streaming")
+    return streams and "max_step" in translation.training and not uses_pairs
 
 
 def _translate_stream(translation: Translation, sources: Sources) -> None:
     file = translation.file
     switches = file.names("streaming", "dataset_streaming")
-    places = [source.place for source in sources.training]
-    translation.train("streaming_dataset", places, *sources.origins, *switches)
+    locations = [source.location for source in sources.training]
+    translation.train("streaming_dataset", locations, *sources.origins, *switches)
     _translate_text_column(translation, sources, trains=True)
     length = translation.number(*_LENGTHS)
     if length is not None:
         translation.train("max_length", int(length), *file.names(*_LENGTHS))
     else:
         translation.default("max_length", _DEFAULT_LENGTHS[file.program])
-    buffer = file.names("buffer_size", "streaming_multipack_buffer_size", "shuffle_buffer_size")
-    if buffer:
-        translation.train("shuffle_buffer", file.get(*buffer), *buffer)
-    ends = ("val_set_size", "val_size", "sample_packing", "packing", "pad_to_sequence_len", "dataset_prepared_path")
-    translation.ignore(*file.names(*ends, "eval_sample_packing", "train_on_inputs", "group_by_length"))
+    buffer_names = file.names("buffer_size", "streaming_multipack_buffer_size", "shuffle_buffer_size")
+    if buffer_names:
+        translation.train("shuffle_buffer", file.get(*buffer_names), *buffer_names)
+    # A stream is always packed, has no validation split, and writes no token dataset.
+    translation.ignore(*file.names("val_set_size", "val_size", "dataset_prepared_path"))
+    translation.ignore(*file.names("sample_packing", "packing", "pad_to_sequence_len", "eval_sample_packing"))
+    translation.ignore(*file.names("train_on_inputs", "group_by_length"))
 
 
-def _places(translation: Translation, training: tuple[Source, ...]) -> list[str]:
-    """Return the sources' places, each once: a place that is given twice is read once, and counted twice by a share."""
-    places = list(dict.fromkeys(source.place for source in training))
-    if len(places) < len(training):
+def _list_locations(translation: Translation, training: tuple[Source, ...]) -> list[str]:
+    """Return where the sources are, without repetitions, which get a note."""
+    locations = list(dict.fromkeys(source.location for source in training))
+    if len(locations) < len(training):
         translation.notes.append("a data set that is listed twice is read once; shares: FOLDER=2 reads rows twice")
-    return places
+    return locations
 
 
 def _translate_tokenizer(translation: Translation) -> None:
@@ -117,21 +123,24 @@ def _translate_tokenizer(translation: Translation) -> None:
     model = translation.training["model_name"].value
     tokenizer = file.get(*names) if names else model
     translation.tokenize("tokenizer_name", tokenizer, *names)
-    of_torchtune = [name for name in file.settings if name.startswith("tokenizer.") and name not in _LENGTHS]
-    translation.ignore(*[name for name in of_torchtune if name.rpartition(".")[2] in ("_component_", "path")])
+    # torchtune's tokenizer is a class and a path, which the model's folder replaces
+    for name in file.settings:
+        is_tokenizer_setting = name.startswith("tokenizer.") and name not in _LENGTHS
+        if is_tokenizer_setting and name.rpartition(".")[2] in ("_component_", "path"):
+            translation.ignore(name)
 
 
-def _translate_shares(translation: Translation, sources: Sources, folder: str) -> None:
-    shares = {source.place: source.share for source in sources.training if source.share != 1}
-    if not shares:
+def _translate_shares(translation: Translation, sources: Sources, dataset_dir: str) -> None:
+    shares_by_location = {source.location: source.share for source in sources.training if source.share != 1}
+    if not shares_by_location:
         return
-    named = [f"{folder}:{place}={share:g}" for place, share in shares.items()]
-    words = "an epoch reads this share of the rows, the next epoch another one"
-    translation.train("shares", named, *sources.origins, comment=words)
+    shares = [f"{dataset_dir}:{location}={share:g}" for location, share in shares_by_location.items()]
+    comment = "an epoch reads this share of the rows, the next epoch another one"
+    translation.train("shares", shares, *sources.origins, comment=comment)
 
 
 def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
-    """Translate the length of rows; a row has both sequences of a pair, where the other programs count one."""
+    """Translate the length of rows; here a row has both sequences of a pair, in the other programs one."""
     file = translation.file
     names = file.names(*_LENGTHS)
     length = translation.number(*_LENGTHS)
@@ -151,36 +160,38 @@ def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
 
 
 def _translate_packing(translation: Translation, sources: Sources, uses_pairs: bool) -> None:
-    """Translate how documents share rows, and whether they see each other there."""
+    """Translate how documents share rows, whether they attend to each other there, and what happens to long ones."""
     file = translation.file
     names = file.names("sample_packing", "packing", "packing_strategy", "neat_packing", "dataset.packed", "packed")
-    isolates = True
+
+    # how documents share rows
     packing = "none"
+    isolates_documents = True
     if file.names("pretraining_dataset"):
         packing = "concat"
     elif file.is_on("sample_packing", "dataset.packed", "packed"):
         packing = "concat" if file.is_on("dataset.split_across_pack") else "best_fit"
     elif file.program == "llama-factory":
         is_pretraining = file.get("stage") == "pt"
-        packs = file.is_on("neat_packing", "packing") or (is_pretraining and file.get("packing") is None)
-        if packs:
+        packs_by_default = is_pretraining and file.get("packing") is None
+        if file.is_on("neat_packing", "packing") or packs_by_default:
             packing = "concat" if is_pretraining else "best_fit"
-            isolates = file.is_on("neat_packing")
+            isolates_documents = file.is_on("neat_packing")
     elif file.is_on("packing"):
         strategy = file.get("packing_strategy") or "bfd"
         packing = "best_fit" if strategy == "bfd" else "concat"
-        isolates = strategy != "wrapped"
+        isolates_documents = strategy != "wrapped"
     translation.tokenize("packing", packing, *names)
-    if not isolates:
-        words = "documents of a row see each other there; true keeps them apart"
-        translation.train("isolate_documents", False, *names, comment=words)
+    if not isolates_documents:
+        comment = "documents of a row see each other there; true keeps them apart"
+        translation.train("isolate_documents", False, *names, comment=comment)
     translation.ignore(*file.names("pad_to_sequence_len", "eval_sample_packing", "padding_free", "eval_packing"))
-    strategy = file.get("excess_length_strategy")
-    truncation = file.get("truncation_mode")
+
+    # documents that are longer than a row
     if file.program == "axolotl" and packing != "concat":
-        cuts = strategy == "truncate"
-        translation.tokenize("too_long", "cut_end" if cuts else "drop", *file.names("excess_length_strategy"))
-    elif truncation == "keep_end":
+        too_long = "cut_end" if file.get("excess_length_strategy") == "truncate" else "drop"
+        translation.tokenize("too_long", too_long, *file.names("excess_length_strategy"))
+    elif file.get("truncation_mode") == "keep_end":
         translation.tokenize("too_long", "cut_start", "truncation_mode")
     elif uses_pairs:
         translation.notes.append("a pair that is too long is left out here, for an answer is never cut")
@@ -190,24 +201,24 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
 def _translate_template(translation: Translation) -> None:
     file = translation.file
     names = file.names("chat_template", "chat_template_jinja", "chat_template_path", "template")
-    given = file.get("chat_template_jinja", "chat_template", "chat_template_path", "template")
-    if not isinstance(given, str):
+    template = file.get("chat_template_jinja", "chat_template", "chat_template_path", "template")
+    if not isinstance(template, str):
         translation.ignore(*names)
         return
-    text = CHATML if given == "chatml" else read_template(given)
-    if text is not None:
-        translation.templates["jinja"] = text
+    jinja_text = CHATML if template == "chatml" else read_template(template)
+    if jinja_text is not None:
+        translation.templates["jinja"] = jinja_text
         translation.outcomes.update(dict.fromkeys(names, "tokenizing"))
-    elif given in _OF_TOKENIZER:
+    elif template in _OF_TOKENIZER:
         translation.ignore(*names)
     else:
         advice = "the tokenizer's own chat template is used; another one is a Jinja file: --chat_template FILE"
         translation.leave_out(advice, *names)
-        translation.notes.append(f"{names[0]}: {given}: {advice}")
+        translation.notes.append(f"{names[0]}: {template}: {advice}")
 
 
 def _translate_supervision(translation: Translation, sources: Sources, uses_pairs: bool) -> None:
-    """Translate which tokens of a chat are supervised; of a text all are, of a pair the answers."""
+    """Translate which tokens of a chat are supervised; in texts all tokens are, in pairs the answers."""
     file = translation.file
     names = file.names(
         *("train_on_inputs", "train_on_prompt", "mask_history", "assistant_only_loss", "completion_only_loss"),
@@ -227,14 +238,15 @@ def _translate_supervision(translation: Translation, sources: Sources, uses_pair
     if file.is_on("mask_history"):
         translation.tokenize("train_on", "last", *names)
         return
-    of_sources = {source.supervises_prompt for source in sources.training}
-    all_tokens = file.is_on("train_on_inputs", "train_on_prompt") or of_sources == {True}
-    translation.tokenize("train_on", "all" if all_tokens else "assistant", *names)
-    if len(of_sources) > 1:
+    choices = {source.supervises_prompt for source in sources.training}
+    supervises_all = file.is_on("train_on_inputs", "train_on_prompt") or choices == {True}
+    translation.tokenize("train_on", "all" if supervises_all else "assistant", *names)
+    if len(choices) > 1:
         translation.notes.append("train_on: the sources differ in what is supervised; here it is one choice for all")
 
 
 def _translate_validation(translation: Translation, sources: Sources) -> None:
+    """Translate the validation sources, or the share of the documents that is held out."""
     file = translation.file
     names = file.names("val_set_size", "val_size", "test_split_size")
     size = translation.number("val_set_size", "val_size", "test_split_size")
@@ -242,40 +254,41 @@ def _translate_validation(translation: Translation, sources: Sources) -> None:
     if size is None and isinstance(mixture, dict) and isinstance(mixture.get("test_split_size"), int | float):
         size = float(mixture["test_split_size"])
     if sources.validation:
-        places = [source.place for source in sources.validation]
-        if places == [source.place for source in sources.training]:
+        locations = [source.location for source in sources.validation]
+        if locations == [source.location for source in sources.training]:
             translation.notes.append("the validation set is a part of the same split: --validation_split makes one")
             translation.tokenize("validation_split", 0.05, *names)
         else:
-            translation.tokenize("validation_dataset", places, *sources.origins, *names)
+            translation.tokenize("validation_dataset", locations, *sources.origins, *names)
     elif size and size < 1:
         translation.tokenize("validation_split", size, *names)
     elif size:
-        why = f"a share is needed: --validation_split {size:g} / (number of documents)"
-        translation.leave_out(why, *names)
-        translation.notes.append(f"validation of {size:g} documents: {why}")
+        advice = f"a share is needed: --validation_split {size:g} / (number of documents)"
+        translation.leave_out(advice, *names)
+        translation.notes.append(f"validation of {size:g} documents: {advice}")
         translation.tokenize("validation_split", 0.01, comment="until the number of documents is known")
     else:
         translation.tokenize("validation_split", 0.0, *names)
 
 
-def _translate_further(translation: Translation, sources: Sources) -> None:
-    """Translate limits, deduplication, processes and the column of the text."""
+def _translate_limits(translation: Translation, sources: Sources) -> None:
+    """Translate the text column, the largest number of documents, deduplication and numbers of processes."""
     file = translation.file
     _translate_text_column(translation, sources, trains=False)
-    limits = file.names("max_samples")
-    if limits and len(sources.training) == 1:
-        translation.tokenize("max_documents", file.get("max_samples"), "max_samples")
-    elif limits:
-        translation.leave_out("it is of each data set there, and --max_documents of all together", "max_samples")
-    processes = file.names("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")
-    if processes:
-        translation.tokenize("num_proc", file.get(*processes), *processes)
+    if file.names("max_samples"):
+        if len(sources.training) == 1:
+            translation.tokenize("max_documents", file.get("max_samples"), "max_samples")
+        else:
+            advice = "it is of each data set there, and --max_documents of all together"
+            translation.leave_out(advice, "max_samples")
+    process_names = file.names("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")
+    if process_names:
+        translation.tokenize("num_proc", file.get(*process_names), *process_names)
     if file.is_on("dataset_exact_deduplication"):
         translation.tokenize("deduplicate", True, "dataset_exact_deduplication")
-    workers = file.names("dataloader_num_workers", "dataloader.num_workers")
-    if workers:
-        translation.train("num_workers", file.get(*workers), *workers)
+    worker_names = file.names("dataloader_num_workers", "dataloader.num_workers")
+    if worker_names:
+        translation.train("num_workers", file.get(*worker_names), *worker_names)
     if file.is_on("streaming", "dataset_streaming"):
         translation.tokenize("stream", True, *file.names("streaming", "dataset_streaming"))
 
