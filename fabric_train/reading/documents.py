@@ -52,7 +52,9 @@ class LeftOut:
 
 def utf8_length(text: str) -> int:
     """Return the number of bytes of ``text`` in UTF-8; half of a surrogate pair has three."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if text.isascii():  # most texts; this takes no copy
+        return len(text)
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 class BadRowError(ValueError):
@@ -76,13 +78,17 @@ class BadRowError(ValueError):
 
 def name_in(column: str, names: Container[str]) -> str:
     """Return the name of ``column`` in a table with these ``names``: NAME for NAME:SEPARATOR, unless that is a name."""
-    return column if column in names else column.partition(":")[0]
+    if column in names:
+        return column
+    return column.partition(":")[0]
 
 
 def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str]) -> None:
     """Raise an InputError if one of ``columns`` comes twice among the ``names`` of a table."""
-    for name in (name_in(column, names) for column in columns):
-        if (count := names.count(name)) > 1:
+    for column in columns:
+        name = name_in(column, names)
+        count = names.count(name)
+        if count > 1:
             raise InputError(f"{place}: {count} columns are called {name!r}; rename all but one of them")
 
 
@@ -115,13 +121,14 @@ def text_of(row: "Row | BadRowError", column: str, place: Callable[[], str]) -> 
         if name in row:
             return "", b""
         raise BadRowError(str(missing_column(place(), column, row)))
-    if isinstance(text, list) and all(isinstance(one, str) for one in text):
+    if isinstance(text, list) and all(isinstance(item, str) for item in text):
         if name == column:
             raise BadRowError(
                 f"{place()}: column {name!r} holds a list of texts; --text_column '{name}: ' joins them with a space, "
                 f"'{name}:\\n' with line breaks"
             )
-        text = column[len(name) + 1 :].replace("\\n", "\n").replace("\\t", "\t").join(text)
+        separator = column[len(name) + 1 :].replace("\\n", "\n").replace("\\t", "\t")
+        text = separator.join(text)
     if not isinstance(text, str):
         raise BadRowError(f"{place()}: {_not_text(name, type(text).__name__)}")
     try:
@@ -216,9 +223,14 @@ class Pair:
 
     def with_messages(self, messages: list[Message]) -> "Pair":
         """Return the pair with as many other messages in place of ``joined``'s."""
-        first = len(self.prompt)
-        second = first + len(self.chosen)
-        return replace(self, prompt=messages[:first], chosen=messages[first:second], rejected=messages[second:])
+        chosen_start = len(self.prompt)
+        rejected_start = chosen_start + len(self.chosen)
+        return replace(
+            self,
+            prompt=messages[:chosen_start],
+            chosen=messages[chosen_start:rejected_start],
+            rejected=messages[rejected_start:],
+        )
 
 
 def is_blank(chat: Chat) -> bool:
@@ -235,19 +247,24 @@ def says_something(message: Message) -> bool:
 
 def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
     """Return the indices of the messages that are supervised with ``--train_on``."""
-    turns: set[int] = set()
+    # the turns that --train_on selects, in order
+    selected: list[int] = []
     for index, message in enumerate(chat.messages):
         is_answer = message["role"] == "assistant" and index >= chat.num_given
         if is_answer or train_on == "all":
-            turns.add(index)
+            selected.append(index)
     if train_on == "last":
-        turns = set(sorted(turns)[-1:])
-    # what is not the assistant's has no marks in a rendering, and --train_on all supervises it
-    return frozenset(
-        index
-        for index in turns
-        if chat.messages[index].get(TRAINED) is not False or chat.messages[index]["role"] != "assistant"
-    )
+        selected = selected[-1:]
+
+    # without those that the row says are not trained. It can say so of the assistant's turns only: other turns
+    # have no marks in a rendering, and --train_on all supervises them
+    supervised: set[int] = set()
+    for index in selected:
+        message = chat.messages[index]
+        is_untrained = message.get(TRAINED) is False and message["role"] == "assistant"
+        if not is_untrained:
+            supervised.add(index)
+    return frozenset(supervised)
 
 
 def why_left_out(chat: Chat, train_on: str) -> str | None:
@@ -259,9 +276,10 @@ def why_left_out(chat: Chat, train_on: str) -> str | None:
     turns = supervised_turns(chat, train_on)
     if not turns:
         return NOTHING_SUPERVISED
-    answers = [chat.messages[turn] for turn in turns if chat.messages[turn]["role"] == "assistant"]
-    if not all(says_something(answer) for answer in answers):
-        return EMPTY_ANSWER
+    for turn in turns:
+        message = chat.messages[turn]
+        if message["role"] == "assistant" and not says_something(message):
+            return EMPTY_ANSWER
     return None
 
 
@@ -275,5 +293,8 @@ def check_surrogates(text: str) -> None:
 
 def excerpt(value: Any) -> str:
     """Return ``value`` as JSON on one line, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
-    return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}…"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="backslashreplace").decode()  # half of a surrogate pair cannot be printed
+    if len(text) > _LONGEST_EXCERPT:
+        text = f"{text[:_LONGEST_EXCERPT]}…"
+    return text

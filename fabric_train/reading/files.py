@@ -34,10 +34,17 @@ from fabric_train.reading.listing import FilePart, ListedFile, file_suffix, is_c
 class FileReader:
     """An iterable over the rows of a part as (number, row); ``number`` counts from 1 within the part.
 
-    A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes up to
-    the end of the last row; for compressed files, JSON arrays and parquet it is an estimate, for csv up to 8 KiB more.
-    ``num_counted`` is the number of rows; in JSON lines, blank lines count too. ``columns`` are those to read of
-    parquet; a txt or md file is one row with the first of them. InputError if the file is damaged or of another kind.
+    A ``BadRowError`` takes the place of a row that cannot be used. InputError if the file is damaged or of another
+    kind.
+
+    Args:
+        part: the part of a file.
+        columns: the columns to read of parquet; a txt or md file is one row with the first of them.
+
+    Attributes:
+        position: the part's bytes up to the end of the last row; an estimate for compressed files, JSON arrays and
+            parquet, and up to 8 KiB more for csv.
+        num_counted: the rows so far; in JSON lines, blank lines count too.
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
@@ -73,25 +80,29 @@ class FileReader:
         return hashlib.sha256(self.content).digest()
 
     def place(self, number: int) -> str:
+        """Return the path, and the line or the record, of the row with this number."""
         path = self.part.name
         if self._suffix in (".txt", ".md"):
             return path
         if self._suffix == ".jsonl" or (self._suffix == ".json" and is_json_lines(self.part.file)):
-            return f"{path}, line {self._lines_before() + number}"
+            return f"{path}, line {self._count_lines_before() + number}"
         return f"{path}, record {number}"
 
-    def _lines_before(self) -> int:
+    def _count_lines_before(self) -> int:
         """Count the lines before the part, for error messages: this reads the file again."""
-        if not self.part.start:
+        start = self.part.start
+        if start == 0:
             return 0
+        num_lines = 0
         with open(self.part.name, "rb") as file:
-            lines = 0
-            left = self.part.start
-            while left > 0 and (piece := file.read(min(left, 1 << 20))):
-                lines += piece.count(b"\n")
-                left -= len(piece)
-            file.seek(self.part.start - 1)
-            return lines + (file.read(1) != b"\n")  # a line that began earlier belongs to an earlier part
+            remaining_bytes = start
+            while remaining_bytes > 0 and (piece := file.read(min(remaining_bytes, 1 << 20))):
+                num_lines += piece.count(b"\n")
+                remaining_bytes -= len(piece)
+            file.seek(start - 1)
+            if file.read(1) != b"\n":  # a line that began earlier belongs to an earlier part
+                num_lines += 1
+        return num_lines
 
 
 @contextmanager
@@ -129,29 +140,34 @@ def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FileP
 
 
 def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FilePart]:
+    """Split parquet into parts with row groups of about ``part_bytes`` bytes, uncompressed."""
     from pyarrow import parquet
 
-    with _whole_parquet(file.name), parquet.ParquetFile(file.name) as whole:
-        metadata = whole.metadata
+    with _whole_parquet(file.name), parquet.ParquetFile(file.name) as parquet_file:
+        metadata = parquet_file.metadata
         sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     parts: list[FilePart] = []
-    first = total = 0
-    for group, size in enumerate(sizes, 1):
-        total += size
-        if total >= part_bytes or group == len(sizes):
-            parts.append(FilePart(file, total, first, group, origin))
-            first = group
-            total = 0
-    return parts or [FilePart(file, file.size, 0, 0, origin)]
+    first_group = 0
+    num_bytes = 0
+    for next_group, size in enumerate(sizes, 1):
+        num_bytes += size
+        if num_bytes >= part_bytes or next_group == len(sizes):
+            parts.append(FilePart(file, num_bytes, first_group, next_group, origin))
+            first_group = next_group
+            num_bytes = 0
+    if not parts:  # a table without rows: its columns are checked
+        parts.append(FilePart(file, file.size, 0, 0, origin))
+    return parts
 
 
 def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
+    """Yield the whole file as one row."""
     path = reader.part.name
     with open_text(reader.part.file, reader.content) as file:
         data = file.read()
-    zero = data.find(b"\0")
-    if zero >= 0:
-        yield 1, BadRowError(f"{path}: byte {zero} is zero, so it is binary data and not text")
+    zero_byte = data.find(b"\0")
+    if zero_byte >= 0:
+        yield 1, BadRowError(f"{path}: byte {zero_byte} is zero, so it is binary data and not text")
         return
     reader.position = reader.part.num_bytes
     try:
@@ -161,12 +177,16 @@ def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 
 def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
+    """Yield the rows of the lines that begin in the part."""
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
     compressed = is_compressed(part.name)
-    names = {name for column in reader.columns for name in (column, name_in(column, ()))}
+    # the names that the text may have, as keys of an object
+    names = set(reader.columns)
+    names.update(name_in(column, ()) for column in reader.columns)
     keys = [f'"{name}"'.encode() for name in names]
     with open_text(part.file, reader.content) as file:
+        # the first line that begins in the part
         position = 0
         if part.start:
             position = file.seek(part.start - 1)
@@ -176,13 +196,16 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
             number += 1
             reader.num_counted = number
             start = position
-            position = position + len(line)
+            position += len(line)
             reader.position = listing.position_in(file) if compressed else position - part.start
+
+            # most lines are parsed by orjson, which is faster, but keeps the last of several equal keys
             try:
                 row = orjson.loads(line)
                 is_plain = all(line.count(key) < 2 for key in keys)  # a key may also be in the text
             except orjson.JSONDecodeError:
-                if not line.removeprefix(codecs.BOM_UTF8).strip():
+                is_blank = not line.removeprefix(codecs.BOM_UTF8).strip()
+                if is_blank:
                     continue
                 is_plain = False
             if not is_plain:
@@ -191,7 +214,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
                 except BadRowError as error:
                     yield number, error
                     continue
-            yield number, _checked(row, reader, number)
+            yield number, _check_is_object(row, reader, number)
 
 
 def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any:
@@ -203,7 +226,8 @@ def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any
         raise BadRowError(f"{reader.place(number)}: {error}") from None
 
 
-def _checked(row: Any, reader: FileReader, number: int) -> Row | BadRowError:
+def _check_is_object(row: Any, reader: FileReader, number: int) -> Row | BadRowError:
+    """Return the row, or the fault of a value that is no JSON object."""
     if isinstance(row, dict):
         return row
     column = name_in(reader.columns[0], ())
@@ -222,42 +246,56 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
         text = _decode(data, path, 0)
         content = _parse_json(text, reader.columns) if text.strip() else []
     except BadRowError as error:
-        where = "" if str(error).startswith(path) else f"{path}: "
-        raise InputError(f"{where}{error}; fix the file, or leave it out") from None
+        message = str(error)
+        if not message.startswith(path):
+            message = f"{path}: {message}"
+        raise InputError(f"{message}; fix the file, or leave it out") from None
     rows = content if isinstance(content, list) else [content]
     for number, row in enumerate(rows, 1):
         reader.position = reader.part.num_bytes * number // len(rows)
-        yield number, _checked(row, reader, number)
+        yield number, _check_is_object(row, reader, number)
 
 
 def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
     """Return whether the first line that is not blank is a complete JSON object; ``content`` as for ``open_text``."""
+    first_line_with_text = b""
     with open_text(file, content) as lines:
-        first = next((line for line in lines if line.strip()), b"")
+        for line in lines:
+            if line.strip():
+                first_line_with_text = line
+                break
+    if not first_line_with_text.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        return False
     try:
-        return first.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+        return isinstance(json.loads(first_line_with_text), dict)
     except (ValueError, RecursionError):
         return False
 
 
 def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
+    """Yield the rows below the header; a row with a fault is bad, a faulty header is an InputError."""
     path = reader.part.name
     csv.field_size_limit(sys.maxsize)
     with (
-        open_text(reader.part.file, reader.content) as binary,
+        open_text(reader.part.file, reader.content) as binary_file,
         # bytes that are not UTF-8 are kept as surrogates, so that they are a fault of their own row only
-        io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+        io.TextIOWrapper(binary_file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
     ):
         rows = csv.reader(file, strict=True)
         try:
-            header = next(rows, None)
-            if header is None:
+            header: list[str] | None = next(rows, None)
+            if header is None:  # an empty file
                 return
-            if fault := _undecodable(header):
-                raise InputError(f"{path}, line {rows.line_num}: {fault}")
+            header_fault = _undecodable(header)
+            if header_fault:
+                raise InputError(f"{path}, line {rows.line_num}: {header_fault}")
             check_not_repeated(path, reader.columns, header)
-            for number, row in enumerate((row for row in rows if row), 1):
-                reader.position = listing.position_in(binary)
+            number = 0
+            for row in rows:
+                if not row:  # a blank line
+                    continue
+                number += 1
+                reader.position = listing.position_in(binary_file)
                 fault = _undecodable(row)
                 if len(row) != len(header):
                     fault = f"{len(row)} fields, but the header has {len(header)}"
@@ -280,21 +318,27 @@ def _undecodable(fields: list[str]) -> str | None:
 
 
 def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of the part's row groups, with the columns to read."""
     from pyarrow import parquet
 
     part = reader.part
-    number = 0
     with _whole_parquet(part.name), parquet.ParquetFile(part.name) as file:
+        # the columns
         schema = file.schema_arrow
-        columns = [name for name in (name_in(one, schema.names) for one in reader.columns) if name in schema.names]
+        candidates = [name_in(column, schema.names) for column in reader.columns]
+        columns = [name for name in candidates if name in schema.names]
         if not columns:
             raise missing_column(part.name, reader.columns[0], schema.names)
         check_not_repeated(part.name, columns, schema.names)
         check_text_column(part.name, schema, reader.columns[0])
         reader.unread_columns = frozenset(schema.names).difference(columns)
         nested = nested_columns(schema, columns)
-        groups = list(range(part.start, file.metadata.num_row_groups if part.stop is None else part.stop))
+
+        # the rows
+        stop = file.metadata.num_row_groups if part.stop is None else part.stop
+        groups = list(range(part.start, stop))
         num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
+        number = 0
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=columns):
             for row in batch.to_pylist():
                 number += 1
@@ -325,22 +369,26 @@ def _whole_parquet(path: str) -> Iterator[None]:
 def _parse_json(text: str, columns: Sequence[str]) -> Any:
     """Parse JSON in which no object has one of ``columns`` twice."""
 
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        built = dict(pairs)
-        if len(built) < len(pairs):
-            names = [name for name, _ in pairs]
-            for name in (name_in(column, built) for column in columns):
-                if names.count(name) > 1:
-                    raise BadRowError(f"{names.count(name)} values are called {name!r}; keep one of them")
-        return built
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            keys = [key for key, _ in pairs]
+            for column in columns:
+                name = name_in(column, entries)
+                count = keys.count(name)
+                if count > 1:
+                    raise BadRowError(f"{count} values are called {name!r}; keep one of them")
+        return entries
 
     try:
-        return json.loads(text, object_pairs_hook=build)
+        return json.loads(text, object_pairs_hook=build_object)
     except BadRowError:
         raise
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
-        raise BadRowError(f"not JSON: {error.msg} at {where}") from None
+        position = f"column {error.colno}"
+        if "\n" in text:
+            position = f"line {error.lineno}, {position}"
+        raise BadRowError(f"not JSON: {error.msg} at {position}") from None
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"not JSON that can be read: {error}") from None
 

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,10 @@ def parse_dataset_name(value: str) -> DatasetName | None:
     subset = r"(?::([^:@]*))?"
     split = r"(?::([\w.+-]+))?"
     revision = r"(?:@([\w./-]+))?"
-    parts = re.fullmatch(f"([^:@]+){subset}{split}{revision}", value)
-    return DatasetName(parts[1], parts[2] or None, parts[3], parts[4]) if parts else None
+    match = re.fullmatch(f"([^:@]+){subset}{split}{revision}", value)
+    if match is None:
+        return None
+    return DatasetName(name=match[1], subset=match[2] or None, split=match[3], revision=match[4])
 
 
 def is_hub_name(value: str) -> bool:
@@ -65,25 +68,29 @@ def errors_of_datasets() -> tuple[type[Exception], ...]:
 
 def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
     """Return an error of one line for ``value`` of ``option``, by the class of ``error``, whose message is long."""
-    classes = {base.__name__ for base in type(error).__mro__}
+    classes = {base.__name__ for base in type(error).__mro__}  # by name: their modules are slow to import
     message = first_line(error)
-    cause = error.__cause__ if "DatasetGenerationError" in classes and error.__cause__ else error
+    cause: BaseException = error
+    if "DatasetGenerationError" in classes and error.__cause__:
+        cause = error.__cause__
     if message == "Config name is missing.":
         subsets = ", ".join(re.findall(r"'([^']+)'", str(error).splitlines()[1]))
         return InputError(f"{option} {value}: it has several subsets; give one of them as NAME:SUBSET: {subsets}")
     if is_folder:
         return InputError(f"{option} {value}: {first_line(cause)}")
     if "GatedRepoError" in classes or "is a gated dataset" in message:
-        why = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
+        reason = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
     elif message.startswith("Revision "):
-        why = f"the hub answers: {message}"
+        reason = f"the hub answers: {message}"
     elif classes & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "reach" not in message:
-        why = "the hub has nothing of this name that this login may read"
+        reason = "the hub has nothing of this name that this login may read"
     elif classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError"}:
-        why = "the hub cannot be reached: no network, or HF_HUB_OFFLINE is set (docs/reference/errors.md#no-internet)"
+        reason = (
+            "the hub cannot be reached: no network, or HF_HUB_OFFLINE is set (docs/reference/errors.md#no-internet)"
+        )
     else:
-        why = f"the hub answers: {first_line(cause)}"
-    return InputError(f"{option} {value}: no such file or folder here, and {why}")
+        reason = f"the hub answers: {first_line(cause)}"
+    return InputError(f"{option} {value}: no such file or folder here, and {reason}")
 
 
 @dataclass(frozen=True)
@@ -121,8 +128,10 @@ class DatasetSource(_OfSplits):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        found = f", {self.hub.found()}" if self.hub else ""
-        return (f"splits read: {describe_splits(self.splits, self.all_splits)}{found}",)
+        note = f"splits read: {describe_splits(self.splits, self.all_splits)}"
+        if self.hub:
+            note += f", {self.hub.found()}"
+        return (note,)
 
     @property
     def num_bytes(self) -> int:
@@ -139,11 +148,14 @@ class DatasetSource(_OfSplits):
     def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
         dataset = self.splits[part.split]
         place = f"{self.name} ({part.split})"
-        names = dataset.column_names
-        kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
+        all_names = dataset.column_names
+        candidates = [name_in(column, all_names) for column in columns]
+        names = [name for name in candidates if name in all_names]
+        if not names:
+            names = all_names  # the fault of each row will name the columns there are
         check_text_column(place, dataset.features.arrow_schema, columns[0])
-        rows = dataset.select_columns(kept).select(range(part.start, part.stop))
-        return RowReader(rows, place, part, part.start, unread_columns=frozenset(names).difference(kept))
+        rows = dataset.select_columns(names).select(range(part.start, part.stop))
+        return RowReader(rows, place, part, part.start, unread_columns=frozenset(all_names).difference(names))
 
     def identity(self, part: Any) -> str:
         return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
@@ -200,15 +212,16 @@ class RowReader:
         rows: "Dataset | IterableDataset",
         place: str,
         part: RowRange,
-        first: int,
+        first_row: int,
         unread_columns: frozenset[str] = frozenset(),
     ) -> None:
-        self.position = self.num_counted = 0
+        self.position = 0
+        self.num_counted = 0
         self.unread_columns = unread_columns
         self._rows = rows
         self._place = place
         self._part = part
-        self._first = first
+        self._first_row = first_row
         self._nested: dict[str, pyarrow.DataType] | None = None  # types of the nested columns, once a row is read
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
@@ -245,7 +258,7 @@ class RowReader:
         return NO_SHA256
 
     def place(self, number: int) -> str:
-        return f"{self._place}, row {self._first + number}"
+        return f"{self._place}, row {self._first_row + number}"
 
 
 def is_saved(folder: Path) -> bool:
@@ -269,16 +282,20 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
         raise InputError(
             f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
         ) from None
-    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
-    to_read = splits_to_read(name, option, splits, split)
-    return DatasetSource(name, to_read, root=folder, files=files, all_splits=tuple(map(str, splits)))
+    if isinstance(loaded, datasets.DatasetDict):
+        all_splits = dict(loaded)
+    else:  # one split, which may have no name
+        all_splits = {str(loaded.split or "train"): loaded}
+    splits = splits_to_read(name, option, all_splits, split)
+    return DatasetSource(name, splits, root=folder, files=files, all_splits=tuple(map(str, all_splits)))
 
 
 def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
     """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed."""
     print(f"asking the hub for {name}", file=sys.stderr)
     builder = open_builder(name, option, dataset.name, dataset)
-    for path in [path for paths in (builder.config.data_files or {}).values() for path in paths]:
+    data_files = builder.config.data_files or {}
+    for path in chain.from_iterable(data_files.values()):
         if "://" not in path:
             raise InputError(f"{option} {name}: its README.md names {path} on this machine; do not use it")
     try:
@@ -313,13 +330,15 @@ def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "Da
 
 def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: str | None) -> "dict[str, Any]":
     """Return the ``wanted`` splits, joined by +, which must exist; by default those that are there to train on."""
-    names = {str(split): rows for split, rows in splits.items()}
+    splits_by_name = {str(split): rows for split, rows in splits.items()}
     if wanted is None:
-        return {split: names[split] for split in train_splits(list(names))}
-    for split in wanted.split("+"):
-        if split not in names:
-            raise InputError(f"{option} {name}: no split {split!r}; there are: {', '.join(names)}")
-    return {split: names[split] for split in wanted.split("+")}
+        selected = train_splits(list(splits_by_name))
+    else:
+        selected = wanted.split("+")
+    for split in selected:
+        if split not in splits_by_name:
+            raise InputError(f"{option} {name}: no split {split!r}; there are: {', '.join(splits_by_name)}")
+    return {split: splits_by_name[split] for split in selected}
 
 
 def train_splits(names: Sequence[str]) -> list[str]:
@@ -330,14 +349,19 @@ def train_splits(names: Sequence[str]) -> list[str]:
     if "train" in names:
         return ["train"]
     not_held_out = [name for name in names if re.split(r"[_.-]", name)[0].lower() not in _HELD_OUT]
-    named_train = [name for name in not_held_out if name.lower().startswith("train")]
-    answered = [name for name in named_train if not name.endswith("_gen")]
-    return answered or named_train or not_held_out or list(names)
+    with_train = [name for name in not_held_out if name.lower().startswith("train")]
+    with_answers = [name for name in with_train if not name.endswith("_gen")]
+    for candidates in (with_answers, with_train, not_held_out):
+        if candidates:
+            return candidates
+    return list(names)
 
 
-def describe_splits(read: Iterable[str], there_are: Iterable[str]) -> str:
+def describe_splits(read_splits: Iterable[str], all_splits: Iterable[str]) -> str:
     """Return which splits are read for people, and which are not."""
-    names = list(read)
-    others = [name for name in there_are if name not in names]
-    left_out = f"; not read: {', '.join(others)} (NAME::SPLIT reads one)" if others else ""
-    return f"{', '.join(names)}{left_out}"
+    names = list(read_splits)
+    description = ", ".join(names)
+    unread_names = [name for name in all_splits if name not in names]
+    if unread_names:
+        description += f"; not read: {', '.join(unread_names)} (NAME::SPLIT reads one)"
+    return description

@@ -137,8 +137,9 @@ def is_about_data(name: str) -> bool:
 
 def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
     """List the files of a folder and of all folders in it, except hidden ones; InputError as in ``list_file``."""
+    root = "" if folder == Path() else str(folder)
     repeated: list[str] = []
-    return _listing(_walk(["" if folder == Path() else str(folder)], repeated), is_wanted, repeated)
+    return _list_paths(_walk([root], repeated), is_wanted, repeated)
 
 
 def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
@@ -147,50 +148,63 @@ def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
 
     head, recursive, _ = pattern.partition("**")
     repeated: list[str] = []
-    if recursive:  # glob would follow a link to a folder above it again and again
+    if recursive:
+        # not by glob, which would follow a link to a folder above it again and again
         try:
             matches = re.compile(glob_translate(pattern)).match
         except ValueError as error:
             raise InputError(f"{pattern}: {error}; put it between two slashes") from None
-        roots = glob.glob(os.path.dirname(head)) if os.path.dirname(head) else [""]
-        found = [path for path in _walk((one for one in roots if os.path.isdir(one or ".")), repeated) if matches(path)]
+        root_pattern = os.path.dirname(head)
+        roots = [""]  # the current folder
+        if root_pattern:
+            roots = [path for path in glob.glob(root_pattern) if os.path.isdir(path)]
+        paths = [path for path in _walk(roots, repeated) if matches(path)]
     else:
-        found = [path for path in glob.glob(pattern) if not os.path.isdir(path)]
+        paths = [path for path in glob.glob(pattern) if not os.path.isdir(path)]
     if str(Path(pattern)) != pattern:  # it has // or ./
-        found = [str(Path(path)) for path in found]
-    return _listing(found, is_wanted, repeated)
+        paths = [str(Path(path)) for path in paths]
+    return _list_paths(paths, is_wanted, repeated)
 
 
-def _listing(found: Iterable[str], is_wanted: Callable[[str], bool], repeated: Sequence[str]) -> Listing:
+def _list_paths(paths: Iterable[str], is_wanted: Callable[[str], bool], repeated: Sequence[str]) -> Listing:
+    """List the wanted files in order, and count the others."""
     others: Counter[str] = Counter()
 
-    def wanted() -> Iterator[ListedFile]:
-        for path in sorted(found, key=lambda path: path.replace(os.sep, "\0")):  # folder by folder
+    def wanted_files() -> Iterator[ListedFile]:
+        for path in sorted(paths, key=lambda path: path.replace(os.sep, "\0")):  # folder by folder
             if is_wanted(path):
                 yield list_file(path)
                 continue
             if os.path.islink(path) and not os.path.exists(path):
                 list_file(path)  # raises: it may be a folder of documents that is missing
-            others[os.path.basename(path) if is_about_data(path) else Path(path).suffix or "no suffix"] += 1
+            if is_about_data(path):
+                kind = os.path.basename(path)
+            else:
+                kind = Path(path).suffix or "no suffix"
+            others[kind] += 1
 
-    return Listing(ListedFiles(wanted()), others, tuple(sorted(repeated)))
+    return Listing(ListedFiles(wanted_files()), others, tuple(sorted(repeated)))
 
 
 def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
     """Yield all files below ``roots``, linked folders last; add links to folders seen before to ``repeated``."""
     folders: list[str] = []
-    links: list[str] = []
+    links: list[str] = []  # a heap: links are followed in the order of their paths
     for root in roots:
-        (links if os.path.islink(root) else folders).append(root)
+        if os.path.islink(root):
+            links.append(root)
+        else:
+            folders.append(root)
     heapq.heapify(links)
-    seen: set[tuple[int, int]] = set()
+    visited: set[tuple[int, int]] = set()  # device and inode
     while folders or links:
         folder = folders.pop() if folders else heapq.heappop(links)
         status = os.stat(folder or ".")
-        if (status.st_dev, status.st_ino) in seen:
+        inode = (status.st_dev, status.st_ino)
+        if inode in visited:
             repeated.append(folder)
             continue
-        seen.add((status.st_dev, status.st_ino))
+        visited.add(inode)
         with os.scandir(folder or ".") as entries:
             for entry in entries:
                 path = os.path.join(folder, entry.name)
@@ -206,14 +220,14 @@ def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
 
 def read_file(file: ListedFile) -> tuple[bytes, ListedFile]:
     """Return a file's content, up to its listed size, and the file as it is now, in four calls of the system."""
-    opened = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        data = os.read(opened, file.size)
-        while len(data) < file.size and (piece := os.read(opened, file.size - len(data))):
+        data = os.read(descriptor, file.size)
+        while len(data) < file.size and (piece := os.read(descriptor, file.size - len(data))):
             data += piece  # some file systems give a part at a time
-        status = os.fstat(opened)
+        status = os.fstat(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
     return data, ListedFile(file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -241,11 +255,19 @@ def sha256(path: str | Path) -> str:
 
 
 def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[SourceFile, ...]:
-    """Return the records of hashed files; a path that is not UTF-8 has escapes."""
+    """Return the records of hashed files; a path that is not UTF-8 has escapes.
+
+    Args:
+        root: the folder to which the recorded paths are relative.
+        files: the files.
+        digests: their SHA-256, uint8 [files, 32].
+    """
     folder = "" if root == Path() else os.path.join(root, "")
-    names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
-    paths = (name.decode("utf-8", "backslashreplace") for name in names)
-    return tuple(map(SourceFile, paths, files.sizes, (digest.tobytes().hex() for digest in digests)))
+    records: list[SourceFile] = []
+    for file, digest in zip(files, digests, strict=False):
+        path = os.fsencode(file.name.removeprefix(folder)).decode("utf-8", "backslashreplace")
+        records.append(SourceFile(path, file.size, digest.tobytes().hex()))
+    return tuple(records)
 
 
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
@@ -270,16 +292,17 @@ def changed(file: ListedFile) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Bytes ``start`` to ``stop`` of JSON lines, row groups of parquet, or a file; ``origin`` is its number.
-
-    ``num_bytes`` is its size, of row groups uncompressed. A line belongs to the part in which it begins.
-    """
+    """A part of a file that is read at once: bytes of JSON lines, row groups of parquet, or the whole file."""
 
     file: ListedFile
     num_bytes: int
+    """Its size; that of row groups is their uncompressed size."""
     start: int = 0
+    """The first byte, or row group. A line belongs to the part in which it begins."""
     stop: int | None = None
+    """The byte, or row group, after the last one; None for a whole file."""
     origin: int = 0
+    """The number of the file in its source."""
 
     @property
     def name(self) -> str:
@@ -306,14 +329,17 @@ class PackedParts(Sequence[FilePart]):
 
     def __getitem__(self, index: int) -> FilePart:  # type: ignore[override]  # nobody needs slices
         index = range(len(self))[index]
-        origin, num_bytes, start, stop = self._numbers[_FIELDS * index : _FIELDS * (index + 1)]
-        return FilePart(self._files[origin], num_bytes, start, None if stop == _TO_THE_END else stop, origin)
+        origin, num_bytes, start, packed_stop = self._numbers[_FIELDS * index : _FIELDS * (index + 1)]
+        stop = None if packed_stop == _TO_THE_END else packed_stop
+        return FilePart(self._files[origin], num_bytes, start, stop, origin)
 
 
 def file_suffix(name: str | Path) -> str:
     """Return the lower-case suffix that names the kind of file, without a compression's."""
     stem, suffix = os.path.splitext(os.fspath(name).lower())
-    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+    if suffix in COMPRESSIONS:
+        _, suffix = os.path.splitext(stem)
+    return suffix
 
 
 def is_compressed(name: str | Path) -> bool:
@@ -352,7 +378,9 @@ def _decompress(file: BinaryIO, compression: str) -> Any:
     return pyarrow.CompressedInputStream(file, compression)
 
 
-class _Counted(io.RawIOBase):
+class _CountedStream(io.RawIOBase):
+    """A stream that counts the bytes that were read from it."""
+
     def __init__(self, file: Any) -> None:
         self._file = file
         self.num_read = 0
@@ -370,8 +398,10 @@ class _Counted(io.RawIOBase):
 
 
 class _Decompressed(io.BufferedReader):
+    """The content of a compressed file, buffered; ``position_in`` estimates the position in the file."""
+
     def __init__(self, stream: Any, compressed: BinaryIO) -> None:
-        self.content = _Counted(stream)
+        self.content = _CountedStream(stream)
         self.compressed = compressed
         super().__init__(self.content, 1 << 20)
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +20,9 @@ from fabric_train.reading import listing as listings
 from fabric_train.reading.files import FileReader, is_readable, readable_suffixes, split_file
 from fabric_train.token_dataset.manifest import SourceRecord
 
-Given = TypeVar("Given")
+Item = TypeVar("Item")
 Opened = TypeVar("Opened")
+_MOST_LINKS_NAMED = 3
 UNFINISHED_SUFFIX = ".part"  # the suffix of a file whose download has not finished
 _NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
 _SHARD_OF_SPLIT = re.compile(r"(\w+)-\d{5}-of-\d{5}")  # as push_to_hub of datasets names files
@@ -82,7 +84,7 @@ PartReader = FileReader | hf_datasets.RowReader
 Source = FileSource | hf_datasets.DatasetSource | hf_datasets.StreamSource
 
 
-def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
+def split_names(values: Sequence[str], option: str) -> list[tuple[str, str]]:
     """Return the name and the place (path, pattern, URL or hub name) of each source that ``option`` gives.
 
     The text before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like
@@ -90,56 +92,77 @@ def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
     name are one source. InputError if NAME=PLACE is also a path that exists; or the name is ``all``, which means all
     sources wherever losses are shown by source.
     """
-    faults = []
-    named = []
-    for value in given:
-        found = _NAMED.fullmatch(value)
-        if found and (os.path.lexists(value) or (glob.has_magic(value) and next(glob.iglob(value), None))):
-            faults.append(f"{option} {value}: a path, and also {found[2]} with the name {found[1]}; give ./{value}")
-        name, place = (found[1], found[2]) if found else (redact(value), value)
+    faults: list[str] = []
+    sources: list[tuple[str, str]] = []
+    for value in values:
+        match = _NAMED.fullmatch(value)
+        if match is None:
+            name = redact(value)
+            place = value
+        else:
+            name = match[1]
+            place = match[2]
+            if _is_path_or_pattern(value):
+                faults.append(f"{option} {value}: a path, and also {place} with the name {name}; give ./{value}")
         if name == "all":
             faults.append(f"{option} {value}: losses of all sources together have the name all; give NAME={place}")
-        named.append((name, place))
+        sources.append((name, place))
     if faults:
         raise InputError(*faults)
-    return named
+    return sources
+
+
+def _is_path_or_pattern(value: str) -> bool:
+    """Return whether a path is there, or a pattern matches one."""
+    if os.path.lexists(value):
+        return True
+    return glob.has_magic(value) and any(glob.iglob(value))
 
 
 def place_of(value: str) -> str:
     """Return the place of a source that was accepted by :func:`split_names`."""
-    found = _NAMED.fullmatch(value)
-    return found[2] if found else value
+    match = _NAMED.fullmatch(value)
+    if match is None:
+        return value
+    return match[2]
 
 
-def open_each(open_one: Callable[[Given], Opened], given: Iterable[Given]) -> list[Opened]:
-    """Return an opened source for each thing given; an InputError has the faults of all, each once."""
-    opened: list[Opened] = []
+def open_each(open_item: Callable[[Item], Opened], items: Iterable[Item]) -> list[Opened]:
+    """Return what ``open_item`` returns for each item; an InputError has the faults of all, each once."""
+    opened_items: list[Opened] = []
     faults: dict[str, None] = {}
-    for one in given:
+    for item in items:
         try:
-            opened.append(open_one(one))
+            opened_items.append(open_item(item))
         except InputError as error:
             faults |= dict.fromkeys(error.faults)
     if faults:
         raise InputError(*faults)
-    return opened
+    return opened_items
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
-    """Open every source of ``option``; files of URLs come into ``downloads``. InputError with a line for each fault."""
-    return open_each(lambda name: _open(name, option, stream, downloads), names)
+    """Open every source of ``option``; files of URLs are saved in ``downloads``.
+
+    InputError with a line for each fault.
+    """
+    return open_each(lambda name: _open_source(name, option, stream, downloads), names)
 
 
-def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
+def _open_source(name: str, option: str, stream: bool, downloads: Path) -> Source:
+    """Open what a name means: a URL, a folder, a file, a part of a folder, a pattern, or a dataset on the hub."""
     if "://" in name:
         return _open_url(name, option, downloads)
+
+    # what is there under this name
     path = Path(name).expanduser()
     if path.is_dir():
         if hf_datasets.is_saved(path):
-            return hf_datasets.open_saved(name, option, path, None)
+            return hf_datasets.open_saved(name, option, path, split=None)
         if _is_copy_of_hub(path):
-            return _open_part_of_folder(name, option, hf_datasets.DatasetName(str(path), None, None, None))
-        return _of_files(name, option, "this folder", path, listings.list_folder(path, _is_document))
+            dataset = hf_datasets.DatasetName(str(path), subset=None, split=None, revision=None)
+            return _open_part_of_folder(name, option, dataset)
+        return _open_files(name, option, "this folder", path, listings.list_folder(path, _is_document))
     if os.path.lexists(path):
         file = listings.list_file(path)
         if not is_readable(path):
@@ -148,18 +171,23 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
                 f"readable are {readable_suffixes()}"
             )
         return FileSource(name=name, root=path.parent, files=listings.ListedFiles([file]))
-    dataset = hf_datasets.parse_dataset_name(name)
-    if dataset and Path(dataset.name).expanduser().is_dir():
-        return _open_part_of_folder(name, option, dataset)
+
+    # FOLDER:SUBSET:SPLIT
+    parsed_name = hf_datasets.parse_dataset_name(name)
+    if parsed_name and Path(parsed_name.name).expanduser().is_dir():
+        return _open_part_of_folder(name, option, parsed_name)
+
     if glob.has_magic(name):
+        # a README is read if the pattern names it
         is_wanted = is_readable if listings.is_about_data(name) else _is_document
         listing = listings.list_pattern(os.path.expanduser(name), is_wanted)
         folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
-        return _of_files(name, option, "what this pattern names", root, listing)
+        return _open_files(name, option, "what this pattern names", root, listing)
+
     check_name(name, option)
-    assert dataset is not None
-    return hf_datasets.open_hub(name, option, dataset, stream)
+    assert parsed_name is not None, "check_name has found it to be a hub name"
+    return hf_datasets.open_hub(name, option, parsed_name, stream)
 
 
 def check_name(name: str, option: str) -> None:
@@ -177,29 +205,42 @@ def _is_document(path: str) -> bool:
     return is_readable(path) and not listings.is_about_data(path)
 
 
-def _of_files(name: str, option: str, where: str, root: Path, listing: listings.Listing) -> FileSource:
-    num_others = listing.others.total()
+def _open_files(name: str, option: str, description: str, root: Path, listing: listings.Listing) -> FileSource:
+    """Return a source of listed files with notes about what is skipped; InputError if there is no file to read.
+
+    ``description`` says what was listed.
+    """
+    num_skipped = listing.others.total()
     if not listing.files:
         raise InputError(
-            f"{option} {name}: no readable file in {where} of {num_others} files; readable are {readable_suffixes()}"
+            f"{option} {name}: no readable file in {description} of {num_skipped} files; "
+            f"readable are {readable_suffixes()}"
         )
-    notes = []
-    if num_others:
-        listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(listing.others.items()))
-        about = next((kind for kind in sorted(listing.others) if listings.is_about_data(kind)), None)
-        more = f"; a {about} is read if {option} names it" if about else ""
-        notes.append(f"{num_others:,} files of other kinds are skipped ({listed}){more}")
+    notes: list[str] = []
+    if num_skipped:
+        kinds = sorted(listing.others)
+        counts = ", ".join(f"{listing.others[kind]:,} {kind}" for kind in kinds)
+        note = f"{num_skipped:,} files of other kinds are skipped ({counts})"
+        files_about_data = [kind for kind in kinds if listings.is_about_data(kind)]
+        if files_about_data:
+            note += f"; a {files_about_data[0]} is read if {option} names it"
+        notes.append(note)
     if listing.repeated:
-        more = f" and {len(listing.repeated) - 3} more" if len(listing.repeated) > 3 else ""
-        links = ", ".join(listing.repeated[:3]) + more
+        links = ", ".join(listing.repeated[:_MOST_LINKS_NAMED])
+        if len(listing.repeated) > _MOST_LINKS_NAMED:
+            links += f" and {len(listing.repeated) - _MOST_LINKS_NAMED} more"
         notes.append(f"links to folders that are read under another path are skipped: {links}")
     return FileSource(name=name, root=root, files=listing.files, notes=tuple(notes))
 
 
 def _is_copy_of_hub(folder: Path) -> bool:
     """Return whether a folder has subsets and splits as datasets on the hub do: in its README.md, or as file names."""
-    shards = (_SHARD_OF_SPLIT.match(file.name) for file in (folder / "data").glob("*-of-*"))
-    splits = {shard[1] for shard in shards if shard}
+    # data/train-00000-of-00002.parquet and data/test-00000-of-00001.parquet: not all splits are read
+    splits: set[str] = set()
+    for shard in (folder / "data").glob("*-of-*"):
+        match = _SHARD_OF_SPLIT.match(shard.name)
+        if match:
+            splits.add(match[1])
     if splits and len(hf_datasets.train_splits(sorted(splits))) < len(splits):
         return True
     readme = folder / "README.md"
@@ -210,7 +251,7 @@ def _is_copy_of_hub(folder: Path) -> bool:
 
 
 def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetName) -> Source:
-    """Open a split of a save_to_disk folder, or as files, which stay unchanged, a part of a copy of a hub dataset."""
+    """Open a split of a save_to_disk folder, or a subset or split of a copy of a hub dataset, whose files are read."""
     folder = Path(dataset.name).expanduser().resolve()
     if dataset.revision:
         raise InputError(f"{option} {name}: a folder has no revisions; leave out @{dataset.revision}")
@@ -218,18 +259,21 @@ def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetNam
         if dataset.subset:
             raise InputError(f"{option} {name}: a save_to_disk folder has no subsets; give NAME::SPLIT")
         return hf_datasets.open_saved(name, option, folder, dataset.split)
+
+    # the files of the splits, which the README.md of a stranger may name
     builder = hf_datasets.open_builder(name, option, str(folder), dataset)
     data_files = builder.config.data_files or {}
-    by_split = hf_datasets.splits_to_read(name, option, data_files, dataset.split)
-    paths = [Path(path) for paths in by_split.values() for path in paths]
+    paths_by_split = hf_datasets.splits_to_read(name, option, data_files, dataset.split)
+    paths = [Path(path) for path in chain.from_iterable(paths_by_split.values())]
     for path in paths:
         if not path.is_relative_to(folder) or ".." in path.parts:
             raise InputError(f"{option} {name}: its README.md names {path}, which is not in the folder; correct it")
         if not is_readable(path):
             raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
-    splits = hf_datasets.describe_splits(by_split, map(str, data_files))
+    files = listings.ListedFiles(map(listings.list_file, paths))
+    splits = hf_datasets.describe_splits(paths_by_split, map(str, data_files))
     notes = (f"subset {builder.config.name}, splits read: {splits}",)
-    return FileSource(name=name, root=folder, files=listings.ListedFiles(map(listings.list_file, paths)), notes=notes)
+    return FileSource(name=name, root=folder, files=files, notes=notes)
 
 
 def _open_url(url: str, option: str, folder: Path) -> FileSource:
@@ -240,44 +284,54 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     try:
-        system, path = url_to_fs(url)
+        file_system, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
     try:
+        # the files that the URL names
         is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
         is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
-        paths = sorted(system.glob(path)) if is_pattern else [path]
-        named = [
-            path for path in paths if not is_pattern or listings.is_about_data(url) or not listings.is_about_data(path)
-        ]
-        readable = [path for path in named if is_readable(_name(path))]
-        if not readable:
+        paths = [path]
+        if is_pattern:
+            paths = sorted(file_system.glob(path))
+            if not listings.is_about_data(url):  # a README is read if the pattern names it
+                paths = [path for path in paths if not listings.is_about_data(path)]
+        readable_paths = [path for path in paths if is_readable(_file_name(path))]
+        if not readable_paths:
             raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
-        files = listings.ListedFiles(listings.list_file(_fetch(system, path, folder)) for path in readable)
+
+        downloads = (_fetch(file_system, path, folder) for path in readable_paths)
+        files = listings.ListedFiles(map(listings.list_file, downloads))
     except OSError as error:
         raise InputError(f"{option} {url}: cannot be fetched: {_reason(error, url)}") from None
     return FileSource(name=redact(url), root=folder, files=files)
 
 
-def _fetch(system: Any, path: str, folder: Path) -> Path:
-    details = system.info(path)
+def _fetch(file_system: Any, path: str, folder: Path) -> Path:
+    """Download a file, unless this version of it is there, and return where it is."""
+    # the name has a hash of what changes with the content
+    details = file_system.info(path)
     version = f"{path} {details.get('size')} {details.get('ETag') or details.get('mtime') or ''}"
-    target = folder / f"{hashlib.sha256(version.encode()).hexdigest()[:16]}-{_name(path).name}"
+    version_hash = hashlib.sha256(version.encode()).hexdigest()[:16]
+    target = folder / f"{version_hash}-{_file_name(path)}"
     if target.exists():
         return target
+
+    # renamed when complete
     folder.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}{UNFINISHED_SUFFIX}")
+    unfinished = target.with_name(f"{target.name}{UNFINISHED_SUFFIX}")
     log = ThrottledLog()
-    with system.open(path, "rb") as remote, part.open("wb") as local:
-        while piece := remote.read(1 << 22):
-            local.write(piece)
-            log(f"fetching {redact(path)}: {local.tell() / 1e6:,.0f} MB")
-    part.rename(target)
+    with file_system.open(path, "rb") as remote_file, unfinished.open("wb") as local_file:
+        while piece := remote_file.read(1 << 22):
+            local_file.write(piece)
+            log(f"fetching {redact(path)}: {local_file.tell() / 1e6:,.0f} MB")
+    unfinished.rename(target)
     return target
 
 
-def _name(path: str) -> Path:
-    return Path(Path(path.split("?")[0]).name)
+def _file_name(path: str) -> str:
+    """Return the name of a file, without the query of a web address."""
+    return Path(path.partition("?")[0]).name
 
 
 def _reason(error: BaseException, url: str) -> str:
@@ -285,4 +339,6 @@ def _reason(error: BaseException, url: str) -> str:
     reason = first_line(error)
     if not url.endswith(reason):
         return reason
-    return "there is no such file" if error.__cause__ is None else _reason(error.__cause__, url)
+    if error.__cause__ is None:
+        return "there is no such file"
+    return _reason(error.__cause__, url)
