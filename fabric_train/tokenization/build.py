@@ -107,8 +107,8 @@ def write_token_dataset(
     collections = _collect_documents(corpus, encoded, near)
     unused_columns = _unused_columns(encoded)
     sources: list[SourceRecord] = []
-    for number, source in enumerate(corpus.source_records(encoded.digests)):
-        sources.append(replace(source, unused_columns=tuple(sorted(unused_columns[number]))))
+    for source_number, source in enumerate(corpus.source_records(encoded.digests)):
+        sources.append(replace(source, unused_columns=tuple(sorted(unused_columns[source_number]))))
     if of_slice:
         sources, collections = _keep_files_of_slice(sources, collections, encoded)
     encoded.records.clear()  # gigabytes of a large corpus; the collections have what is needed
@@ -235,24 +235,24 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
     skipped: dict[int, Counter[str]] = defaultdict(Counter)
     last_read = -1  # the last source of --dataset that was read
     for record in encoded.records:
-        number = record.shard.source
-        num_documents[number] += len(record.documents)
+        source_number = record.shard.source
+        num_documents[source_number] += len(record.documents)
         for reason_number, reason in enumerate(record.reasons):
-            skipped[number][reason] += int((record.skipped["reason"] == reason_number).sum())
+            skipped[source_number][reason] += int((record.skipped["reason"] == reason_number).sum())
         if record.first_bad_row:
-            first_bad_rows.setdefault(number, record.first_bad_row)
-        if number < num_train:
-            last_read = max(last_read, number)
+            first_bad_rows.setdefault(source_number, record.first_bad_row)
+        if source_number < num_train:
+            last_read = max(last_read, source_number)
     if last_read < 0:  # no source has anything to read
         last_read = num_train
 
     faults: list[str] = []
-    for number, source in enumerate(sources):
-        is_expected = number <= last_read or number >= num_train
-        if is_expected and not num_documents[number]:
-            fault = f"{source.name}: {_nothing_left(skipped[number])}"
-            if number in first_bad_rows:
-                fault += f"; the first bad row: {first_bad_rows[number]}"
+    for source_number, source in enumerate(sources):
+        is_expected = source_number <= last_read or source_number >= num_train
+        if is_expected and not num_documents[source_number]:
+            fault = f"{source.name}: {_nothing_left(skipped[source_number])}"
+            if source_number in first_bad_rows:
+                fault += f"; the first bad row: {first_bad_rows[source_number]}"
             faults.append(fault)
     if faults:
         raise InputError(*faults)
@@ -396,24 +396,24 @@ def _with_shares(
             available_tokens -= tokens_by_source(split.collection, split.order, num_train_sources)
 
     records: list[SourceRecord] = []
-    for number, source in enumerate(sources):
-        is_train = number < num_train_sources
+    for source_number, source in enumerate(sources):
+        is_train = source_number < num_train_sources
         collection = collections[0] if is_train else collections[-1]
         kept_documents = collection.kept_documents
-        documents = kept_documents[collection.sources[kept_documents] == number]
-        num_train_tokens = int(train_tokens[number]) if is_train else 0
+        documents = kept_documents[collection.sources[kept_documents] == source_number]
+        num_train_tokens = int(train_tokens[source_number]) if is_train else 0
         record = replace(
             source,
             documents=len(documents),
-            documents_skipped=dict(collection.skipped.get(number, {})),
+            documents_skipped=dict(collection.skipped.get(source_number, {})),
             tokens=int(collection.documents.lengths[documents].sum()),
             train_tokens=num_train_tokens,
             share_reached=round(num_train_tokens / int(train_tokens.sum()), 6),
         )
         if is_train and arguments.weights:
-            weight = arguments.weights[number]
+            weight = arguments.weights[source_number]
             share = round(weight / sum(arguments.weights), 6)
-            epochs = round(num_train_tokens / int(available_tokens[number]), 4)
+            epochs = round(num_train_tokens / int(available_tokens[source_number]), 4)
             record = replace(record, weight=weight, share_asked=share, epochs=epochs)
         records.append(record)
     return records
@@ -454,9 +454,9 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     for source_format in corpus.formats:
         if source_format.chat is not None:
             notes += source_format.chat.notes
-    for number, columns in sorted(_unused_columns(encoded).items()):
+    for source_number, columns in sorted(_unused_columns(encoded).items()):
         if columns:
-            notes.append(f"{corpus.named[number][0]}: columns not used: {', '.join(sorted(columns))}")
+            notes.append(f"{corpus.names_and_places[source_number][0]}: columns not used: {', '.join(sorted(columns))}")
     notes = list(dict.fromkeys(notes))  # several sources may have the same format
     bad_rows = [record.first_bad_row for record in encoded.records if record.first_bad_row]
     if bad_rows:

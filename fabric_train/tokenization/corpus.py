@@ -128,7 +128,7 @@ class OpenedCorpus:
     """The sources, the tokenizer, and how documents are cleaned and encoded."""
 
     arguments: TokenizeArguments  # with the packing that the sources decide
-    named: list[tuple[str, str]]  # the name and place of each source as given
+    names_and_places: list[tuple[str, str]]  # the name and place of each source as given
     train: list[Source]  # the sources of --dataset
     held_out: list[Source]  # the sources of --validation_dataset
     tokenizer: CorpusTokenizer
@@ -193,7 +193,7 @@ class OpenedCorpus:
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``digests`` are the SHA-256 of the files of each source."""
         records = []
-        for source, file_digests, (name, place) in zip(self.sources, digests, self.named, strict=True):
+        for source, file_digests, (name, place) in zip(self.sources, digests, self.names_and_places, strict=True):
             records.append(replace(source.record(file_digests), name=name, place=redact(place)))
         return records
 
@@ -252,7 +252,7 @@ def open_corpus(
     cleaner = open_cleaner(arguments, kinds, arguments.text_column) if arguments.cleans else None
     return OpenedCorpus(
         arguments=arguments,
-        named=[*train_names, *validation_names],
+        names_and_places=[*train_names, *validation_names],
         train=train,
         held_out=held_out,
         tokenizer=tokenizer,

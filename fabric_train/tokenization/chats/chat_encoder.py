@@ -204,39 +204,39 @@ class ChatEncoder:
     def _encode_rendered(self, chat: "_RenderedChat") -> EncodedDocument | LeftOut:
         """Encode a chat, shortened if it is too long."""
         all_messages = range(len(chat.chat.messages))
-        document = self._encode_part(chat, _ChatPart(all_messages, chat.rendering))
+        document = self._encode_slice(chat, _ChatSlice(all_messages, chat.rendering))
         num_tokens = len(document.input_ids)
         if self._max_length is None or num_tokens <= self._max_length:
             return document
-        part: _ChatPart | None = None
+        chat_slice: _ChatSlice | None = None
         if self._too_long != "drop":
-            part = self._longest_part(chat, num_tokens, self._max_length)
-        if part is None:
+            chat_slice = self._longest_slice(chat, num_tokens, self._max_length)
+        if chat_slice is None:
             return LeftOut(manifest.TOO_LONG, num_tokens)
-        if chat.turns.isdisjoint(part.messages):
+        if chat.turns.isdisjoint(chat_slice.messages):
             return LeftOut(manifest.NOTHING_SUPERVISED, num_tokens)
-        shortened = self._encode_part(chat, part)
+        shortened = self._encode_slice(chat, chat_slice)
         return replace(shortened, num_tokens_cut=num_tokens - len(shortened.input_ids))
 
-    def _encode_part(self, chat: "_RenderedChat", part: "_ChatPart") -> EncodedDocument:
+    def _encode_slice(self, chat: "_RenderedChat", chat_slice: "_ChatSlice") -> EncodedDocument:
         """Encode a part of a chat, and supervise those of its messages that are to be supervised."""
         # with --train_on all, the turns are marked that are not to be supervised
         supervises_all = self._train_on == "all"
-        marked = [index for index, turn in enumerate(part.messages) if (turn in chat.turns) is not supervises_all]
+        marked = [index for index, turn in enumerate(chat_slice.messages) if (turn in chat.turns) is not supervises_all]
         spans: list[Span] = []
         if marked:
-            spans = self._template.mark(part.rendering, marked)
-        text = part.rendering.text
+            spans = self._template.mark(chat_slice.rendering, marked)
+        text = chat_slice.rendering.text
         input_ids, is_marked = self._tokens.encode(text, spans)
         supervised = ~is_marked if supervises_all else is_marked
         if not self._template.ends_with_control_token(text):
             input_ids = np.append(input_ids, np.int32(self._eos_token_id))
-            supervised = np.append(supervised, part.messages[-1] in chat.turns)
+            supervised = np.append(supervised, chat_slice.messages[-1] in chat.turns)
 
         # the control tokens that are the last supervised tokens of a turn
         is_next_supervised = np.append(supervised[1:], np.False_)
         last_ids = input_ids[supervised & ~is_next_supervised]
-        contents = [chat.chat.messages[index]["content"] for index in part.messages]
+        contents = [chat.chat.messages[index]["content"] for index in chat_slice.messages]
         return EncodedDocument(
             input_ids=input_ids,
             supervised=None if supervises_all and not marked else supervised,
@@ -246,7 +246,7 @@ class ChatEncoder:
             unused=chat.unused,
         )
 
-    def _longest_part(self, chat: "_RenderedChat", num_tokens: int, max_length: int) -> "_ChatPart | None":
+    def _longest_slice(self, chat: "_RenderedChat", num_tokens: int, max_length: int) -> "_ChatSlice | None":
         """Return the longest part of a conversation that fits, None if none fits.
 
         The ``num_tokens`` tokens of the whole conversation show which part that should be. It is rendered, and so is
@@ -259,12 +259,12 @@ class ChatEncoder:
         begins, ends = self._tokens.estimate(chat.rendering.text, np.array(spans)).T  # [messages] each
 
         # the parts from the shortest to the longest, as indices of messages, and about how many tokens each has
-        parts: list[list[int]] = []
+        slices: list[list[int]] = []
         lengths: list[float] = []
         if self._too_long == "cut_end":
             for end in range(1, len(roles)):
                 if roles[end - 1] == "assistant" or self._train_on == "all":
-                    parts.append(list(range(end)))
+                    slices.append(list(range(end)))
                     lengths.append(num_tokens - ends[-1] + ends[end - 1])
         else:  # cut_start: the system turns stay, and then a turn of the user comes first
             num_system = 0
@@ -272,25 +272,25 @@ class ChatEncoder:
                 num_system += 1
             for begin in range(len(roles) - 1, num_system, -1):
                 if roles[begin] == "user":
-                    parts.append([*range(num_system), *range(begin, len(roles))])
+                    slices.append([*range(num_system), *range(begin, len(roles))])
                     lengths.append(num_tokens - begins[begin] + begins[num_system])
         fitting: dict[int, Rendering] = {}
 
-        def fits(number: int) -> bool:
-            part_messages = [messages[index] for index in parts[number]]
-            rendering = self._render_shielded(part_messages, chat.rendering.tools, chat.rendering.variables)
-            part_length = self._tokens.count(rendering.text)
+        def fits(slice_index: int) -> bool:
+            slice_messages = [messages[index] for index in slices[slice_index]]
+            rendering = self._render_shielded(slice_messages, chat.rendering.tools, chat.rendering.variables)
+            num_slice_tokens = self._tokens.count(rendering.text)
             if not self._template.ends_with_control_token(rendering.text):
-                part_length += 1  # EOS
-            if part_length > max_length:
+                num_slice_tokens += 1  # EOS
+            if num_slice_tokens > max_length:
                 return False
-            fitting[number] = rendering
+            fitting[slice_index] = rendering
             return True
 
-        num_fitting = _count_first(fits, len(parts), guess=bisect_right(lengths, max_length))
+        num_fitting = _count_first(fits, len(slices), guess=bisect_right(lengths, max_length))
         if num_fitting == 0:
             return None
-        return _ChatPart(parts[num_fitting - 1], fitting[num_fitting - 1])
+        return _ChatSlice(slices[num_fitting - 1], fitting[num_fitting - 1])
 
 
 def _is_untrained_context(message: Message) -> bool:
@@ -309,7 +309,7 @@ class _RenderedChat:
 
 
 @dataclass(frozen=True)
-class _ChatPart:
+class _ChatSlice:
     """Some messages of a chat, by their indices in it, and their rendering."""
 
     messages: Sequence[int]

@@ -63,8 +63,8 @@ class _Separator:
     """The text between two contents, or before the first, or after the last."""
 
     text: str
-    before: int  # its first characters that belong to the assistant's turn before it
-    after: int  # its last ones that belong to the assistant's turn after it
+    previous_turn_length: int  # its first characters that belong to the previous turn, one of the assistant
+    next_turn_length: int  # its last characters that belong to the next turn, one of the assistant
 
 
 @dataclass(frozen=True)
@@ -347,16 +347,16 @@ class ChatTemplate:
         for index, pair in enumerate(pairwise(ends)):
             _, begin = content_spans[index]
             end, _ = content_spans[index + 1]
-            before = 0
+            previous_turn_length = 0
             if index - 1 in spans:
                 _, span_end = spans[index - 1]
-                before = span_end - begin
-            after = 0
+                previous_turn_length = span_end - begin
+            next_turn_length = 0
             if index in spans:
                 span_begin, _ = spans[index]
-                after = end - span_begin
+                next_turn_length = end - span_begin
             if self._separators[pair] is None:
-                self._separators[pair] = _Separator(text[begin:end], before, after)
+                self._separators[pair] = _Separator(text[begin:end], previous_turn_length, next_turn_length)
 
     def _compose(self, roles: Iterable[str], contents: Sequence[str]) -> tuple[str, dict[int, Span]]:
         """Return the text of contents and separators, and the assistant's spans; "" if a separator is unknown."""
@@ -370,10 +370,10 @@ class ChatTemplate:
                 return "", {}
             previous_role, _ = pair
             if previous_role == "assistant":
-                spans[index - 1] = (span_begin, position + separator.before)
+                spans[index - 1] = (span_begin, position + separator.previous_turn_length)
             texts.append(separator.text)
             position += len(separator.text)
-            span_begin = position - separator.after
+            span_begin = position - separator.next_turn_length
             if index < len(contents):
                 texts.append(contents[index])
                 position += len(contents[index])
@@ -482,8 +482,8 @@ def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
 def _run_child(attempt: Callable[[], object], writer: int) -> None:
     """End this process, a forked child, after ``attempt``; write the message of its BadRowError."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the parent's handlers are not for the child
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):  # the parent's handlers are not for the child
+            signal.signal(signal_number, signal.SIG_DFL)
         _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
         with suppress(ValueError):  # a lower limit is set already

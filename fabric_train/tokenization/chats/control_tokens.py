@@ -99,7 +99,7 @@ class ControlTokens:
         self._control_pattern = _any_of(control)
         self._placeholder_pattern = _any_of(self._shielded_texts)
         self._control_ids = np.array(list(control.values()), np.int32)
-        self._parts: dict[str, list[str]] = {}  # of renderings, see _split
+        self._segments: dict[str, list[str]] = {}  # of renderings, see _split
         self._ids: dict[str, np.ndarray] = {}  # of control tokens, and of the texts between them
         self._texts_with_control: set[str] = set()  # the encoder makes control tokens of these texts
 
@@ -121,13 +121,13 @@ class ControlTokens:
         return [self.shield(message) for message in messages]
 
     def encode_ahead(self, texts: Iterable[str]) -> None:
-        """Encode the parts of these renderings in one call, for ``encode`` and ``count``; forget earlier ones."""
+        """Encode the segments of these renderings in one call, for ``encode`` and ``count``; forget earlier ones."""
         self._ids = {text: np.array([token_id], np.int32) for text, token_id in self._control.items()}
         self._ids[""] = np.empty(0, np.int32)
         self._texts_with_control = set()
         if self._encoder:
-            self._parts = {text: self._control_pattern.split(text) for text in texts}
-            self._encode_parts(chain.from_iterable(self._parts.values()))
+            self._segments = {text: self._control_pattern.split(text) for text in texts}
+            self._encode_segments(chain.from_iterable(self._segments.values()))
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a rendering, int32 [T], and which lie at least partly in one of ``spans``, bool [T].
@@ -135,81 +135,81 @@ class ControlTokens:
         ``spans``, (start, end) in characters, are in order. BadRowError if text becomes a control token.
         """
         try:
-            return self._encode_by_parts(text, spans)
+            return self._encode_by_segments(text, spans)
         except _NeedsWholeTextError:
             return self._encode_whole(text, spans)
 
     def count(self, text: str) -> int:
         """Return the number of a rendering's tokens; arguments and errors as in ``encode``."""
         try:
-            return sum(len(self._ids[part]) for part in self._split(text))
+            return sum(len(self._ids[segment]) for segment in self._split(text))
         except _NeedsWholeTextError:
             return len(self._encode_whole(text, [])[0])
 
     def estimate(self, text: str, positions: np.ndarray) -> np.ndarray:
         """Return about how many tokens of a rendering are before each of these characters, of any shape."""
         try:
-            parts = self._split(text)
+            segments = self._split(text)
         except _NeedsWholeTextError:
             return np.interp(positions, [0, len(text)], [0, self.count(text)])
-        character_ends = np.cumsum([len(part) for part in parts])
-        token_ends = np.cumsum([len(self._ids[part]) for part in parts])
+        character_ends = np.cumsum([len(segment) for segment in segments])
+        token_ends = np.cumsum([len(self._ids[segment]) for segment in segments])
         return np.interp(positions, [0, *character_ends], [0, *token_ends])
 
     def _split(self, text: str) -> list[str]:
-        """Return a rendering's parts, by turns a text, which may be empty, and a control token; all are encoded."""
+        """Return a rendering's segments, by turns a text, which may be empty, and a control token; all are encoded."""
         if self._encoder is None:
             raise _NeedsWholeTextError
-        if text not in self._parts:
-            self._parts[text] = self._control_pattern.split(text)
-            self._encode_parts(self._parts[text])
-        parts = self._parts[text]
-        if not self._texts_with_control.isdisjoint(parts):
+        if text not in self._segments:
+            self._segments[text] = self._control_pattern.split(text)
+            self._encode_segments(self._segments[text])
+        segments = self._segments[text]
+        if not self._texts_with_control.isdisjoint(segments):
             raise _NeedsWholeTextError
-        return parts
+        return segments
 
-    def _encode_parts(self, parts: Iterable[str]) -> None:
-        """Encode the parts that are not encoded yet, each once."""
-        new_parts = list(dict.fromkeys(part for part in parts if part not in self._ids))
-        if not new_parts:
+    def _encode_segments(self, segments: Iterable[str]) -> None:
+        """Encode the segments that are not encoded yet, each once."""
+        new_segments = list(dict.fromkeys(segment for segment in segments if segment not in self._ids))
+        if not new_segments:
             return
         assert self._encoder
-        ids_by_part = self._encoder.encode_batch([self._unshield(part) for part in new_parts])
-        self._ids.update(zip(new_parts, ids_by_part, strict=True))
+        ids_by_segment = self._encoder.encode_batch([self._unshield(segment) for segment in new_segments])
+        self._ids.update(zip(new_segments, ids_by_segment, strict=True))
         # one test of all ids, as mostly no text becomes a control token
-        if np.isin(np.concatenate(ids_by_part), self._control_ids).any():
-            for part, ids in zip(new_parts, ids_by_part, strict=True):
+        if np.isin(np.concatenate(ids_by_segment), self._control_ids).any():
+            for segment, ids in zip(new_segments, ids_by_segment, strict=True):
                 if np.isin(ids, self._control_ids).any():
-                    self._texts_with_control.add(part)
+                    self._texts_with_control.add(segment)
 
-    def _encode_by_parts(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Return what ``encode`` returns, from the rendering's parts; _NeedsWholeTextError if that is impossible."""
-        parts = self._split(text)
-        ids_by_part = [self._ids[part] for part in parts]
-        first_characters = [0, *accumulate(map(len, parts))]
-        first_tokens = [0, *accumulate(map(len, ids_by_part))]
+    def _encode_by_segments(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """Return what ``encode`` returns, from the rendering's segments; _NeedsWholeTextError if that is impossible."""
+        segments = self._split(text)
+        ids_by_segment = [self._ids[segment] for segment in segments]
+        first_characters = [0, *accumulate(map(len, segments))]
+        first_tokens = [0, *accumulate(map(len, ids_by_segment))]
 
         def find_token(border: int) -> int:
             """Return the token that begins at a character."""
-            next_part = bisect_left(first_characters, border)
-            if first_characters[next_part] == border:
-                return first_tokens[next_part]
-            # the border is within a part: encode the part's beginning, whose ids must be the first ids of the part
-            index = next_part - 1
-            part = parts[index]
-            if part in self._control:
+            next_segment = bisect_left(first_characters, border)
+            if first_characters[next_segment] == border:
+                return first_tokens[next_segment]
+            # the border is within a segment: encode its beginning, whose ids must be the first ids of the segment
+            index = next_segment - 1
+            segment = segments[index]
+            if segment in self._control:
                 raise _NeedsWholeTextError
-            beginning = part[: border - first_characters[index]]
-            self._encode_parts([beginning])
+            beginning = segment[: border - first_characters[index]]
+            self._encode_segments([beginning])
             ids = self._ids[beginning]
-            if ids_by_part[index][: len(ids)].tobytes() != ids.tobytes():
+            if ids_by_segment[index][: len(ids)].tobytes() != ids.tobytes():
                 raise _NeedsWholeTextError  # the border is within a token
             return first_tokens[index] + len(ids)
 
         is_inside = np.zeros(first_tokens[-1], dtype=bool)
         for begin, end in spans:
             is_inside[find_token(begin) : find_token(end)] = True
-        return np.concatenate(ids_by_part), is_inside
+        return np.concatenate(ids_by_segment), is_inside
 
     def _unshield(self, text: str) -> str:
         if self._secret not in text:

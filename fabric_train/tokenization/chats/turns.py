@@ -75,8 +75,8 @@ class TurnReader:
     def read(self, turns: Any) -> list[Message]:
         """Return a conversation as messages; TypeError, ValueError or KeyError if it is none."""
         messages: list[Message] = []
-        for number, turn in enumerate(list_of_turns(turns), 1):
-            message = self._read_turn(turn, number)
+        for turn_number, turn in enumerate(list_of_turns(turns), 1):
+            message = self._read_turn(turn, turn_number)
             calls = message.pop(_FUNCTION_CALL, None)
             if calls is None:
                 messages.append(message)
@@ -86,25 +86,26 @@ class TurnReader:
                 messages.append({**message, "tool_calls": calls})
         return messages
 
-    def _read_turn(self, turn: Mapping[str, Any], number: int) -> Message:
+    def _read_turn(self, turn: Mapping[str, Any], turn_number: int) -> Message:
         """Return a turn as a message, without null entries; the calls of a function_call turn have their own key."""
         if turn.keys() == _PLAIN_TURN and isinstance(turn["content"], str) and turn["role"] in _PLAIN_ROLES:
             return {"role": turn["role"], "content": turn["content"]}  # most turns: what follows takes time
 
         # each key that is understood is removed from the entries; the others stay, for the template
         entries = {key: value for key, value in turn.items() if value is not None}
-        speaker = entries.pop(_find_key(entries, _ROLE_KEYS, turn, number))
+        speaker = entries.pop(_find_key(entries, _ROLE_KEYS, turn, turn_number))
         role = _ROLE_OF.get(speaker.lower()) if isinstance(speaker, str) else None
         if role is None:
             raise ValueError(
-                f"role {excerpt(speaker)} of turn {number} is not one of {_KNOWN_ROLES} (docs/tokenization.md has all)"
+                f"role {excerpt(speaker)} of turn {turn_number} is not one of {_KNOWN_ROLES} "
+                "(docs/tokenization.md has all)"
             )
-        is_trained = self._pop_trained(entries, number)
-        calls = _pop_tool_calls(entries, number)
+        is_trained = self._pop_trained(entries, turn_number)
+        calls = _pop_tool_calls(entries, turn_number)
         if calls and not any(key in entries for key in _TEXT_KEYS):
             entries["content"] = ""
-        content = entries.pop(_find_key(entries, _TEXT_KEYS, turn, number))
-        text, is_content_trained = self._read_content(content, number)
+        content = entries.pop(_find_key(entries, _TEXT_KEYS, turn, turn_number))
+        text, is_content_trained = self._read_content(content, turn_number)
         if is_content_trained is not None:
             is_trained = is_content_trained and is_trained is not False
 
@@ -116,14 +117,14 @@ class TurnReader:
             message["role"] = "assistant"
             if not self.calls_as_text:
                 message["content"] = ""
-                message[_FUNCTION_CALL] = _read_calls(_parse_json(text, f"the call of turn {number}"), number)
+                message[_FUNCTION_CALL] = _read_calls(_parse_json(text, f"the call of turn {turn_number}"), turn_number)
         if is_trained is False:
             message[TRAINED] = False
         elif is_trained and message["role"] != "assistant":
             self.leave("what trains turns that are not the assistant's")
         return message
 
-    def _read_content(self, content: Any, number: int) -> tuple[str, bool | None]:
+    def _read_content(self, content: Any, turn_number: int) -> tuple[str, bool | None]:
         """Return a content as one text, and whether its parts say that it is trained; None if they do not say."""
         if isinstance(content, str):
             return content, None
@@ -136,14 +137,14 @@ class TurnReader:
             if entries.pop("type", None) != "text" or not isinstance(entries.get("text"), str):
                 raise TypeError("content must be text or a list of parts of type text")
             texts.append(entries.pop("text"))
-            is_trained.add(self._pop_trained(entries, number))
+            is_trained.add(self._pop_trained(entries, turn_number))
             for key in entries:
                 self.leave(f"content.{key}")
         if len(is_trained) > 1:
-            raise ValueError(f"only parts of turn {number} are trained; make turns of them, or leave the row out")
+            raise ValueError(f"only parts of turn {turn_number} are trained; make turns of them, or leave the row out")
         return "".join(texts), is_trained.pop() if is_trained else None
 
-    def _pop_trained(self, entries: dict[str, Any], number: int) -> bool | None:
+    def _pop_trained(self, entries: dict[str, Any], turn_number: int) -> bool | None:
         """Remove the keys that say whether a turn is trained, and return what they say; None if there are none."""
         answers: dict[str, bool] = {}
         for key, value_if_trained in _TRAINED_KEYS.items():
@@ -151,18 +152,18 @@ class TurnReader:
                 value = entries.pop(key)
                 if not isinstance(value, bool | int | float) or value not in (0, 1):
                     raise ValueError(
-                        f"{key} {excerpt(value)} of turn {number}: a turn is trained (true, 1) or not (false, 0)"
+                        f"{key} {excerpt(value)} of turn {turn_number}: a turn is trained (true, 1) or not (false, 0)"
                     )
                 answers[key] = bool(value) is value_if_trained
         parts = entries.pop(_TRAINED_PARTS, None)
         if parts:
             part_answers = {bool(part.get("train", True)) for part in list_of_turns(parts)}
             if len(part_answers) > 1:
-                raise ValueError(f"{_TRAINED_PARTS}: only parts of turn {number} are trained; make turns of them")
+                raise ValueError(f"{_TRAINED_PARTS}: only parts of turn {turn_number} are trained; make turns of them")
             answers[_TRAINED_PARTS] = part_answers.pop()
         distinct_answers = set(answers.values())
         if len(distinct_answers) > 1:
-            raise ValueError(f"{' and '.join(answers)} of turn {number} contradict each other")
+            raise ValueError(f"{' and '.join(answers)} of turn {turn_number} contradict each other")
         return distinct_answers.pop() if distinct_answers else None
 
 
@@ -175,19 +176,19 @@ def _is_same_turn(previous: Message, message: Message) -> bool:
     )
 
 
-def _find_key(entries: Mapping[str, Any], keys: tuple[str, ...], turn: Mapping[str, Any], number: int) -> str:
+def _find_key(entries: Mapping[str, Any], keys: tuple[str, ...], turn: Mapping[str, Any], turn_number: int) -> str:
     """Return the first of ``keys`` that a turn has; ValueError with the key as the file has it if there is none."""
     for key in keys:
         if key in entries:
             return key
     for key in keys:
         if key in turn:
-            raise ValueError(f"{key!r} of turn {number} is null")
+            raise ValueError(f"{key!r} of turn {turn_number} is null")
     # a turn in the notation of ShareGPT lacks a value, any other a content
     openai_key, sharegpt_key = keys
     is_sharegpt = _ROLE_KEYS[1] in turn or _TEXT_KEYS[1] in turn
     missing_key = sharegpt_key if is_sharegpt else openai_key
-    raise ValueError(f"{missing_key!r} is missing in turn {number}")
+    raise ValueError(f"{missing_key!r} is missing in turn {turn_number}")
 
 
 def _parse_json(value: Any, name: str) -> Any:
@@ -200,24 +201,24 @@ def _parse_json(value: Any, name: str) -> Any:
         raise ValueError(f"{name} is not JSON: {excerpt(value)}") from None
 
 
-def _pop_tool_calls(entries: dict[str, Any], number: int) -> list[dict[str, Any]]:
+def _pop_tool_calls(entries: dict[str, Any], turn_number: int) -> list[dict[str, Any]]:
     """Remove the tool calls of a message, and return them; there may be none."""
-    calls = _parse_json(entries.pop("tool_calls", None), f"tool_calls of turn {number}")
+    calls = _parse_json(entries.pop("tool_calls", None), f"tool_calls of turn {turn_number}")
     if not calls:  # as the OpenAI API had a call before there were several
-        calls = _parse_json(entries.pop(_FUNCTION_CALL, None), f"{_FUNCTION_CALL} of turn {number}")
+        calls = _parse_json(entries.pop(_FUNCTION_CALL, None), f"{_FUNCTION_CALL} of turn {turn_number}")
     if not calls:
         return []
-    return _read_calls(calls, number)
+    return _read_calls(calls, turn_number)
 
 
-def _read_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+def _read_calls(calls: Any, turn_number: int) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form; TypeError if there is one without a name."""
     if not isinstance(calls, list):
         calls = [calls]
-    return [_tool_call(call, number) for call in calls]
+    return [_tool_call(call, turn_number) for call in calls]
 
 
-def _tool_call(call: Any, number: int) -> dict[str, Any]:
+def _tool_call(call: Any, turn_number: int) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, not as JSON text: templates expect an object."""
     entries: dict[str, Any] = {}
     if isinstance(call, Mapping):
@@ -233,7 +234,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         if arguments.strip():
-            function["arguments"] = _parse_json(arguments, f"a call's arguments in turn {number}")
+            function["arguments"] = _parse_json(arguments, f"a call's arguments in turn {turn_number}")
         else:
             function["arguments"] = {}
     return {**entries, "function": function}
