@@ -95,19 +95,21 @@ def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` of split number ``origin``; of a streamed split, shard ``start`` of ``stop``."""
+    """Some rows of a split."""
 
     split: str
-    start: int
-    stop: int
+    start: int  # the first row; for a streamed split, the number of a shard
+    stop: int  # the row after the last one; for a streamed split, the number of its shards
     num_bytes: int
-    origin: int
+    origin: int  # the number of the split
 
 
 @dataclass(frozen=True)
-class _OfSplits:
+class _SplitSource:
+    """What all sources of splits have in common; ``FileSource`` describes the members of sources."""
+
     name: str
-    splits: dict[str, Any]
+    splits: dict[str, Any]  # the splits that are read, by name
 
     @property
     def num_origins(self) -> int:
@@ -118,7 +120,7 @@ class _OfSplits:
 
 
 @dataclass(frozen=True)
-class DatasetSource(_OfSplits):
+class DatasetSource(_SplitSource):
     """The ``files`` of a save_to_disk folder ``root``, or a dataset of the ``hub`` with the subset and commit found."""
 
     root: Path = Path()
@@ -168,7 +170,7 @@ class DatasetSource(_OfSplits):
 
 
 @dataclass(frozen=True)
-class StreamSource(_OfSplits):
+class StreamSource(_SplitSource):
     """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one file there."""
 
     hub: DatasetName
