@@ -133,7 +133,7 @@ def _plan(case: _Case, lengths: list[int]) -> Planned:
     shape.config._attn_implementation = VARLEN if size == 1 else CONTEXT_VARLEN  # as on a GPU
     request = RunRequest(arguments, (shape,), plan, "fsdp2", True, True, memory, is_elsewhere=True)
     forecast = request.forecast()
-    of_keys = [one for one in forecast.collectives if "keys" in one.what or "their" in one.what]
+    of_keys = [one for one in forecast.collectives if "keys" in one.name or "their" in one.name]
     lines = [float(parse_size(line) or 0) for line in (INTERCONNECT, NETWORK)]
     return Planned(
         device_bytes=forecast.device_bytes,

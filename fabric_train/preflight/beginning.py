@@ -1,7 +1,7 @@
 """Choose the checkpoint that a run begins with, without torch: a wrong choice is reported before it is imported."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,27 +14,42 @@ if TYPE_CHECKING:
     from fabric_train.arguments import CheckpointArguments, TrainArguments
 
 
-def choose_beginning(
-    arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
-) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
-    """Return the arguments, its part about the start, and the checkpoint: the run's own, a named one, or a branch's.
+@dataclass(frozen=True)
+class Beginning:
+    """What a run begins with."""
+
+    arguments: "TrainArguments"
+    """Those of the user, with ``--model_name`` and ``--init_adapter`` resolved to checkpoints."""
+    start_from: "CheckpointArguments"
+    """The arguments about the start that apply, also after a restart."""
+    checkpoint: Path | None
+    """The run's own, a named one, or a branch's; None to begin with step 1."""
+
+
+def choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None) -> Beginning:
+    """Choose the checkpoint that a run in an output folder begins with.
 
     A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
     checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
     """
     start_from = arguments.checkpoint
     model = arguments.model
+
+    # a restart continues what the first start has begun
     if num_restarts():
         start_from = replace(start_from, resume=True)
         if checkpoints.newest_checkpoint(folder, damages):
             start_from = replace(start_from, checkpoint=None, branch=None, weights_only=False)
     start_from = _continue_branch(start_from, folder, damages)
-    is_elsewhere = model.family or start_from.checkpoint or start_from.branch
-    takes_weights = not is_elsewhere and checkpoints.means_checkpoint(Path(model.model_name))
+
+    # a --model_name that is a checkpoint, and an --init_adapter that is a run
+    names_start = model.family or start_from.checkpoint or start_from.branch
+    takes_weights = not names_start and checkpoints.means_checkpoint(Path(model.model_name))
     if takes_weights and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
         start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
         arguments = replace(arguments, checkpoint=start_from)
     arguments = _with_adapter_of_run(arguments, damages)
+
     checkpoint = checkpoints.choose_checkpoint(
         folder,
         named_checkpoint(start_from),
@@ -45,41 +60,49 @@ def choose_beginning(
     )
     if checkpoint:
         check_not_inside(folder, checkpoint)
-    return arguments, start_from, checkpoint
+    return Beginning(arguments, start_from, checkpoint)
 
 
 def _with_adapter_of_run(arguments: "TrainArguments", damages: checkpoints.Damages | None) -> "TrainArguments":
     """Replace a run, or a name such as RUN/best, in ``--init_adapter`` by the checkpoint that it means."""
-    given = arguments.adapter.init_adapter
-    if given is None or not checkpoints.means_checkpoint(Path(given)):
+    init_adapter = arguments.adapter.init_adapter
+    if init_adapter is None or not checkpoints.means_checkpoint(Path(init_adapter)):
         return arguments
-    with naming_option(f"--init_adapter {given}", instead_of=given):
-        checkpoint = checkpoints.find_checkpoint(Path(given), damages)
+    with naming_option(f"--init_adapter {init_adapter}", instead_of=init_adapter):
+        checkpoint = checkpoints.find_checkpoint(Path(init_adapter), damages)
     return replace(arguments, adapter=replace(arguments.adapter, init_adapter=str(checkpoint)))
 
 
 def named_checkpoint(start_from: "CheckpointArguments") -> str | None:
     """Return what the user calls the checkpoint to start from; None for the newest of the run."""
-    return str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
+    if start_from.branch:
+        return str(checkpoints.branch_point(start_from.branch))
+    return start_from.checkpoint
 
 
 def _continue_branch(
-    given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
+    start_from: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
 ) -> "CheckpointArguments":
     """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``."""
-    if given.branch is None:
-        return given
-    trunk, step = checkpoints.split_branch(given.branch)
+    if start_from.branch is None:
+        return start_from
+    trunk, step = checkpoints.split_branch(start_from.branch)
     if os.path.realpath(trunk) in (os.path.realpath(folder), os.path.realpath(folder / "checkpoints")):
-        raise InputError(f"--branch {given.branch}: --output_dir {folder} is that run; give another --output_dir")
-    newest = checkpoints.newest_checkpoint(folder, damages) if given.resume else None
+        raise InputError(f"--branch {start_from.branch}: --output_dir {folder} is that run; give another --output_dir")
+    newest = checkpoints.newest_checkpoint(folder, damages) if start_from.resume else None
     if newest is None:
-        return given
-    begun = [one for one in checkpoints.read_trainer_json(newest).lineage if not one.is_border_of(folder)][-1:]
-    if not any(one.run == os.path.abspath(trunk) and step in (str(one.step), "latest", "best") for one in begun):
-        origin = f"a branch of {begun[0].run}@{begun[0].step}" if begun else "no branch"
-        raise InputError(
-            f"--branch {given.branch}: the run in --output_dir {folder} is {origin}; leave --branch out to resume it, "
-            "or give another --output_dir"
-        )
-    return replace(given, branch=None)
+        return start_from
+
+    # the run in the folder must be the branch that is named
+    lineage = checkpoints.read_trainer_json(newest).lineage
+    branch_points = [point for point in lineage if not point.is_border_of(folder)]
+    origin = "no branch"
+    if branch_points:
+        branch_point = branch_points[-1]
+        if branch_point.run == os.path.abspath(trunk) and step in (str(branch_point.step), "latest", "best"):
+            return replace(start_from, branch=None)
+        origin = f"a branch of {branch_point.run}@{branch_point.step}"
+    raise InputError(
+        f"--branch {start_from.branch}: the run in --output_dir {folder} is {origin}; leave --branch out to resume it, "
+        "or give another --output_dir"
+    )

@@ -36,7 +36,7 @@ from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.row_tiles import cut_two_tiles, tile_rows
 from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
-from fabric_train.preflight.memory_gpu import attention_of_slices, attention_on_gpu, compile_for_trace
+from fabric_train.preflight.memory_gpu import attention_on_gpu, attention_with_gathered_keys, compile_for_trace
 from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
@@ -57,28 +57,33 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self.now = 0
+        self.most = 0
+        self._known_storages = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                size = storage.nbytes()
-                self._known.add(key)
-                weakref.finalize(storage, self._free, key, size)
-                self.now += size
-                self.most = max(self.most, self.now)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address in self._known_storages:  # a view, or written in place
+                continue
+            num_bytes = storage.nbytes()
+            self._known_storages.add(address)
+            weakref.finalize(storage, self._free, address, num_bytes)
+            self.now += num_bytes
+            self.most = max(self.most, self.now)
         return result
 
     def restart(self) -> None:
+        """Measure the peak from here on."""
         self.most = self.now
 
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+    def _free(self, address: int, num_bytes: int) -> None:
+        self._known_storages.discard(address)
+        self.now -= num_bytes
 
 
 @dataclass(frozen=True)
@@ -117,69 +122,72 @@ def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: Mic
     """Trace a micro-batch; offloaded activations do not count. A TraceError if the model cannot run on fake tensors."""
     fsdp = arguments.fsdp
     if fsdp.activation_offload:
-        stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
-        full = trace_activations(shape, stays, batch)
+        arguments = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
+        resident = trace_activations(shape, arguments, batch)
         return replace(
-            full,
+            resident,
             kept=0,
-            most=full.most - full.kept,
-            at_head=max(0, full.at_head - full.kept),
-            at_last=full.at_last - full.kept,
-            after_last=full.after_last - full.kept,
+            most=resident.most - resident.kept,
+            at_head=max(0, resident.at_head - resident.kept),
+            at_last=resident.at_last - resident.kept,
+            after_last=resident.after_last - resident.kept,
         )
-    kinds = _kinds(shape)
+    kinds = _layer_kinds(shape)
     if len(kinds) <= _TRACED_LAYERS:
         return _trace(shape, kinds, arguments, batch)
 
-    def trace(kind: LayerKind, num_layers: int) -> Activations:
-        return _trace(shape, (kind,) * num_layers, arguments, batch)
-
-    more = trace(kinds[-1], _TRACED_LAYERS)
-    left = _further_layers(kinds)
-    kept = more.kept
-    most = more.most
-    for kind, number in left.items():
-        one_more = trace(kind, _TRACED_LAYERS)
-        fewer = trace(kind, _TRACED_LAYERS - 1)
-        kept += number * (one_more.kept - fewer.kept)
-        most += number * (one_more.most - fewer.most)
-    further = kept - more.kept
+    # trace a model of three layers like the last one, and add what each of the other layers costs
+    traced = _trace(shape, kinds[-1:] * _TRACED_LAYERS, arguments, batch)
+    kept = traced.kept
+    most = traced.most
+    for kind, num_layers in _count_other_layers(kinds).items():
+        three_layers = _trace(shape, (kind,) * _TRACED_LAYERS, arguments, batch)
+        two_layers = _trace(shape, (kind,) * (_TRACED_LAYERS - 1), arguments, batch)
+        kept += num_layers * (three_layers.kept - two_layers.kept)
+        most += num_layers * (three_layers.most - two_layers.most)
+    kept_by_others = kept - traced.kept
     return replace(
-        more,
+        traced,
         kept=kept,
         # with few layers the peak may be in a layer's forward pass, with many it is at the loss
         most=max(most, kept),
-        at_head=more.at_head and more.at_head + further,
-        at_last=more.at_last + further,
-        after_last=more.after_last + further,
+        at_head=traced.at_head + kept_by_others if traced.at_head else 0,
+        at_last=traced.at_last + kept_by_others,
+        after_last=traced.after_last + kept_by_others,
     )
 
 
-def _further_layers(kinds: Sequence[LayerKind]) -> Counter[LayerKind]:
-    """Return the layers of each kind besides three that are like the last one; fewer than none if it has less."""
-    left = Counter(kinds)
-    left[kinds[-1]] -= _TRACED_LAYERS
-    left.pop(BELOW, None)  # these keep nothing
-    return left
+def _count_other_layers(kinds: Sequence[LayerKind]) -> Counter[LayerKind]:
+    """Count the layers of each kind besides three that are like the last one; below zero if there are fewer of it."""
+    num_layers = Counter(kinds)
+    num_layers[kinds[-1]] -= _TRACED_LAYERS
+    num_layers.pop(BELOW, None)  # these keep nothing
+    return num_layers
 
 
-def _kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
+def _layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer; layers below the first part that trains have no backward pass."""
-    depth = shape.config.get_text_config().num_hidden_layers
-    below = sum(one.num_below for one in shape.flops.attention)
+    num_layers = shape.config.get_text_config().num_hidden_layers
     if not shape.frozen:
-        return (None,) * depth
+        return (None,) * num_layers
+    num_below = sum(attention.num_below for attention in shape.flops.attention)
     trained: dict[int, set[str]] = {}
-    for inside in filter(None, map(IN_LAYER.fullmatch, shape.trained)):
-        trained.setdefault(int(inside[2]), set()).add(inside[3])
-    return tuple(BELOW if layer < below else frozenset(trained.get(layer, ())) for layer in range(depth))
+    for name in shape.trained:
+        match = IN_LAYER.fullmatch(name)
+        if match:
+            layer_index = int(match[2])
+            trained.setdefault(layer_index, set()).add(match[3])
+    kinds: list[LayerKind] = [BELOW] * num_below
+    for layer_index in range(num_below, num_layers):
+        kinds.append(frozenset(trained.get(layer_index, ())))
+    return tuple(kinds)
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """All that a trace depends on; ``described`` is the content of ``config``, which cannot be compared itself."""
+class _TraceInputs:
+    """All that a trace depends on; ``config_text`` is the content of ``config``, which cannot be compared itself."""
 
-    described: str
+    config_text: str
     config: PretrainedConfig = field(compare=False)
     longest_row: int | None
     layer_classes: frozenset[type[nn.Module]]
@@ -196,8 +204,11 @@ class _Traced:
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter trains, if not all or an adapter's do."""
-        inside = IN_LAYER.fullmatch(name)
-        return inside[3] in (self.kinds[int(inside[2])] or ()) if inside else name in self.trained
+        match = IN_LAYER.fullmatch(name)
+        if match is None:
+            return name in self.trained
+        kind = self.kinds[int(match[2])]
+        return kind is not None and match[3] in kind
 
 
 def _trace(
@@ -207,10 +218,10 @@ def _trace(
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     try:
         with _quiet_torch():
-            return _trace_once(_describe(shape, kinds, arguments, batch, attention))
+            return _trace_once(_trace_inputs(shape, kinds, arguments, batch, attention))
     except _FAULTS_OF_MODELS as error:
-        kind = type(error).__name__
-        raise TraceError(f"{kind}: {first_line(error).rstrip('.')}") from error
+        error_name = type(error).__name__
+        raise TraceError(f"{error_name}: {first_line(error).rstrip('.')}") from error
 
 
 _FAULTS_OF_MODELS = (
@@ -238,15 +249,17 @@ def _quiet_torch() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _describe(
+def _trace_inputs(
     shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch, attention: str
-) -> "_Traced":
-    """Return all that a trace depends on."""
-    config = _cut(shape.config, len(kinds))
+) -> _TraceInputs:
+    config = _with_layers(shape.config, len(kinds))
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
     tile_size = arguments.fsdp.mlp_tile_size
-    return _Traced(
-        described=f"{type(config)} {config.to_json_string(use_diff=False)}",
+    trained: frozenset[str] = frozenset()
+    if shape.frozen:
+        trained = frozenset(name for name in shape.trained if not IN_LAYER.fullmatch(name))
+    return _TraceInputs(
+        config_text=f"{type(config)} {config.to_json_string(use_diff=False)}",
         config=config,
         longest_row=shape.longest_row,
         layer_classes=shape.layer_classes,
@@ -259,137 +272,184 @@ def _describe(
         batch=batch,
         adapter=shape.adapter,
         kinds=kinds,
-        trained=frozenset(name for name in shape.trained if shape.frozen and not IN_LAYER.fullmatch(name)),
+        trained=trained,
     )
 
 
 @cache  # a choice of ``auto`` and the plan of it take the same trace, which takes seconds
-def _trace_once(given: _Traced) -> Activations:
-    batch = given.batch
+def _trace_once(inputs: _TraceInputs) -> Activations:
+    batch = inputs.batch
     with ExitStack() as kernels, FakeTensorMode():
+        # attention: the GPU's kernels, and the keys of all ranks that share rows
         if batch.on_gpu:
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
         if batch.context_size > 1:
-            attention = attention_of_slices(F.scaled_dot_product_attention, batch.context_size)
+            attention = attention_with_gathered_keys(F.scaled_dot_product_attention, batch.context_size)
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
-        config = copy.deepcopy(given.config)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=given.attention)
-        if given.longest_row is not None:
-            choose_frequencies(model, given.longest_row)
-        if given.adapter:
-            attach(model, given.adapter, "the model", "cpu")
-            freeze_other_parts(model, given.adapter)
+
+        # the model, in the order in which a run prepares it
+        config = copy.deepcopy(inputs.config)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=inputs.attention)
+        if inputs.longest_row is not None:
+            choose_frequencies(model, inputs.longest_row)
+        if inputs.adapter:
+            attach(model, inputs.adapter, "the model", "cpu")
+            freeze_other_parts(model, inputs.adapter)
         model.train()
-        layers = [module for module in model.modules() if type(module) in given.layer_classes]
-        if given.kinds[0] is not None:
-            _freeze(model, given)
+        layers = [module for module in model.modules() if type(module) in inputs.layer_classes]
+        if inputs.kinds[0] is not None:
+            _freeze(model, inputs)
         live = _LiveBytes(model)
-        if given.loss_in_head:
+        if inputs.loss_in_head:
             compute_loss_in_head(model, memory_device="cuda" if batch.on_gpu else "cpu")
-        if given.tile_size:
-            tile_rows(model, layers, given.tile_size, cut_two_tiles)
-        if given.kept_by_compiler is not None:
-            same = replace(given, described="", kinds=(), trained=frozenset(), kept=1.0)
-            compile_for_trace(layers, given.kept_by_compiler, same)
-        if given.kept < 1:
-            checkpoint_layers(layers, given.kept)
-        ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
+        if inputs.tile_size:
+            tile_rows(model, layers, inputs.tile_size, cut_two_tiles)
+        if inputs.kept_by_compiler is not None:
+            # the graphs of a layer do not depend on the rest of the model
+            operations_key = replace(inputs, config_text="", kinds=(), trained=frozenset(), kept=1.0)
+            compile_for_trace(layers, inputs.kept_by_compiler, operations_key)
+        if inputs.kept < 1:
+            checkpoint_layers(layers, inputs.kept)
+
+        # one micro-batch, in which every token but the last of a row predicts the next one
+        input_ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)  # [rows, length]
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
-        _give_mask(model, layers, batch, given.masks)
+        _replace_mask(model, layers, batch, needs_mask=inputs.masks)
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
-                return CrossEntropy().loss(model, Batch(ids, ids, targets=targets)).total
+                return CrossEntropy().loss(model, Batch(input_ids, input_ids, targets=targets)).total
 
-        if 0 < given.kept < 1 or given.kept_by_compiler is not None:
+        if 0 < inputs.kept < 1 or inputs.kept_by_compiler is not None:
             forward()  # the first pass chooses the tensors to keep
-        peaks = _drop_gradients(model, layers, live, batch.by_unit)
+        peaks = _BackwardPeaks()
+        if batch.by_unit:
+            _drop_gradients_of_units(model, layers, live, peaks)
+        else:
+            _drop_gradients_of_parameters(model, layers, live, peaks)
         with live:
             loss = forward()
             kept = live.now
-            most = live.most
+            forward_peak = live.most
             live.restart()
             loss.backward()
     if not batch.by_unit:
-        end = live.most
-        return Activations(kept, max(most, end, peaks.get("most", 0)), 0, 0, 0, end, 0)
-    return Activations(kept, most, *(peaks.get(name, 0) for name in _PEAKS))
+        return Activations(
+            kept=kept,
+            most=max(forward_peak, live.most, peaks.before_first_layer),
+            at_head=0,
+            at_last=0,
+            after_last=0,
+            at_end=live.most,
+            after_end=0,
+        )
+    return Activations(
+        kept=kept,
+        most=forward_peak,
+        at_head=peaks.at_head,
+        at_last=peaks.at_last,
+        after_last=peaks.after_last,
+        at_end=peaks.at_end,
+        after_end=peaks.after_end,
+    )
 
 
-def _freeze(model: Any, given: _Traced) -> None:
+def _freeze(model: Any, inputs: _TraceInputs) -> None:
     """Freeze what does not train; frozen layers above a part that trains pass a gradient on."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(given.trains(name))
-    if not given.kinds[0]:
+        parameter.requires_grad_(inputs.trains(name))
+    if not inputs.kinds[0]:
         model.get_input_embeddings().register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
 
 
-def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+def _with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Return the configuration of the same model with fewer layers."""
     config = copy.deepcopy(config)
-    text: Any = config.get_text_config()
-    text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
+    text_config: Any = config.get_text_config()
+    text_config.num_hidden_layers = num_layers
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = text_config.layer_types[:num_layers]
     return config
 
 
-_PEAKS = ("at_head", "at_last", "after_last", "at_end", "after_end")
+@dataclass
+class _BackwardPeaks:
+    """Bytes that hooks note in the backward pass; those with the names of :class:`Activations` are described there."""
+
+    before_first_layer: int = 0  # the peak until all other layers have their gradients
+    at_head: int = 0
+    at_last: int = 0
+    after_last: int = 0
+    at_end: int = 0
+    after_end: int = 0
 
 
-def _drop_gradients(model: Any, layers: list[nn.Module], live: _LiveBytes, by_unit: bool) -> dict[str, int]:
-    """Drop gradients as a strategy takes them away, and return a dict that gets the peaks of the backward pass."""
-    peaks: dict[str, int] = {}
+def _drop_gradients_of_parameters(model: Any, layers: list[nn.Module], live: _LiveBytes, peaks: _BackwardPeaks) -> None:
+    """Drop each parameter's gradient when it is computed, without those of embedding and head; note the peak."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
+    if embedding.weight.requires_grad:  # no gradient of this one, but still one of the embedded tokens
+        embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
+    embedding.requires_grad_(requires_grad=False)
+    if head is not None:
+        head.requires_grad_(requires_grad=False)
 
-    def note_peak(name: str) -> None:
-        peaks[name] = live.most
+    def drop(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
+
+    def note_peak() -> None:
+        peaks.before_first_layer = live.most
         live.restart()
 
-    if not by_unit:
-        if embedding.weight.requires_grad:  # no gradient of this one, but still one of the embedded tokens
-            embedding.register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
-        for module in filter(None, (embedding, head)):
-            module.requires_grad_(False)
+    parameters: list[nn.Parameter] = []
+    for layer in layers[1:]:
+        parameters += layer.parameters()
+    _call_when_all_have_gradients(parameters, note_peak)
 
-        def drop(parameter: nn.Parameter) -> None:
-            parameter.grad = None
 
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(drop)
-        of_first_pass = [parameter for layer in layers[1:] for parameter in layer.parameters()]
-        _call_at_last(of_first_pass, partial(note_peak, "most"))
-        return peaks
+def _drop_gradients_of_units(model: Any, layers: list[nn.Module], live: _LiveBytes, peaks: _BackwardPeaks) -> None:
+    """Drop a layer's gradients when all of them are computed, as a sharding strategy does; note the peaks."""
 
-    def end_of_layer(index: int, parameters: list[nn.Parameter]) -> None:
+    def end_layer(index: int, parameters: list[nn.Parameter]) -> None:
         if index == len(layers) - 1:
-            peaks.update({"at_last": live.most, "after_last": live.now})
-        peaks.update({"at_end": live.most, "after_end": live.now})  # it stays of the last layer in the pass
+            peaks.at_last = live.most
+            peaks.after_last = live.now
+        # the first layer is the last in the pass, so its bytes stay
+        peaks.at_end = live.most
+        peaks.after_end = live.now
         for parameter in parameters:
             parameter.grad = None
         live.restart()
 
     for index, layer in enumerate(layers):
         parameters = list(layer.parameters())
-        end = partial(end_of_layer, index, parameters)
+        end_this_layer = partial(end_layer, index, parameters)
         if any(parameter.requires_grad for parameter in parameters):
-            _call_at_last(parameters, end)
+            _call_when_all_have_gradients(parameters, end_this_layer)
         else:
-            layer.register_forward_pre_hook(partial(_call_with_gradient, end))
-    if head is not None and head.weight is not embedding.weight:
-        _call_at_last([head.weight], partial(note_peak, "at_head"))
-    return peaks
+            _call_at_input_gradient(layer, end_this_layer)
+
+    def note_head() -> None:
+        peaks.at_head = live.most
+        live.restart()
+
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        _call_when_all_have_gradients([head.weight], note_head)
 
 
-def _call_at_last(parameters: list[nn.Parameter], function: Callable[[], None]) -> None:
+def _call_when_all_have_gradients(parameters: list[nn.Parameter], function: Callable[[], None]) -> None:
     """Call a function when all of the parameters that train have their gradients."""
-    left = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    without_gradient = {id(parameter) for parameter in parameters if parameter.requires_grad}
 
     def count(parameter: nn.Parameter) -> None:
-        left.discard(id(parameter))
-        if not left:
+        without_gradient.discard(id(parameter))
+        if not without_gradient:
             function()
 
     for parameter in parameters:
@@ -397,27 +457,35 @@ def _call_at_last(parameters: list[nn.Parameter], function: Callable[[], None]) 
             parameter.register_post_accumulate_grad_hook(count)
 
 
-def _call_with_gradient(function: Callable[[], None], _: nn.Module, args: tuple[Any, ...]) -> None:
-    """Call a function when the gradient of a frozen layer's input is there; not if it has none."""
-    if args and args[0].requires_grad:
-        args[0].register_hook(lambda _: function())
+def _call_at_input_gradient(layer: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function when the gradient of a frozen layer's input is computed; not if it has none."""
+
+    def register(_: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and args[0].requires_grad:
+            args[0].register_hook(lambda _: function())
+
+    layer.register_forward_pre_hook(register)
 
 
-def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:
+def _replace_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, *, needs_mask: bool) -> None:
     """Pass the mask that transformers would make from document borders, or remove the one that it makes.
 
     With fake tensors transformers cannot check whether a mask is needed, so it always makes one.
     """
 
-    def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def add_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask = torch.ones(batch.num_rows, 1, batch.length, batch.length, dtype=torch.bool)
         return args, {**kwargs, "attention_mask": mask}
 
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, {**kwargs, **dict.fromkeys(kwargs.keys() & {"attention_mask"})}
+    def remove_mask(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "attention_mask" in kwargs:
+            kwargs = {**kwargs, "attention_mask": None}
+        return args, kwargs
 
     if needs_mask:
-        model.register_forward_pre_hook(give, with_kwargs=True)
+        model.register_forward_pre_hook(add_mask, with_kwargs=True)
     else:
         for layer in layers:
-            layer.register_forward_pre_hook(take, with_kwargs=True)
+            layer.register_forward_pre_hook(remove_mask, with_kwargs=True)

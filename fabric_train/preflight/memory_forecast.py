@@ -66,30 +66,45 @@ class Budget:
 def make_budget(units: Units, layout: Layout, activations: Activations, saves_in_background: bool) -> Budget:
     """Return the bytes that a run needs."""
     # a checkpoint of an adapter has no copy of its base
-    saved = layout.held * (units.trained if units.adapter else units.total) + units.saved_states
-    saved += units.adapter_bytes + units.saved_adapter_states
+    num_saved = units.trained if units.adapter else units.total
+    checkpoint = layout.stored_itemsize * num_saved + units.saved_states
+    checkpoint += units.adapter_bytes + units.saved_adapter_states
+    staging = checkpoint // layout.world_size if saves_in_background else 0
+
+    # what a rank holds throughout the step, on its device
     units = units.reduced_by(layout.name).part(layout.world_size // layout.num_gradients)
-    whole, trained, states = (
-        0 if layout.offloads else number // layout.num_shards for number in (units.total, units.trained, units.states)
-    )
-    held = {"weights": layout.held * whole + units.adapter_bytes, "optimizer": states + units.adapter_states}
-    gradients = layout.held * trained
-    phases = _sharded_phases if layout.is_sharded else _whole_phases
-    found = [Phase(phase.name, {**held, **phase.parts}) for phase in phases(units, layout, activations, gradients)]
-    found.append(Phase("optimizer step", {**held, "gradients": gradients}))
-    found = [_with_adapter(phase, units, layout) for phase in found]
-    return Budget(tuple(found), saved // layout.world_size if saves_in_background else 0, saved)
+    weights = 0
+    gradients = 0
+    states = 0
+    if not layout.offloads:
+        weights = layout.stored_itemsize * (units.total // layout.num_shards)
+        gradients = layout.stored_itemsize * (units.trained // layout.num_shards)
+        states = units.states // layout.num_shards
+    constant_parts = {"weights": weights + units.adapter_bytes, "optimizer": states + units.adapter_states}
+
+    # and what each phase adds to it
+    step_phases = _sharded_phases if layout.is_sharded else _whole_phases
+    phases = step_phases(units, layout, activations, gradients)
+    phases.append(Phase("optimizer step", {"gradients": gradients}))
+    phases = [Phase(phase.name, {**constant_parts, **phase.parts}) for phase in phases]
+    phases = [_with_adapter(phase, units, layout) for phase in phases]
+    return Budget(tuple(phases), staging, checkpoint)
 
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
-    gradients = 0 if phase.name == "loss" and layout.accumulation == 1 else units.adapter_bytes
-    averaged = units.adapter_bytes if layout.is_sharded and phase.name == "end of backward" else 0
-    dequantized = 0 if phase.name == "optimizer step" else layout.computed * units.dequantized
-    added = {"gradients": gradients, "communication": averaged, "activations": dequantized}
-    return replace(
-        phase, parts={**phase.parts} | {kind: phase.parts.get(kind, 0) + size for kind, size in added.items()}
-    )
+    has_gradients = phase.name != "loss" or layout.accumulation > 1
+    is_averaging = layout.is_sharded and phase.name == "end of backward"
+    is_computing = phase.name != "optimizer step"
+    added = {
+        "gradients": units.adapter_bytes if has_gradients else 0,
+        "communication": units.adapter_bytes if is_averaging else 0,
+        "activations": layout.pass_itemsize * units.dequantized if is_computing else 0,
+    }
+    parts = dict(phase.parts)
+    for kind, size in added.items():
+        parts[kind] = parts.get(kind, 0) + size
+    return replace(phase, parts=parts)
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
@@ -99,15 +114,29 @@ def _whole_phases(units: Units, layout: Layout, activations: Activations, gradie
     and adds them. DDP copies the sum into a bucket, and has fp32 copies of buckets under bf16-true.
     """
     is_ddp = layout.name == "ddp"
-    buckets = 2 * _DDP_BUCKET if is_ddp and layout.held < REDUCED_BYTES else 0
-    at_loss = gradients if layout.accumulation > 1 or is_ddp else 0
-    found = (
-        ("loss", at_loss, activations.most + REDUCED_BYTES * units.head),
-        ("backward pass", gradients, activations.at_end + layout.held * units.head * (units.is_tied + is_ddp)),
-    )
+    buckets = 2 * _DDP_BUCKET if is_ddp and layout.stored_itemsize < REDUCED_BYTES else 0
+    # gradients of earlier micro-batches; DDP has its buckets from the start
+    gradients_at_loss = gradients if layout.accumulation > 1 or is_ddp else 0
+    head_gradient = REDUCED_BYTES * units.head
+    copies_of_head = units.is_tied + is_ddp
+    head_gradients = layout.stored_itemsize * units.head * copies_of_head
     return [
-        Phase(name, {"gradients": held, "communication": buckets, "activations": others})
-        for name, held, others in found
+        Phase(
+            "loss",
+            {
+                "gradients": gradients_at_loss,
+                "communication": buckets,
+                "activations": activations.most + head_gradient,
+            },
+        ),
+        Phase(
+            "backward pass",
+            {
+                "gradients": gradients,
+                "communication": buckets,
+                "activations": activations.at_end + head_gradients,
+            },
+        ),
     ]
 
 
@@ -119,53 +148,150 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     """
     is_fsdp2 = layout.name == "fsdp2"
     layer = units.layer
-    size = layout.computed
+    all_layers = units.num_layers * layer
+    two_layers = min(2, units.num_layers) * layer
+    previous_layer = two_layers - layer  # 0 for a model of one layer
     embedding = units.embedding if is_fsdp2 and not units.is_tied else 0  # a unit of its own
     root = units.rest - embedding
-    layers = units.num_layers * layer
-    summed = 0  # unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed
-    if layout.accumulation > 1 and not layout.reduces_each:
-        summed = (REDUCED_BYTES if is_fsdp2 else size) * units.trained
-    earlier = summed or (gradients if layout.accumulation > 1 else 0)
-    trained_layers = units.trained - units.trained_rest
-    trained = max(units.trained, 1)
-    later = max(earlier, gradients * max(0, trained_layers - units.trained_layer) // trained)
-    pending = REDUCED_BYTES * units.trained_layer if is_fsdp2 and units.num_layers > 1 else 0
 
-    def moment(name: str, gathered: int, gradients: int, communication: int, activations: int) -> Phase:
+    def moment(name: str, *, gathered: int, gradients: int, communication: int, activations: int) -> Phase:
+        """Return the bytes at one moment; ``gathered`` is a number of parameters, the others are bytes."""
         if layout.gathers_at_once:
-            gathered = max(gathered, layers + root)
-        kinds = {"gradients": gradients, "gathered weights": size * gathered, "communication": communication}
-        return Phase(name, {**kinds, "activations": activations})
+            gathered = max(gathered, all_layers + root)
+        return Phase(
+            name,
+            {
+                "gradients": gradients,
+                "gathered weights": layout.pass_itemsize * gathered,
+                "communication": communication,
+                "activations": activations,
+            },
+        )
 
-    two = min(2, units.num_layers) * layer
-    one_less = two - layer
-    loss = [
-        moment("loss", root + layer * is_fsdp2, earlier, 0, activations.most),
-        moment("loss", root + layer, earlier, 0, activations.at_head),
-    ]
+    def largest(moments: list[Phase]) -> Phase:
+        return max(moments, key=lambda phase: phase.total)
+
+    # gradients of earlier micro-batches: unsharded, which FSDP2 adds in fp32 and FSDP1 as computed, or in shards
+    earlier = 0
+    if layout.accumulation > 1 and layout.reduces_each:
+        earlier = gradients
+    elif layout.accumulation > 1:
+        unsharded = (REDUCED_BYTES if is_fsdp2 else layout.pass_itemsize) * units.trained
+        earlier = unsharded or gradients
+
+    # the loss, where FSDP2 still has the last layer gathered, and the head's backward pass
+    loss = largest(
+        [
+            moment(
+                "loss",
+                gathered=root + layer * is_fsdp2,
+                gradients=earlier,
+                communication=0,
+                activations=activations.most,
+            ),
+            moment(
+                "loss",
+                gathered=root + layer,
+                gradients=earlier,
+                communication=0,
+                activations=activations.at_head,
+            ),
+        ]
+    )
+
+    # the backward pass: the next layer is gathered while one is computed, and reduced while the next is computed
+    num_trained = max(units.trained, 1)
+    trained_in_layers = units.trained - units.trained_rest
+    trained_above_first = max(0, trained_in_layers - units.trained_layer)
+    at_first_layer = max(earlier, gradients * trained_above_first // num_trained)
     reducing = _reducing(units.trained_layer, layout)
-    before_last = activations.at_last - activations.kept // units.num_layers
-    backward = [
-        moment("backward pass", root + two, earlier, 0, activations.at_last),
-        moment("backward pass", root + one_less, earlier, reducing, activations.after_last),
-        moment("backward pass", root + two, earlier, pending, before_last),
-        moment("backward pass", root + layer + embedding, later, pending, activations.at_end),
-        moment("backward pass", root + embedding, later, reducing, activations.after_end),
-    ]
+    pending = REDUCED_BYTES * units.trained_layer if is_fsdp2 and units.num_layers > 1 else 0
+    activations_per_layer = activations.kept // units.num_layers
+    backward = largest(
+        [
+            # in the last layer, which comes first
+            moment(
+                "backward pass",
+                gathered=root + two_layers,
+                gradients=earlier,
+                communication=0,
+                activations=activations.at_last,
+            ),
+            # its gradients are reduced
+            moment(
+                "backward pass",
+                gathered=root + previous_layer,
+                gradients=earlier,
+                communication=reducing,
+                activations=activations.after_last,
+            ),
+            # in the layer before it
+            moment(
+                "backward pass",
+                gathered=root + two_layers,
+                gradients=earlier,
+                communication=pending,
+                activations=activations.at_last - activations_per_layer,
+            ),
+            # in the first layer
+            moment(
+                "backward pass",
+                gathered=root + layer + embedding,
+                gradients=at_first_layer,
+                communication=pending,
+                activations=activations.at_end,
+            ),
+            # the gradients of the first layer are reduced
+            moment(
+                "backward pass",
+                gathered=root + embedding,
+                gradients=at_first_layer,
+                communication=reducing,
+                activations=activations.after_end,
+            ),
+        ]
+    )
+
     # at the end there are the gradients of everything outside of the layers; a tied one is added to the head's
-    later = max(earlier, gradients * trained_layers // trained)
-    if not units.trained_rest:
-        end = [moment("end of backward", root, later, 0, 0)]
-        return [max(moments, key=lambda phase: phase.total) for moments in (loss, backward, end)]
+    name = "end of backward"
+    after_layers = max(earlier, gradients * trained_in_layers // num_trained)
     rest = units.trained_rest
-    apart = units.trained_embedding if embedding else 0
-    flat = 0 if is_fsdp2 else size * rest
-    end = [moment("end of backward", root, later, flat, size * (rest + units.head * units.is_tied))]
-    if apart:
-        end.append(moment("end of backward", root, later, _reducing(apart, layout), size * rest))
-    end.append(moment("end of backward", 0, later, _reducing(rest - apart, layout), size * (rest - apart)))
-    return [max(moments, key=lambda phase: phase.total) for moments in (loss, backward, end)]
+    if not rest:
+        end = moment(name, gathered=root, gradients=after_layers, communication=0, activations=0)
+        return [loss, backward, end]
+    flat_gradient = 0 if is_fsdp2 else layout.pass_itemsize * rest
+    tied_gradient = units.head * units.is_tied
+    trained_embedding = units.trained_embedding if embedding else 0  # reduced apart
+    trained_root = rest - trained_embedding
+    ends = [
+        moment(
+            name,
+            gathered=root,
+            gradients=after_layers,
+            communication=flat_gradient,
+            activations=layout.pass_itemsize * (rest + tied_gradient),
+        )
+    ]
+    if trained_embedding:
+        ends.append(
+            moment(
+                name,
+                gathered=root,
+                gradients=after_layers,
+                communication=_reducing(trained_embedding, layout),
+                activations=layout.pass_itemsize * rest,
+            )
+        )
+    ends.append(
+        moment(
+            name,
+            gathered=0,
+            gradients=after_layers,
+            communication=_reducing(trained_root, layout),
+            activations=layout.pass_itemsize * trained_root,
+        )
+    )
+    return [loss, backward, largest(ends)]
 
 
 def _reducing(numel: int, layout: Layout) -> int:
@@ -173,7 +299,7 @@ def _reducing(numel: int, layout: Layout) -> int:
 
     A copy in fp32, or fsdp's flat gradient in fp32, and this rank's part, in fp32 and in the type of the weights.
     """
-    return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.held) * numel // layout.num_shards
+    return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.stored_itemsize) * numel // layout.num_shards
 
 
 @dataclass(frozen=True)
@@ -191,15 +317,19 @@ class Forecast:
     @property
     def device_bytes(self) -> int:
         """The peak of a rank on its device: GPU memory, or resident memory on CPU."""
-        return self.process + self.budget.most.total + (0 if self.on_gpu else self.budget.staging)
+        num_bytes = self.process + self.budget.most.total
+        if not self.on_gpu:  # the copy that a background save writes is in the same memory
+            num_bytes += self.budget.staging
+        return num_bytes
 
     @property
     def host_bytes(self) -> int:
         """The peak of all ranks of one machine in host memory."""
-        of_rank = self.device_bytes
+        bytes_per_rank = self.device_bytes
         if self.on_gpu:
-            of_rank = process_memory() + self.budget.staging + self.offloaded
-        return of_rank * (self.layout.world_size // self.layout.num_nodes)
+            bytes_per_rank = process_memory() + self.budget.staging + self.offloaded
+        ranks_per_machine = self.layout.world_size // self.layout.num_nodes
+        return bytes_per_rank * ranks_per_machine
 
 
 @dataclass(frozen=True)
@@ -227,24 +357,33 @@ class RunRequest:
 
         If phases train other parts, it is of the phase that needs the most memory of a device.
         """
-        return max((self._forecast(shape) for shape in self.shapes), key=lambda each: each.device_bytes)
+        forecasts = [self._forecast(shape) for shape in self.shapes]
+        return max(forecasts, key=lambda forecast: forecast.device_bytes)
 
     def _forecast(self, shape: ModelShape) -> Forecast:
-        units = read_units(shape, self.arguments)
         layout = self.layout()
         plan = self.plan
-        activations = trace_activations(shape, self.arguments, batch := self._micro_batch())
-        sent = (*collectives_of_step(units.part(plan.world_size // layout.num_gradients), layout),)
-        if batch.context_size > 1:
-            sent = (*sent, *collectives_of_slices(shape, self.arguments, layout, batch))
-        saves_in_background = self.arguments.save.async_save and min(set.union(*self._saved_steps())) < plan.num_steps
+        units = read_units(shape, self.arguments)
+        micro_batch = self._micro_batch()
+        activations = trace_activations(shape, self.arguments, micro_batch)
+
+        # tensor parallelism splits every parameter before it is sharded
+        tensor_parallel_size = plan.world_size // layout.num_gradients
+        collectives = collectives_of_step(units.part(tensor_parallel_size), layout)
+        if micro_batch.context_size > 1:
+            collectives += collectives_of_slices(shape, self.arguments, layout, micro_batch)
+
+        # a save in the background needs its copy only if steps follow it
+        first_save = min(set.union(*self._saved_steps()))
+        saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
+        flops_per_row = shape.flops.count([plan.tokens_per_row])
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
             budget=make_budget(units, layout, activations, saves_in_background),
-            collectives=sent,
-            flops_of_step=shape.flops.count([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
+            collectives=tuple(collectives),
+            flops_of_step=flops_per_row * plan.rows_per_window / plan.world_size,
             offloaded=offloaded_bytes(shape, layout, units.states),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
@@ -252,36 +391,45 @@ class RunRequest:
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
-        (saved, evaluated), keep = self._saved_steps(), self.arguments.save.keep_checkpoints
-        number = len(saved) + bool(evaluated - saved)  # the best by validation loss is kept too
-        return number if keep is None else min(number, keep + 1)
+        saved, evaluated = self._saved_steps()
+        num_checkpoints = len(saved)
+        if evaluated - saved:  # the best by validation loss is kept too
+            num_checkpoints += 1
+        keep = self.arguments.save.keep_checkpoints
+        if keep is None:
+            return num_checkpoints
+        return min(num_checkpoints, keep + 1)
 
     def _saved_steps(self) -> tuple[set[int], set[int]]:
         """Return the steps that are saved at intervals, and those that ``--save_best`` may save."""
-        saves_best = self.arguments.save.save_best and self.validates
-        evaluated = self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
-        return self._steps_every(self.arguments.save.save_step_interval), evaluated
+        saved = self._steps_every(self.arguments.save.save_step_interval)
+        evaluated: set[int] = set()
+        if self.arguments.save.save_best and self.validates:
+            evaluated = self._steps_every(self.arguments.evaluation.eval_step_interval)
+        return saved, evaluated
 
     def _steps_every(self, interval: int) -> set[int]:
-        last = self.plan.num_steps
-        return {*range(interval, last + 1, interval), last} | self.plan.epoch_ends()
+        num_steps = self.plan.num_steps
+        return {*range(interval, num_steps + 1, interval), num_steps} | self.plan.epoch_ends()
 
     def _micro_batch(self) -> MicroBatch:
         precision = self.arguments.model.precision
-        held = weights_dtype(precision)
-        computed = compute_dtype(precision)
+        held_dtype = weights_dtype(precision)
+        computed_dtype = compute_dtype(precision)
         gathered = gathered_dtype(self.arguments, self.parallelism)
+        casts = computed_dtype != held_dtype and gathered is None
         num_rows = self.arguments.training.micro_batch_size
-        context_size = self.arguments.fsdp.context_parallel_size
         length = self.plan.tokens_per_row
-        if context_size > 1:  # a slice of all rows together
-            num_rows, length = 1, math.ceil(num_rows * length / context_size)
+        context_size = self.arguments.fsdp.context_parallel_size
+        if context_size > 1:  # a rank has a slice of all rows together
+            length = math.ceil(num_rows * length / context_size)
+            num_rows = 1
         return MicroBatch(
             num_rows=num_rows,
             length=length,
             context_size=context_size,
-            dtype=gathered or held,
-            autocast=computed if computed != held and gathered is None else None,
+            dtype=gathered or held_dtype,
+            autocast=computed_dtype if casts else None,
             has_borders=self.isolates,
             on_gpu=self.on_gpu,
             by_unit=self.layout().is_sharded,
@@ -292,16 +440,21 @@ def make_request(run: PreparedRun) -> RunRequest:
     """Return what the forecast of a run needs to know."""
     arguments = run.arguments
     on_gpu = run.devices.accelerator == "cuda"
-    given = parse_size(arguments.planning.device_memory or "")
-    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
+    # the memory that --device_memory states, or the GPU's, or a rank's share of the machine's
+    available = parse_size(arguments.planning.device_memory or "")
+    if not available and on_gpu:
+        available = device_memory()
+    if not available:
+        ranks_per_machine = run.plan.world_size // arguments.device.num_nodes
+        available = machine_memory() // ranks_per_machine
     return RunRequest(
         arguments=arguments,
-        shapes=(*run.models.values(),) or (run.model,),
+        shapes=tuple(run.models.values()) if run.models else (run.model,),
         plan=run.plan,
         parallelism=run.devices.parallelism,
         isolates=run.data.isolates,
         on_gpu=on_gpu,
-        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
+        device_memory=available,
         is_elsewhere=arguments.planning.plans_for_others,
         validates=run.data.validation is not None,
     )
@@ -311,37 +464,44 @@ def check_memory(run: PreparedRun) -> None:
     """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     request = make_request(run)
     layout = request.layout()
-    ranks = request.plan.world_size // request.arguments.device.num_nodes
-    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
-    states, _ = bytes_of_states(request.largest, request.arguments)
-    if request.largest.adapter:  # each rank has all of it, in fp32
-        base = read_units(request.largest, request.arguments).total
-        least = layout.held * base // num_parts + 8 * request.largest.num_trained + states
+    model = request.largest
+    states, _ = bytes_of_states(model, request.arguments)
+    if model.adapter:  # each rank has all of it, in fp32: weights and gradients
+        num_base = read_units(model, request.arguments).total
+        least = layout.stored_itemsize * num_base // layout.num_parts + 8 * model.num_trained + states
     else:
-        least = (layout.held * (request.largest.num_parameters + request.largest.num_trained) + states) // num_parts
+        weights_and_gradients = layout.stored_itemsize * (model.num_parameters + model.num_trained)
+        least = (weights_and_gradients + states) // layout.num_parts
     faults = []
     if not layout.offloads and least > request.device_memory:
+        ranks_per_machine = layout.world_size // layout.num_nodes
         faults.append(
-            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
+            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks_per_machine} ranks have "
             f"{show_size(request.device_memory)} each: --plan true says what would fit ({DOES_NOT_FIT})"
         )
-    if faults := [*faults, *faults_of_disk(request, 1)]:
+    faults += faults_of_disk(request, 1)
+    if faults:
         raise InputError(*faults)
 
 
-def faults_of_disk(request: RunRequest, number: int) -> list[str]:
-    """Return a line if the disk of --output_dir has no room for ``number`` checkpoints of this run, else nothing."""
-    layout = request.layout()
+def faults_of_disk(request: RunRequest, num_checkpoints: int) -> list[str]:
+    """Return a line if the disk of --output_dir has no room for checkpoints of this run, else nothing."""
     folder = Path(request.arguments.save.output_dir)
-    shape = request.largest
-    of_states = bytes_of_states(shape, request.arguments)[1]
-    has_adapter = shape.adapter is not None  # whose base is not in a checkpoint
-    size = (4 * shape.num_trained if has_adapter else layout.held * shape.num_parameters) + of_states
+    model = request.largest
+    _, states = bytes_of_states(model, request.arguments)
+    if model.adapter is not None:  # in fp32, without its base
+        weights = 4 * model.num_trained
+    else:
+        weights = request.layout().stored_itemsize * model.num_parameters
+    size = weights + states
     free = free_bytes(nearest_existing(folder))
-    if size * number <= free:
+    if size * num_checkpoints <= free:
         return []
-    fitting = free // size - 2  # besides the best by validation loss and the one being written
-    fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
+    num_fitting = free // size - 2  # besides the best by validation loss and the one being written
+    fix = f"give --keep_checkpoints {num_fitting}, or make room" if num_fitting > 0 else "make room there"
     fix += " (docs/reference/errors.md#disk-full)"
-    checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
-    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
+    subject = (
+        "a checkpoint needs" if num_checkpoints == 1 else f"{num_checkpoints} checkpoints, one being written, need"
+    )
+    needed = show_size(size * num_checkpoints)
+    return [f"--output_dir {folder}: {subject} {needed}, {show_size(free)} are free; {fix}"]

@@ -42,7 +42,7 @@ class Units:
     trained_layer: int  # the most that train in a layer
     trained_rest: int  # outside of the layers
     trained_embedding: int
-    touched: int  # those that train, and the others of a layer in which something trains
+    touched: int  # those that train, and the frozen ones of a layer in which something trains
     touched_layer: int
     states: int  # bytes of the optimizer's states
     saved_states: int  # bytes of those in a checkpoint
@@ -52,10 +52,25 @@ class Units:
     dequantized: int = 0  # the largest weight in 4 bits, which is dequantized to be multiplied
 
     def part(self, num_parts: int) -> "Units":
-        """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
-        shared = ("layer", "rest", "head", "embedding", "states", "saved_states")
-        trained = ("trained", "trained_layer", "trained_rest", "trained_embedding", "touched", "touched_layer")
-        return replace(self, **{name: getattr(self, name) // num_parts for name in (*shared, *trained)})
+        """Return the units of one rank if every parameter is split among ``num_parts`` ranks.
+
+        The adapter and a dequantized weight are not split.
+        """
+        return replace(
+            self,
+            layer=self.layer // num_parts,
+            rest=self.rest // num_parts,
+            head=self.head // num_parts,
+            embedding=self.embedding // num_parts,
+            trained=self.trained // num_parts,
+            trained_layer=self.trained_layer // num_parts,
+            trained_rest=self.trained_rest // num_parts,
+            trained_embedding=self.trained_embedding // num_parts,
+            touched=self.touched // num_parts,
+            touched_layer=self.touched_layer // num_parts,
+            states=self.states // num_parts,
+            saved_states=self.saved_states // num_parts,
+        )
 
     def reduced_by(self, parallelism: str) -> "Units":
         """Return the units with what has a gradient as ``trained``: FSDP1 has one for each layer as a whole."""
@@ -86,8 +101,8 @@ class Layout:
     num_nodes: int
     num_shards: int
     gathers_at_once: bool  # all weights stay gathered from the forward to the backward pass
-    held: int  # bytes of a parameter between steps, as of its gradient
-    computed: int  # bytes of a parameter in a pass
+    stored_itemsize: int  # bytes of a parameter between steps, and of its gradient
+    pass_itemsize: int  # bytes of a parameter in the forward and backward pass
     accumulation: int
     reduces_each: bool  # gradients are reduced after each micro-batch, not once a step
     offloads: bool  # sharded weights, gradients and optimizer are in host memory
@@ -96,6 +111,11 @@ class Layout:
     def num_copies(self) -> int:
         """Groups of ranks that each hold the whole model."""
         return self.num_gradients // self.num_shards
+
+    @property
+    def num_parts(self) -> int:
+        """The number of ranks among which a parameter is divided, by tensor parallelism and by sharding."""
+        return self.num_shards * self.world_size // self.num_gradients
 
     @property
     def is_sharded(self) -> bool:
@@ -108,69 +128,80 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
 
     States that are not as large as their parameter, and the scales of 8-bit moments, are not counted.
     """
-    dtype = weights_dtype(arguments.model.precision)
     if not shape.trained:
         return 0, 0
-    weights = {
-        name: nn.Parameter(
-            torch.empty(size, dtype=torch.float32 if is_adapter_parameter(name) else dtype, device="meta")
-        )
-        for name, size in shape.trained.items()
-    }
-    decayed = {name for name, size in shape.trained.items() if len(size) >= 2}
+    weights_type = weights_dtype(arguments.model.precision)
+    weights: dict[str, nn.Parameter] = {}
+    for name, size in shape.trained.items():
+        dtype = torch.float32 if is_adapter_parameter(name) else weights_type
+        weights[name] = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
+    decayed = {name for name, size in shape.trained.items() if len(size) >= 2}  # matrices
     optimizer = build_optimizer(weights.items(), decayed, arguments.training, fused=False)
-    sizes = [
-        (each.numel() * (state.held_bytes or state.dtype.itemsize), each.numel() * state.dtype.itemsize)
-        for each in weights.values()
-        for state in optimizer.declare_states(each)
-        if state.shape is None
-    ]
-    return sum(held for held, _ in sizes), sum(saved for _, saved in sizes)
+
+    memory_bytes = 0
+    checkpoint_bytes = 0
+    for weight in weights.values():
+        for state in optimizer.declare_states(weight):
+            if state.shape is not None:
+                continue
+            itemsize = state.dtype.itemsize
+            memory_bytes += weight.numel() * (state.held_bytes or itemsize)
+            checkpoint_bytes += weight.numel() * itemsize
+    return memory_bytes, checkpoint_bytes
 
 
 def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     """Count a model's parameters per unit, on the meta device."""
-    model, layers = _build_on_meta(shape, weights_dtype(arguments.model.precision).itemsize)
-    largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
-    inside = sum(_numel(layer) for layer in layers)
+    precision = arguments.model.precision
+    model, layers = _build_on_meta(shape, weights_dtype(precision).itemsize)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    numels = [_numel(layer) for layer in layers]
+
+    # head and embedding
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    is_tied = head is not None and head.weight is embedding.weight
-    name_of_head = next((name for name, weight in model.named_parameters() if head and weight is head.weight), None)
-    of_adapter = replace(
-        shape, trained={name: size for name, size in shape.trained.items() if is_adapter_parameter(name)}
-    )
-    adapter_states, saved_adapter_states = bytes_of_states(of_adapter, arguments)
-    # states of whole modules have the dtype that they have beside the adapter
-    all_states, all_saved_states = bytes_of_states(shape, arguments)
-    states = all_states - adapter_states
-    saved_states = all_saved_states - saved_adapter_states
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained_in = [sum(one.numel() for one in layer.parameters() if names[id(one)] in shape.trained) for layer in layers]
-    trained = shape.num_trained - of_adapter.num_trained
-    touched = [_numel(layer) if number else 0 for layer, number in zip(layers, trained_in, strict=True)]
+    trains_head = head is not None and names[id(head.weight)] in shape.trained
     trains_embedding = names[id(embedding.weight)] in shape.trained
-    in_4bit = [module for layer in layers for module in layer.modules() if isinstance(module, NF4Linear)]
-    if arguments.model.precision.endswith("mixed"):
-        in_4bit = []  # the activations have the copy that autocast makes of a weight
+
+    # the adapter, and the optimizer's states: those of whole modules have the dtype that they have beside the adapter
+    adapter_weights = {name: size for name, size in shape.trained.items() if is_adapter_parameter(name)}
+    adapter_shape = replace(shape, trained=adapter_weights)
+    adapter_states, saved_adapter_states = bytes_of_states(adapter_shape, arguments)
+    all_states, all_saved_states = bytes_of_states(shape, arguments)
+
+    # what trains in each layer, and how large the layers are in which something trains
+    trained_by_layer: list[int] = []
+    for layer in layers:
+        trained = [parameter.numel() for parameter in layer.parameters() if names[id(parameter)] in shape.trained]
+        trained_by_layer.append(sum(trained))
+    touched_by_layer = [numel if trained else 0 for numel, trained in zip(numels, trained_by_layer, strict=True)]
+    num_trained = shape.num_trained - adapter_shape.num_trained
+    trained_rest = num_trained - sum(trained_by_layer)
+
+    # with mixed precision the activations have the copy that autocast makes of a weight in 4 bits
+    dequantized = 0
+    if not precision.endswith("mixed"):
+        for layer in layers:
+            linears = [module for module in layer.modules() if isinstance(module, NF4Linear)]
+            dequantized = max([dequantized, *(linear.in_features * linear.out_features for linear in linears)])
     return Units(
         parameters=shape.num_parameters,
-        dequantized=max((each.in_features * each.out_features for each in in_4bit), default=0),
+        dequantized=dequantized,
         num_layers=len(layers),
-        layer=largest,
-        rest=_numel(model) - inside,
-        head=_numel(head) if name_of_head in shape.trained else 0,
+        layer=max(numels),
+        rest=_numel(model) - sum(numels),
+        head=_numel(head) if trains_head else 0,
         embedding=_numel(embedding),
-        is_tied=is_tied,
-        trained=trained,
-        trained_layer=max(trained_in),
-        trained_rest=trained - sum(trained_in),
+        is_tied=head is not None and head.weight is embedding.weight,
+        trained=num_trained,
+        trained_layer=max(trained_by_layer),
+        trained_rest=trained_rest,
         trained_embedding=_numel(embedding) if trains_embedding else 0,
-        touched=trained - sum(trained_in) + sum(touched),
-        touched_layer=max(touched),
-        states=states,
-        saved_states=saved_states,
-        adapter=of_adapter.num_trained,
+        touched=trained_rest + sum(touched_by_layer),
+        touched_layer=max(touched_by_layer),
+        states=all_states - adapter_states,
+        saved_states=all_saved_states - saved_adapter_states,
+        adapter=adapter_shape.num_trained,
         adapter_states=adapter_states,
         saved_adapter_states=saved_adapter_states,
     )
@@ -184,15 +215,18 @@ def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:
     """
     if not layout.offloads:
         return 0
-    model, layers = _build_on_meta(shape, layout.held)
+    model, layers = _build_on_meta(shape, layout.stored_itemsize)
     if layout.name == "fsdp2":
         numels = [parameter.numel() for parameter in model.parameters()]
     else:
         numels = [_numel(layer) for layer in layers]
         numels.append(_numel(model) - sum(numels))
-    num_parts = layout.num_shards * layout.world_size // layout.num_gradients
-    shards = [-(-numel // num_parts) for numel in numels]
-    return sum(2 << (layout.held * numel - 1).bit_length() for numel in shards) + states // num_parts
+    num_bytes = 0
+    for numel in numels:
+        shard_bytes = layout.stored_itemsize * -(-numel // layout.num_parts)  # rounded up
+        allocated = 1 << (shard_bytes - 1).bit_length()
+        num_bytes += 2 * allocated  # a weight and its gradient
+    return num_bytes + states // layout.num_parts
 
 
 def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -> Layout:
@@ -200,12 +234,13 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
     precision = arguments.model.precision
     fsdp = arguments.fsdp
     num_gradients = plan.num_data_ranks * fsdp.context_parallel_size
-    num_shards = num_gradients if parallelism in ("fsdp", "fsdp2") else 1
+    num_shards = num_gradients if parallelism in ("fsdp", "fsdp2") else 1  # ddp and single hold whole copies
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD":
         num_shards = 1
     elif fsdp.is_hybrid:
         num_shards //= arguments.device.num_nodes
-    held = weights_dtype(precision).itemsize
+    stored_dtype = weights_dtype(precision)
+    pass_dtype = gathered_dtype(arguments, parallelism) or stored_dtype
     return Layout(
         name=parallelism,
         world_size=plan.world_size,
@@ -213,8 +248,8 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
         num_nodes=arguments.device.num_nodes,
         num_shards=num_shards,
         gathers_at_once=fsdp.keeps_gathered,
-        held=held,
-        computed=(gathered_dtype(arguments, parallelism) or weights_dtype(precision)).itemsize,
+        stored_itemsize=stored_dtype.itemsize,
+        pass_itemsize=pass_dtype.itemsize,
         accumulation=plan.accumulation,
         offloads=fsdp.cpu_offload,
         reduces_each=fsdp.gradient_reduction == "micro_batch",
@@ -225,7 +260,7 @@ def make_layout(arguments: "TrainArguments", plan: StepPlan, parallelism: str) -
 class Collective:
     """All collectives of one kind in a step."""
 
-    what: str
+    name: str
     num_ranks: int
     sent: int  # bytes of each rank
     leaving_machine: int  # bytes from all ranks of a machine
@@ -241,32 +276,45 @@ class Collective:
 def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
     units = units.reduced_by(layout.name)
-    copies = layout.num_copies
-    shards = layout.num_shards
-    total = units.total
+    num_copies = layout.num_copies
+    num_shards = layout.num_shards
+
+    # ranks with the whole model send their gradients alone
     if not layout.is_sharded:
-        sent = 2 * _ring(REDUCED_BYTES * (units.trained + units.adapter), copies)
-        return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
-    again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers again
-    passes = layout.accumulation
+        sent = _all_reduce_bytes(REDUCED_BYTES * (units.trained + units.adapter), num_copies)
+        if not sent:
+            return []
+        return [Collective("all-reduce of gradients", num_copies, sent, _leaving(sent, layout))]
+
+    # each micro-batch gathers the weights for the forward pass, and the layers again for the backward pass
+    num_gathered = units.total
+    if not layout.gathers_at_once:
+        num_gathered += units.layer * units.num_layers
+    num_passes = layout.accumulation
     if layout.gathers_at_once and layout.name == "fsdp" and not layout.reduces_each:
-        passes = 1  # FSDP1 keeps weights gathered while it accumulates unsharded gradients
-    gathered = passes * _ring(layout.computed * (total + again), shards)
-    reductions = layout.accumulation if layout.reduces_each else 1
-    reduced = reductions * _ring(REDUCED_BYTES * units.trained, shards)
-    result = [
-        Collective("all-gather of weights", shards, gathered, 0 if copies > 1 else _leaving(gathered, layout)),
-        Collective("reduce-scatter of gradients", shards, reduced, 0 if copies > 1 else _leaving(reduced, layout)),
+        num_passes = 1  # FSDP1 keeps weights gathered while it accumulates unsharded gradients
+    gathered = num_passes * _ring(layout.pass_itemsize * num_gathered, num_shards)
+    num_reductions = layout.accumulation if layout.reduces_each else 1
+    reduced = num_reductions * _ring(REDUCED_BYTES * units.trained, num_shards)
+
+    # with copies of the model, shards are within a machine
+    is_inside = num_copies > 1
+    gathered_leaving = 0 if is_inside else _leaving(gathered, layout)
+    reduced_leaving = 0 if is_inside else _leaving(reduced, layout)
+    collectives = [
+        Collective("all-gather of weights", num_shards, gathered, gathered_leaving),
+        Collective("reduce-scatter of gradients", num_shards, reduced, reduced_leaving),
     ]
     if units.adapter:
-        result = [each for each in result if each.sent]  # a frozen base has no gradients
-        ranks = layout.num_gradients
-        sent = 2 * _ring(units.adapter_bytes, layout.num_gradients)
-        result.append(Collective("all-reduce of the adapter's gradients", ranks, sent, _leaving(sent, layout)))
-    if copies > 1 and units.trained:
-        sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
-        result.append(Collective("all-reduce of gradients between machines", copies, sent, shards * sent))
-    return result
+        collectives = [collective for collective in collectives if collective.sent]  # a frozen base has no gradients
+        num_ranks = layout.num_gradients
+        sent = _all_reduce_bytes(units.adapter_bytes, num_ranks)
+        name = "all-reduce of the adapter's gradients"
+        collectives.append(Collective(name, num_ranks, sent, _leaving(sent, layout)))
+    if num_copies > 1 and units.trained:
+        sent = num_reductions * _all_reduce_bytes(REDUCED_BYTES * units.trained // num_shards, num_copies)
+        collectives.append(Collective("all-reduce of gradients between machines", num_copies, sent, num_shards * sent))
+    return collectives
 
 
 def collectives_of_slices(
@@ -276,29 +324,44 @@ def collectives_of_slices(
 
     Layers that are recomputed gather them again. Tensor parallelism divides the heads among the ranks.
     """
+    fsdp = arguments.fsdp
     config: Any = shape.config.get_text_config()
     width = 0  # of the keys and values of all layers
     for layer in layer_configs(config):
         head_size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         num_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        width += 2 * num_heads // arguments.fsdp.tensor_parallel_size * head_size
+        width += 2 * num_heads // fsdp.tensor_parallel_size * head_size
     numel = width * batch.length * layout.accumulation * (batch.context_size - 1)
-    passes = 1 if arguments.fsdp.activation_checkpointing == "none" else 2
+
+    # recomputed layers gather twice; the gradients are in fp32
+    num_passes = 1 if fsdp.activation_checkpointing == "none" else 2
     itemsize = (batch.autocast or batch.dtype).itemsize
-    is_inside = layout.world_size // layout.num_nodes % arguments.fsdp.ranks_of_rows == 0
-    found = (("all-gather of keys and values", passes * itemsize), ("reduce-scatter of their gradients", REDUCED_BYTES))
+    gathered = num_passes * itemsize * numel
+    reduced = REDUCED_BYTES * numel
+
+    ranks_per_machine = layout.world_size // layout.num_nodes
+    is_inside = ranks_per_machine % fsdp.ranks_of_rows == 0  # the ranks that share rows are on one machine
+    gathered_leaving = 0 if is_inside else _leaving(gathered, layout)
+    reduced_leaving = 0 if is_inside else _leaving(reduced, layout)
     return [
-        Collective(what, batch.context_size, num_bytes * numel, 0 if is_inside else _leaving(num_bytes * numel, layout))
-        for what, num_bytes in found
+        Collective("all-gather of keys and values", batch.context_size, gathered, gathered_leaving),
+        Collective("reduce-scatter of their gradients", batch.context_size, reduced, reduced_leaving),
     ]
 
 
 def _leaving(sent: int, layout: Layout) -> int:
+    """Return the bytes that leave a machine if its ranks form one ring with those of the others."""
     return sent if layout.num_nodes > 1 else 0
 
 
 def _ring(num_bytes: int, num_ranks: int) -> int:
+    """Return the bytes that each rank sends in a ring all-gather or reduce-scatter of ``num_bytes`` in all."""
     return num_bytes * (num_ranks - 1) // num_ranks
+
+
+def _all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Return the bytes that each rank sends in a ring all-reduce: a reduce-scatter, then an all-gather."""
+    return 2 * _ring(num_bytes, num_ranks)
 
 
 def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Module]]:
@@ -307,7 +370,8 @@ def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Modul
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     layers = [module for module in model.modules() if type(module) in shape.layer_classes]
     if shape.adapter and shape.adapter.base_weights:
-        quantize_layers(layers, {2: torch.bfloat16, 4: torch.float32}[itemsize], shape.adapter.train_also)
+        storage_dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+        quantize_layers(layers, storage_dtype, shape.adapter.train_also)
     return model, layers
 
 
@@ -315,7 +379,8 @@ def why_no_tiles(shape: ModelShape) -> str | None:
     """Return why ``--mlp_tile_size`` does not work with a model, or None."""
     if shape.adapter and shape.adapter.dropout > 0:
         return f"--lora_dropout {shape.adapter.dropout} would drop other numbers when a tile is computed again"
-    return why_not_tiled(_build_on_meta(shape, 4)[1])
+    _, layers = _build_on_meta(shape, itemsize=4)
+    return why_not_tiled(layers)
 
 
 def _numel(module: nn.Module) -> int:

@@ -29,16 +29,21 @@ def check_paths(arguments: "TrainArguments") -> None:
         InputError: a folder or file is missing or of another kind, or a run would overwrite another one.
     """
     folder = Path(arguments.save.output_dir)
+    check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
+    beginning = choose_beginning(arguments, folder, damages=None)
+    arguments = beginning.arguments
+
+    # the data
     data = arguments.data
-    check_output_dir(folder, *data.data_dirs, arguments.checkpoint.checkpoint)
-    arguments, _, checkpoint = choose_beginning(arguments, folder, None)
     if data.phases is not None and not arguments.evaluation.only_reads:
         yaml_core.load_file(data.phases, "--phases")
-    for _, place in split_names(data.streaming_dataset or [], "--streaming_dataset"):
-        check_name(place, "--streaming_dataset")
-    for dataset in data.data_dirs:
-        check_token_dataset(dataset)
-    if checkpoint is None and not arguments.model.family:
+    for _, source in split_names(data.streaming_dataset or [], "--streaming_dataset"):
+        check_name(source, "--streaming_dataset")
+    for dataset_dir in data.data_dirs:
+        check_token_dataset(dataset_dir)
+
+    # the model, an adapter and prompts
+    if beginning.checkpoint is None and not arguments.model.family:
         check_model_folder(arguments.model.model_name)
     if arguments.adapter.init_adapter is not None:
         read_lora_config(Path(arguments.adapter.init_adapter))
@@ -56,9 +61,9 @@ def check_output_dir(folder: Path, *inputs: str | None) -> None:
         raise InputError(f"{checkpoint_folder} is not a folder, which the run needs there; remove it or rename it")
     for name in ("metrics.csv", "samples.jsonl", "run.log"):
         check_regular_or_absent(folder / name)
-    for given in inputs:
-        if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
-            check_not_inside(folder, Path(given))
+    for input_path in inputs:
+        if input_path and not (Path(input_path) / "checkpoints").is_dir():  # a run may continue in its own folder
+            check_not_inside(folder, Path(input_path))
     nearest = nearest_existing(folder)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"

@@ -25,117 +25,133 @@ _SHARES = ("shares", "token_shares")
 
 
 _OF_DATA = ("train_data_dir", "max_length", "rope_scaling", "rope_theta", "micro_batch_size", "total_batch_size")
-"""What a phase may have beside token datasets of its own."""
+"""The token datasets of a phase, and the values that a phase may have only together with them."""
+
+_GROUPS_OF_DATA = {
+    "data": ("train_data_dir",),
+    "model": ("rope_scaling", "rope_theta"),
+    "training": ("micro_batch_size", "total_batch_size"),
+}
+"""The groups of ``TrainArguments`` that a phase with token datasets changes, and the arguments in them."""
 
 
 @dataclass(frozen=True)
-class GivenPhase:
-    """A phase as the file has it: ``where`` names it in messages, ``schedule`` has its learning-rate arguments.
+class PhaseSettings:
+    """A phase as the file of ``--phases`` has it."""
 
-    ``data`` has its token datasets, and the values of ``_OF_DATA`` that come with them; empty if the datasets stay.
-    """
-
-    where: str
+    label: str
+    """Its name in messages."""
     first_step: int
     shares: Shares | None
     schedule: Mapping[str, Any]
+    """Its learning-rate arguments."""
     train_only: tuple[str, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+    """Its values of ``_OF_DATA``; empty if the token datasets stay."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps of a run that read the same token datasets: their arguments, and the phases that begin in them.
-
-    ``last_step`` is None if the run ends with it. ``opening`` is the phase that names these token datasets; None if the
-    command line does.
-    """
+    """Steps of a run that read the same token datasets: their arguments, and the phases that begin in them."""
 
     first_step: int
     last_step: int | None
+    """None if the run ends with the stretch."""
     arguments: "TrainArguments"
-    phases: tuple[GivenPhase, ...]
-    opening: GivenPhase | None = None
+    phases: tuple[PhaseSettings, ...]
+    opening: PhaseSettings | None = None
+    """The phase that names the token datasets; None if the command line does."""
 
     @property
     def option(self) -> str:
         """The beginning of an argument's name in messages."""
-        return f"{self.opening.where}: " if self.opening else "--"
+        return f"{self.opening.label}: " if self.opening else "--"
 
-    def check_length(self, rows: set[int]) -> None:
-        """Raise an InputError if the phase's ``max_length`` is not the length of its rows, one of ``rows``."""
-        stated = self.opening.data.get("max_length") if self.opening else None
-        if stated is not None and rows != {stated}:
-            folders = ", ".join(self.arguments.data.data_dirs)
-            there = ", ".join(f"{one:,}" for one in sorted(rows))
-            raise InputError(
-                f"{self.option}max_length {stated}: the rows of {folders} have {there} tokens; tokenize with "
-                f"--max_length {stated}, or say what they have"
-            )
+    def check_length(self, row_lengths: set[int]) -> None:
+        """Raise an InputError if the phase's ``max_length`` is not the length of its rows."""
+        if self.opening is None:
+            return
+        max_length = self.opening.data.get("max_length")
+        if max_length is None or row_lengths == {max_length}:
+            return
+        folders = ", ".join(self.arguments.data.data_dirs)
+        lengths = ", ".join(f"{length:,}" for length in sorted(row_lengths))
+        raise InputError(
+            f"{self.option}max_length {max_length}: the rows of {folders} have {lengths} tokens; tokenize with "
+            f"--max_length {max_length}, or say what they have"
+        )
 
 
 def read_stretches(arguments: "TrainArguments") -> list[Stretch]:
-    """Return the stretches of a run in their order, with the phases of ``--phases``."""
-    given = read_phases(arguments)
-    begin = [0, *(number for number, phase in enumerate(given) if phase.data)]
-    stretches = []
-    present = arguments
-    for place, (first, after) in enumerate(zip(begin, [*begin[1:], len(given)], strict=True)):
-        opening = given[first] if place else None
+    """Return the stretches of a run in their order, with the phases of ``--phases``.
+
+    Each phase with token datasets begins a new stretch. Its arguments are those of the stretch before, with the values
+    that the phase changes.
+    """
+    phases = read_phases(arguments)
+    opening_indices = [index for index, phase in enumerate(phases) if phase.data]
+
+    # the first stretch has the token datasets of the command line, and the phases up to the first opening one
+    begins = [0, *opening_indices]
+    ends = [*opening_indices, len(phases)]
+    stretches: list[Stretch] = []
+    for begin, end in zip(begins, ends, strict=True):
+        opening = phases[begin] if stretches else None
+        first_step = 1
         if opening is not None:
-            present = _with_data(present, opening)
-        last_step = given[after].first_step - 1 if after < len(given) else None
-        first_step = opening.first_step if opening else 1
-        stretches.append(Stretch(first_step, last_step, present, tuple(given[first:after]), opening))
+            first_step = opening.first_step
+            arguments = _with_data(arguments, opening)
+        last_step = phases[end].first_step - 1 if end < len(phases) else None
+        stretches.append(Stretch(first_step, last_step, arguments, tuple(phases[begin:end]), opening))
     return stretches
 
 
 def stretch_of(stretches: Sequence[Stretch], step: int) -> int:
-    """Return the number of the stretch with a step; the first one for step 0."""
-    return max(number for number, stretch in enumerate(stretches) if number == 0 or stretch.first_step <= step)
+    """Return the index of the stretch with a step; the first one for step 0."""
+    return max(index for index, stretch in enumerate(stretches) if index == 0 or stretch.first_step <= step)
 
 
-def _with_data(before: "TrainArguments", phase: GivenPhase) -> "TrainArguments":
-    """Return the arguments from a phase with token datasets of its own on."""
-    own = {name: value for name, value in phase.data.items() if name != "max_length"}
-    changed = before
-    for group, names in (
-        ("data", ("train_data_dir",)),
-        ("model", ("rope_scaling", "rope_theta")),
-        ("training", ("micro_batch_size", "total_batch_size")),
-    ):
-        values: dict[str, Any] = {name: own[name] for name in names if name in own}
-        values |= dict.fromkeys(_SHARES) if group == "data" else {}  # of the datasets before
-        changed = replace(changed, **{group: replace(getattr(changed, group), **values)})
-    faults = [*changed.data.faults(), *changed.model.faults()]
+def _with_data(arguments: "TrainArguments", phase: PhaseSettings) -> "TrainArguments":
+    """Return the arguments from a phase with token datasets on."""
+    for group, names in _GROUPS_OF_DATA.items():
+        values: dict[str, Any] = {name: phase.data[name] for name in names if name in phase.data}
+        if group == "data":
+            values |= dict.fromkeys(_SHARES)  # the shares are those of the datasets before
+        arguments = replace(arguments, **{group: replace(getattr(arguments, group), **values)})
+    faults = [*arguments.data.faults(), *arguments.model.faults()]
     if faults:
-        raise InputError(*(f"{phase.where}: {fault.removeprefix('--')}" for fault in faults))
-    return changed
+        raise InputError(*(f"{phase.label}: {fault.removeprefix('--')}" for fault in faults))
+    return arguments
 
 
-def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
-    """Return what ``--phases`` has, in its order; empty without it, and if nothing is trained."""
+def read_phases(arguments: "TrainArguments") -> list[PhaseSettings]:
+    """Return the phases of ``--phases`` in their order; empty without it, and if nothing is trained."""
     path = arguments.data.phases
     num_steps = arguments.training.max_step
     if path is None or arguments.evaluation.only_reads:
         return []
     if num_steps is None:
         raise InputError("--phases divides a run of known length: give --max_step")
-    given = _read(path, arguments, num_steps)
-    previous = 0
-    for phase in given:
-        if phase.first_step <= previous:
-            raise InputError(f"{phase.where} begins at step {phase.first_step}, not after the phase before it")
+    phases = _read_phase_file(path, arguments, num_steps)
+
+    # the phases are in order and within the run
+    previous_step = 0
+    for phase in phases:
+        if phase.first_step <= previous_step:
+            raise InputError(f"{phase.label} begins at step {phase.first_step}, not after the phase before it")
         if phase.first_step > num_steps:
             raise InputError(
-                f"{phase.where} begins at step {phase.first_step}, after the last one, --max_step {num_steps}"
+                f"{phase.label} begins at step {phase.first_step}, after the last one, --max_step {num_steps}"
             )
-        previous = phase.first_step
-    if given[0].first_step == 1 and given[0].data:
-        raise InputError(f"{given[0].where} begins with the run: give its train_data_dir on the command line")
-    if given[0].first_step == 1 and given[0].shares and arguments.data.shares_of_epochs.values:
-        raise InputError(f"{given[0].where} begins with the run and has shares: leave the command line's out")
-    return given
+        previous_step = phase.first_step
+
+    # what a phase from step 1 would have belongs on the command line
+    first_phase = phases[0]
+    if first_phase.first_step == 1 and first_phase.data:
+        raise InputError(f"{first_phase.label} begins with the run: give its train_data_dir on the command line")
+    if first_phase.first_step == 1 and first_phase.shares and arguments.data.shares_of_epochs.values:
+        raise InputError(f"{first_phase.label} begins with the run and has shares: leave the command line's out")
+    return phases
 
 
 def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
@@ -143,108 +159,141 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
 
     A phase without shares keeps those before it.
     """
-    given = stretch.phases
-    training = stretch.arguments.training
-    if not given:
+    if not stretch.phases:
         return ()
+    training = stretch.arguments.training
     assert isinstance(data, TokenMixture)  # DataArguments.mixes
     assert training.max_step is not None
-    rows = data.rows_per_epoch
-    phases: list[RunPhase] = []
-    freeze = tuple(stretch.arguments.model.freeze or ())
-    ends = [*(phase.first_step - 1 for phase in given[1:]), stretch.last_step or training.max_step]
-    for phase, last_step in zip(given, ends, strict=True):
-        rows = data.rows_of(phase.shares) if phase.shares else rows
-        schedule = _schedule(phase, last_step, training)
+    frozen_parts = tuple(stretch.arguments.model.freeze or ())
+    rows_per_epoch = data.rows_per_epoch
+    last_steps = [phase.first_step - 1 for phase in stretch.phases[1:]]
+    last_steps.append(stretch.last_step or training.max_step)
+    run_phases: list[RunPhase] = []
+    for phase, last_step in zip(stretch.phases, last_steps, strict=True):
+        if phase.shares:
+            rows_per_epoch = data.rows_of(phase.shares)
+        schedule = _phase_schedule(phase, last_step, training)
         parts = None
         if phase.train_only:
-            parts = TrainedParts(phase.train_only, freeze, f"{phase.where}: train_only")
-        phases.append(RunPhase(phase.first_step, last_step, rows, schedule, parts))
-    return tuple(phases)
+            parts = TrainedParts(phase.train_only, frozen_parts, f"{phase.label}: train_only")
+        run_phases.append(RunPhase(phase.first_step, last_step, rows_per_epoch, schedule, parts))
+    return tuple(run_phases)
 
 
 def choose_parts(
     stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]
 ) -> tuple[ModelShape, dict[int, ModelShape]]:
     """Return the model with the parts of ``--train_only`` and ``--freeze``, and see ``PreparedRun.models``."""
-    given = stretch.arguments.model
-    first_step = stretch.first_step
-    option = next((phase.parts.option for phase in phases if phase.parts), None)
-    option = "--train_only" if given.train_only else "--freeze" if given.freeze else option
-    if option and model.adapter:
-        raise InputError(
-            f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
-        )
-    parts = TrainedParts(tuple(given.train_only or ()), tuple(given.freeze or ()))
+    arguments = stretch.arguments.model
+    has_parts = any(phase.parts for phase in phases)
+    if model.adapter:
+        option = next((phase.parts.option for phase in phases if phase.parts), None)
+        if arguments.freeze:
+            option = "--freeze"
+        if arguments.train_only:
+            option = "--train_only"
+        if option:
+            raise InputError(
+                f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
+            )
+    parts = TrainedParts(tuple(arguments.train_only or ()), tuple(arguments.freeze or ()))
     if parts and not stretch.arguments.evaluation.eval_only:
         model = with_parts(model, parts)
-    if not any(phase.parts for phase in phases):
+    if not has_parts:
         return model, {}
-    models = {first_step: model}
+
+    # one model for each step at which the trained parameters change
+    models = {stretch.first_step: model}
+    trained = model.trained
     for phase in phases:
-        present = with_parts(model, phase.parts) if phase.parts else model
-        if phase.first_step == first_step or present.trained.keys() != models[max(models)].trained.keys():
-            models[phase.first_step] = present
+        phase_model = with_parts(model, phase.parts) if phase.parts else model
+        if phase.first_step == stretch.first_step or phase_model.trained.keys() != trained.keys():
+            models[phase.first_step] = phase_model
+            trained = phase_model.trained
     return model, models
 
 
-def _read(path: str, arguments: "TrainArguments", num_steps: int) -> list[GivenPhase]:
+def _read_phase_file(path: str, arguments: "TrainArguments", num_steps: int) -> list[PhaseSettings]:
+    """Return the phases of a file in their order; an InputError has a line for each fault in them."""
     content = yaml_core.load_file(path, "--phases")
     if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
         raise InputError(f"--phases {path}: expected a list of phases, such as '- {{from: 0.9, shares: [1, 0.5]}}'")
-    groups = (arguments.data, arguments.model, arguments.training)
-    hints = {name: kind for group in groups for name, kind in get_type_hints(type(group), include_extras=True).items()}
-    kinds: dict[str, Any] = {"from": NonNegativeFloat}
-    kinds |= dict.fromkeys(_SHARES, list[NonNegativeFloat] | list[dict[str, Any]] | list[str])
-    kinds |= {name: hints[name] for name in (*RATE_ARGUMENTS, *_OF_DATA)} | {"train_only": list[str]}
+    types = _types_of_values(arguments)
     phases = []
     faults = []
     for number, item in enumerate(content, 1):
-        where = f"{path}: phase {number}"
+        label = f"{path}: phase {number}"
         values: dict[str, Any] = {}
-        found = list(_convert_all(item, kinds, values)) or list(_faults_of(values))
-        if not found:
-            first_step = int(values["from"]) if values["from"] >= 1 else round(values["from"] * num_steps) + 1
-            shares = [
-                Shares(f"{where}: {name}", values[name], counts_tokens=name != "shares")
-                for name in _SHARES
-                if name in values
-            ]
-            schedule = {name: values[name] for name in RATE_ARGUMENTS if name in values}
-            parts = tuple(values.get("train_only", ()))
-            data = {name: values[name] for name in _OF_DATA if values.get(name) is not None}
-            phases.append(GivenPhase(where, first_step, shares[0] if shares else None, schedule, parts, data))
-        faults += [f"{where}: {fault}" for fault in found]
+        phase_faults = list(_convert_values(item, types, values))
+        if not phase_faults:
+            phase_faults = list(_faults_of_values(values))
+        if phase_faults:
+            faults += [f"{label}: {fault}" for fault in phase_faults]
+        else:
+            phases.append(_make_phase(label, values, num_steps))
     if faults:
         raise InputError(*faults)
     return phases
 
 
-def _convert_all(item: Mapping[Any, Any], kinds: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
-    """Fill ``values`` with what has its type, and yield a fault for each of the others."""
+def _types_of_values(arguments: "TrainArguments") -> dict[str, Any]:
+    """Return the type of each value that a phase may have, in the order in which messages list them."""
+    argument_types: dict[str, Any] = {}
+    for group in (arguments.data, arguments.model, arguments.training):
+        argument_types |= get_type_hints(type(group), include_extras=True)
+    types: dict[str, Any] = {"from": NonNegativeFloat}
+    types |= dict.fromkeys(_SHARES, list[NonNegativeFloat] | list[dict[str, Any]] | list[str])
+    types |= {name: argument_types[name] for name in (*RATE_ARGUMENTS, *_OF_DATA)}
+    types["train_only"] = list[str]
+    return types
+
+
+def _make_phase(label: str, values: Mapping[str, Any], num_steps: int) -> PhaseSettings:
+    # `from` is a step, or below 1 a share of the run
+    if values["from"] >= 1:
+        first_step = int(values["from"])
+    else:
+        first_step = round(values["from"] * num_steps) + 1
+    shares = None
+    for name in _SHARES:  # at most one of them is given
+        if name in values:
+            shares = Shares(f"{label}: {name}", values[name], counts_tokens=name != "shares")
+    return PhaseSettings(
+        label=label,
+        first_step=first_step,
+        shares=shares,
+        schedule={name: values[name] for name in RATE_ARGUMENTS if name in values},
+        train_only=tuple(values.get("train_only", ())),
+        data={name: values[name] for name in _OF_DATA if values.get(name) is not None},
+    )
+
+
+def _convert_values(item: Mapping[Any, Any], types: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
+    """Fill ``values`` with the values of a phase that have their type, and yield a fault for each of the others."""
     if "from" not in item:
         yield "'from' is missing: the first step of the phase, or the share of the run before it"
     for name, value in item.items():
-        if name not in kinds:
-            yield f"{name!r}: no such value; a phase has {', '.join(kinds)}"
+        if name not in types:
+            yield f"{name!r}: no such value; a phase has {', '.join(types)}"
             continue
         if name == "from" and isinstance(value, float) and value == 1:
             yield "from: 1.0 is a step or a share of the run; write 1 for the first step, a share is below 1"
             continue
         try:
-            values[name] = convert(kinds[name], value)
+            values[name] = convert(types[name], value)
         except WrongValueError as error:
             yield f"{name}: expected {error}, got {value!r}"
 
 
-def _faults_of(values: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of_values(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the values of a phase, each of which has its type."""
     if values["from"] > 1 and not values["from"].is_integer():
         yield f"from: expected a step, or a share of the run below 1; got {values['from']:g}"
     if all(name in values for name in _SHARES):
         yield "shares and token_shares contradict each other: give one of them"
     if values.get("train_only") == []:
         yield "train_only names nothing: give parts, or leave it out"
-    if len(values) == 1:
+    if len(values) == 1:  # `from` alone
         yield "it changes nothing: give shares, token_shares, lr, train_only or train_data_dir"
     if not values.get("train_data_dir"):
         for name in _OF_DATA:
@@ -252,21 +301,25 @@ def _faults_of(values: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} is of a phase with token datasets of its own: give train_data_dir too"
 
 
-def _schedule(phase: GivenPhase, last_step: int, training: "TrainingArguments") -> Schedule | None:
-    """Return the schedule of a phase; None if it has none of its own.
+def _phase_schedule(phase: PhaseSettings, last_step: int, training: "TrainingArguments") -> Schedule | None:
+    """Return the schedule of a phase; None if it keeps the schedule before it.
 
-    Values that it does not have are the command line's, but there is no warm-up, and another ``lr_schedule``
-    has a decay of its own.
+    Values that it does not have are the command line's, but there is no warm-up, and a new ``lr_schedule`` has a decay
+    of its own.
     """
-    own = phase.schedule
-    if not own:
+    if not phase.schedule:
         return None
-    defaults: dict[str, Any] = {"warmup_steps": 0}
-    if "lr_schedule" in own:
-        defaults |= {"lr_decay": True, "decay_steps": None, "decay_share": None, "decay_form": None}
+    values: dict[str, Any] = {"warmup_steps": 0}
+    if "lr_schedule" in phase.schedule:
+        values |= {"lr_decay": True, "decay_steps": None, "decay_share": None, "decay_form": None}
+    values |= phase.schedule
     num_steps = last_step - phase.first_step + 1
-    changed = replace(training, **(defaults | dict(own)), max_step=num_steps)
-    faults = changed.faults() or [fault for fault in [fault_of_decay(changed, num_steps, "the phase")] if fault]
+    training = replace(training, **values, max_step=num_steps)
+    faults = list(training.faults())
+    if not faults:
+        decay_fault = fault_of_decay(training, num_steps, "the phase")
+        if decay_fault is not None:
+            faults.append(decay_fault)
     if faults:
-        raise InputError(*(f"{phase.where} of {num_steps} steps: {fault}" for fault in faults))
-    return Schedule(num_steps, changed, phase.first_step - 1, last_step)
+        raise InputError(*(f"{phase.label} of {num_steps} steps: {fault}" for fault in faults))
+    return Schedule(num_steps, training, phase.first_step - 1, last_step)

@@ -52,7 +52,7 @@ from fabric_train.preflight.dataset_check import (
 from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.paths import check_output_dir
 from fabric_train.preflight.phases import (
-    GivenPhase,
+    PhaseSettings,
     Stretch,
     choose_parts,
     plan_phases,
@@ -84,13 +84,18 @@ _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 @cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of ``_PACKAGES``, and this program's with its commit; to read them takes 30 ms."""
-    commit = "unknown"
+    commit: str | None = None
     if global_rank() == 0:  # which saves it
-        commit = checked_out_commit() or installed_commit() or commit
-    own = "not installed"
+        commit = checked_out_commit() or installed_commit()
+    if not commit:
+        commit = "unknown"
+    program_version = "not installed"
     with suppress(PackageNotFoundError):
-        own = version(PROGRAM)
-    return {PROGRAM: f"{own}, commit {commit}", **{name: version(name) for name in _PACKAGES}}
+        program_version = version(PROGRAM)
+    versions = {PROGRAM: f"{program_version}, commit {commit}"}
+    for name in _PACKAGES:
+        versions[name] = version(name)
+    return versions
 
 
 def prepare(
@@ -101,42 +106,57 @@ def prepare(
     ``damages`` are the checkpoints that are known to be damaged. Unless it ``compares``, the run need not fit the
     checkpoint that it continues.
     """
+    user_arguments = arguments
     folder = Path(arguments.save.output_dir)
-    given = arguments
     only_reads = arguments.evaluation.only_reads
+
+    # output folder, devices, and the checkpoint to begin with
     check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     if arguments.logging.profiled_steps is not None:
         check_no_links_in(folder / "profile")
     devices = _plan_devices(arguments)
-    arguments, start_from, checkpoint = choose_beginning(arguments, folder, damages)
+    beginning = choose_beginning(arguments, folder, damages)
+    arguments = beginning.arguments
+    start_from = beginning.start_from
+    checkpoint = beginning.checkpoint
+    continues_steps = checkpoint is not None and not (start_from.weights_only or only_reads)
+
+    # data, model and steps of the stretch that the run begins in
     stretches = read_stretches(arguments)
     step = 0
-    if checkpoint and not (start_from.weights_only or only_reads):  # a branch may go on with other data
-        step = checkpoints.read_trainer_json(checkpoint).state.step + bool(start_from.branch)
-    place = stretch_of(stretches, step)
-    run = _prepare_stretch(stretches[place], given, devices, checkpoint, start_from)
+    if checkpoint is not None and continues_steps:
+        step = checkpoints.read_trainer_json(checkpoint).state.step
+        if start_from.branch:  # a branch may go on with other data
+            step += 1
+    stretch_index = stretch_of(stretches, step)
+    run = _prepare_stretch(stretches[stretch_index], user_arguments, devices, checkpoint, start_from)
     if not only_reads:
-        rows = find_lost_rows(folder / "metrics.csv", run.start.state, arguments.logging.log_step_interval)
+        lost_rows = find_lost_rows(folder / "metrics.csv", run.start.state, arguments.logging.log_step_interval)
         read_samples(folder / "samples.jsonl", run.start.state.step)  # a damaged file is refused before any is written
-        run = _with_notes(run, rows)
+        run = _with_notes(run, lost_rows)
+
+    # what differs from the checkpoint
     if checkpoint is not None:
-        changed: list[str] = []
-        if compares and not (start_from.weights_only or only_reads):
-            run, changed = (check_branch if start_from.branch else check_resume)(run, checkpoint)
-            run, lengths = choose_schedule(run, checkpoint)
-            changed += lengths
+        differences: list[str] = []
+        if compares and continues_steps:
+            compare = check_branch if start_from.branch else check_resume
+            run, differences = compare(run, checkpoint)
+            run, schedule_notes = choose_schedule(run, checkpoint)
+            differences = [*differences, *schedule_notes]
         elif compares:
-            changed += _compare_objectives(run, checkpoint)
+            differences = _compare_objectives(run, checkpoint)
         damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
-        named = named_checkpoint(start_from)
-        chosen = checkpoints.describe_choice(Path(named), checkpoint) if named else None
-        run = _with_notes(run, *damaged, chosen, *changed)
+        name = named_checkpoint(start_from)
+        choice = checkpoints.describe_choice(Path(name), checkpoint) if name else None
+        run = _with_notes(run, *damaged, choice, *differences)
     adapter_dir = Path(arguments.adapter.init_adapter or "")
     if compares and arguments.adapter.init_adapter and (adapter_dir / "trainer.json").is_file():
         run = _with_notes(run, *_compare_objectives(run, adapter_dir))
-    run = _with_following(run, stretches[place + 1 :])
-    goes_on = run.next_run is not None and run.start.state.step == run.plan.last_step and not run.ends_early
-    if checkpoint is not None and goes_on and not run.start.state.unlogged:
+
+    # the stretches after it; a run that has ended its own stretch goes on with the next one
+    run = _with_following(run, stretches[stretch_index + 1 :])
+    has_ended = run.start.state.step == run.plan.last_step and not run.ends_early
+    if checkpoint is not None and run.next_run is not None and has_ended and not run.start.state.unlogged:
         return run.continued_from(checkpoint, run.start.state)
     return run
 
@@ -148,64 +168,93 @@ def _compare_objectives(run: PreparedRun, checkpoint: Path) -> list[str]:
         InputError: An evaluation would compute the loss of another objective, and one of them was registered.
     """
     saved = checkpoints.read_trainer_json(checkpoint)
-    others = list(find_other_components(saved, run.components, ("objective",)))
+    pairs = list(find_other_components(saved, run.components, ("objective",)))
     arguments = run.arguments
-    if arguments.evaluation.only_reads and not arguments.checkpoint.allow_changes:
-        faults = [describe_other_component(checkpoint, there, here, "another loss") for there, here in others]
-        if faults:
-            raise InputError(*faults)
-    return [f"{checkpoint.name} was trained with the {there}, and this run has the {here}" for there, here in others]
+    faults = []
+    notes = []
+    for saved_objective, run_objective in pairs:
+        faults.append(describe_other_component(checkpoint, saved_objective, run_objective, "another loss"))
+        notes.append(f"{checkpoint.name} was trained with the {saved_objective}, and this run has the {run_objective}")
+    if faults and arguments.evaluation.only_reads and not arguments.checkpoint.allow_changes:
+        raise InputError(*faults)
+    return notes
 
 
 def _prepare_stretch(
     stretch: Stretch,
-    given: "TrainArguments",
+    user_arguments: "TrainArguments",
     devices: DevicePlan,
     checkpoint: Path | None,
     start_from: "CheckpointArguments",
-    before: PreparedRun | None = None,
+    previous: PreparedRun | None = None,
 ) -> PreparedRun:
-    """Prepare the steps with the same token datasets; ``before`` are those with the ones before, in the same run."""
+    """Prepare the steps with the same token datasets; ``previous`` is the stretch before it in the same run."""
     arguments = stretch.arguments
-    only_reads = given.evaluation.only_reads
+    only_reads = user_arguments.evaluation.only_reads
     folder = Path(arguments.save.output_dir)
+
+    # the data
     data = _open_data(arguments, folder, checkpoint, stretch.phases)
     if not isinstance(data, Stream):
         stretch.check_length(data.train.lengths())
-    if faults := faults_of_objective(arguments, data, devices.accelerator):
+    faults = faults_of_objective(arguments, data, devices.accelerator)
+    if faults:
         raise InputError(*faults)
-    stored = with_parts(before.model, ALL_PARTS) if before else _read_model(arguments, checkpoint, data)
+
+    # the model: its positions for the longest row, its attention, and the parts that train
+    if previous:
+        stored_model = with_parts(previous.model, ALL_PARTS)
+    else:
+        stored_model = _read_model(arguments, checkpoint, data)
     rope = RopeChange(
         arguments.model.scaling, arguments.model.rope_theta, stretch.option, arguments.checkpoint.allow_changes
     )
     length = longest_row(data)
-    extended = replace(rope.apply(stored, length), longest_row=length)
-    model = extended
+    extended_model = replace(rope.apply(stored_model, length), longest_row=length)
     if data.isolates:
-        check_counted_from_rows(model, length)
-    masks_because = choose_attention(model, arguments, devices.accelerator)
+        check_counted_from_rows(extended_model, length)
+    mask_reason = choose_attention(extended_model, arguments, devices.accelerator)
     phases = plan_phases(stretch, data)
-    model, models = choose_parts(stretch, model, phases)
-    window = math.prod(rows_at_once(arguments, devices.world_size))  # it may have no rows before it is checked
-    saved = checkpoints.read_trainer_json(checkpoint).data if checkpoint and not start_from.weights_only else None
-    order = _data_order(data, window, arguments.data, phases, saved)
-    if before:
+    model, models = choose_parts(stretch, extended_model, phases)
+
+    # the order of the data, and the step to begin with
+    rows_per_window = math.prod(rows_at_once(arguments, devices.world_size))  # 0 is refused by plan_steps
+    saved_order = None
+    if checkpoint and not start_from.weights_only:
+        saved_order = checkpoints.read_trainer_json(checkpoint).data
+    order = _data_order(data, rows_per_window, arguments.data, phases, saved_order)
+    if previous:
         start = StartingPoint(None, checkpoints.TrainerState(stretch.first_step - 1))
-        starts_after = start.state.step
+        data_starts_after = start.state.step
     else:
         start = starting_point(None if only_reads else checkpoint, order, start_from)
-        start, starts_after = replace(start, checkpoint=checkpoint), checkpoints.data_starts_after(start.lineage)
-    version = order.version if isinstance(order, DataOrder) else SHUFFLED
-    plan = plan_steps(arguments, model, data, devices.world_size, starts_after, phases, stretch.last_step, version)
+        start = replace(start, checkpoint=checkpoint)
+        data_starts_after = checkpoints.data_starts_after(start.lineage)
+
+    # the steps
+    plan = plan_steps(
+        arguments,
+        model,
+        data,
+        devices.world_size,
+        data_starts_after,
+        phases,
+        data_ends_after=stretch.last_step,
+        order_version=order.version if isinstance(order, DataOrder) else SHUFFLED,
+    )
+
+    # the objective, and the validation rows that it decides by
     objective = build_objective(arguments)
     early_stopping = check_deciding_sources(arguments, data, objective)
-    if faults := faults_of_validation(arguments, data, objective, early_stopping):
+    faults = faults_of_validation(arguments, data, objective, early_stopping)
+    if faults:
         raise InputError(*faults)
-    base = None
+
+    adapter_base = None
     if model.adapter is not None and not arguments.planning.plan:  # a plan reads no weights
-        base = find_base(arguments.model.model_name, checkpoint, "--model_name")
+        adapter_base = find_base(arguments.model.model_name, checkpoint, "--model_name")
     run = PreparedRun(
-        user_arguments=given,
+        user_arguments=user_arguments,
         arguments=arguments,
         folder=folder,
         devices=devices,
@@ -219,24 +268,33 @@ def _prepare_stretch(
         early_stopping=early_stopping,
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
         components=components_of(arguments, objective),
-        adapter_base=base,
+        adapter_base=adapter_base,
         models=models,
     ).with_current_parts()
     _check_parts(run)
     check_reference(run)
-    begins_with = arguments.adapter.init_adapter
-    if base is not None and begins_with is not None and not (checkpoint and is_adapter(checkpoint)):
-        run = _with_notes(run, None if global_rank() else note_on_other_base(Path(begins_with), base))
-    of_frequencies = note_on_frequencies(model.config, model.source, length)
-    run = _with_notes(run, note_on_rope(stored, extended), of_frequencies, *_warnings(run, masks_because))
-    return run if arguments.planning.checks else resolve_automatic(run)
 
-
-def _with_following(run: PreparedRun, later: Sequence[Stretch]) -> PreparedRun:
-    """Return a run with what follows it, prepared in their order; nothing follows a run that only reads."""
-    if not later:
+    # notes for the user, and what `auto` means
+    init_adapter = arguments.adapter.init_adapter
+    has_own_adapter = checkpoint is not None and is_adapter(checkpoint)
+    if adapter_base is not None and init_adapter is not None and not has_own_adapter and not global_rank():
+        run = _with_notes(run, note_on_other_base(Path(init_adapter), adapter_base))
+    run = _with_notes(
+        run,
+        note_on_rope(stored_model, extended_model),
+        note_on_frequencies(model.config, model.source, length),
+        *_warnings(run, mask_reason),
+    )
+    if arguments.planning.checks:
         return run
-    stretch = later[0]
+    return resolve_automatic(run)
+
+
+def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedRun:
+    """Return a run with what follows it, prepared in their order; nothing follows a run that only reads."""
+    if not stretches:
+        return run
+    stretch, *later_stretches = stretches
     if run.arguments.preference.needs_reference:
         raise InputError(
             f"{stretch.option}train_data_dir: --objective {run.arguments.preference.objective} compares with a "
@@ -247,10 +305,11 @@ def _with_following(run: PreparedRun, later: Sequence[Stretch]) -> PreparedRun:
     following = _prepare_stretch(
         stretch, run.user_arguments, run.devices, checkpoint, run.user_arguments.checkpoint, run
     )
-    notes = [f"from step {stretch.first_step:,} on: {line}" for line in following.notes if line not in run.notes]
-    following = _with_following(replace(following, notes=()), later[1:])
-    kept = replace(following.start, schedule_steps=run.start.schedule_steps)
-    run = replace(run, next_run=replace(following, start=kept))
+    new_notes = [line for line in following.notes if line not in run.notes]
+    notes = [f"from step {stretch.first_step:,} on: {line}" for line in new_notes]
+    following = _with_following(replace(following, notes=()), later_stretches)
+    start = replace(following.start, schedule_steps=run.start.schedule_steps)
+    run = replace(run, next_run=replace(following, start=start))
     return _with_notes(run, *notes, *following.notes)
 
 
@@ -261,23 +320,25 @@ def _check_parts(run: PreparedRun) -> None:
         _check_frozen_ties(run)
 
 
-def _warnings(run: PreparedRun, masks_because: str | None) -> Iterator[str | None]:
+def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]:
     """Yield what the user should know of the run's speed and arguments, before it starts."""
     if run.devices.parallelism == "xla":
         yield xla.NOTE
-    if run.devices.parallelism == "fsdp" and any(
-        splits_layers(model.trained, model.frozen) for model in (run.model, *run.models.values())
-    ):
-        yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
+    if run.devices.parallelism == "fsdp":
+        models = (run.model, *run.models.values())
+        if any(splits_layers(model.trained, model.frozen) for model in models):
+            yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
     yield run.arguments.logging.note
-    if run.start.checkpoint and (terms := terms_left_out(run.model.config)):
-        yield f"its config.json adds a term to the loss, which was and is left out: {terms}"
+    if run.start.checkpoint:
+        terms = terms_left_out(run.model.config)
+        if terms:
+            yield f"its config.json adds a term to the loss, which was and is left out: {terms}"
     if not isinstance(run.data, Stream) and not global_rank():
         yield note_on_added_tokens(run.model, run.data.parts)
-    if masks_because and run.data.isolates:
+    if mask_reason and run.data.isolates:
         tokens = f"{run.plan.tokens_per_row:,}"
         mask = f"a mask of {tokens} × {tokens} tokens"
-        yield f"attention is slow: it keeps documents apart by {mask}, because {masks_because}"
+        yield f"attention is slow: it keeps documents apart by {mask}, because {mask_reason}"
     if run.arguments.planning.plan and run.arguments.preference.needs_reference:
         yield "before the first step, a forward pass over all rows computes the reference"
 
@@ -288,7 +349,10 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
     Return the run itself, or the run from the checkpoint before if the newest one is damaged.
     """
     damages: dict[Path, str] = {}
-    while run.start.checkpoint and (damage := checkpoints.wrong_content(run.start.checkpoint, fabric)):
+    while run.start.checkpoint:
+        damage = checkpoints.wrong_content(run.start.checkpoint, fabric)
+        if not damage:
+            break
         damages[Path(os.path.realpath(run.start.checkpoint))] = damage
         run = prepare(run.user_arguments, damages)
         for line in run.notes:
@@ -319,45 +383,52 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     if arguments.model.float8:
         check_float8(arguments, accelerator)
     check_trackers(arguments.logging.opened_loggers)
-    for name, is_compiled in (("compile", arguments.fsdp.compile is True), ("float8", arguments.model.float8)):
-        if is_compiled:
-            check_compiler(f"--{name} true", "leave it out")
+    if arguments.fsdp.compile is True:
+        check_compiler("--compile true", "leave it out")
+    if arguments.model.float8:
+        check_compiler("--float8 true", "leave it out")
     return DevicePlan(accelerator, world_size, parallelism)
 
 
 def _open_data(
-    arguments: "TrainArguments", folder: Path, checkpoint: Path | None, phases: Sequence[GivenPhase]
+    arguments: "TrainArguments", folder: Path, checkpoint: Path | None, phases: Sequence[PhaseSettings]
 ) -> TrainingData:
     """Open the training data, or with ``--eval_only`` the token dataset that has the validation rows."""
-    given = arguments.data
-    if arguments.evaluation.self_check and given.streaming_dataset is not None:
+    data_arguments = arguments.data
+    is_streamed = data_arguments.streaming_dataset is not None
+    if arguments.evaluation.self_check and is_streamed:
         raise InputError(
             "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
             "texts with fabric-train tokenize --max_tokens 100000 and give --train_data_dir"
         )
+
+    # the token datasets; those beside a stream have its validation rows
     dataset: TokenDataset | TokenMixture | None = None
-    if given.mixes:
-        shares = given.shares_of_epochs if given.streaming_dataset is None else Shares("--shares", None)
-        later = [phase.shares for phase in phases if phase.shares]
-        dataset = open_mixture(given.data_dirs, shares, given.isolate_documents, folder, later)
-    elif given.data_dirs:
-        dataset = open_dataset(given.data_dirs[0], given.isolate_documents)
-    if given.streaming_dataset is None or arguments.evaluation.eval_only:
+    if data_arguments.mixes:
+        shares = Shares("--shares", None) if is_streamed else data_arguments.shares_of_epochs
+        phase_shares = [phase.shares for phase in phases if phase.shares]
+        dataset = open_mixture(data_arguments.data_dirs, shares, data_arguments.isolate_documents, folder, phase_shares)
+    elif data_arguments.data_dirs:
+        dataset = open_dataset(data_arguments.data_dirs[0], data_arguments.isolate_documents)
+    if not is_streamed or arguments.evaluation.eval_only:
         if dataset is None:
             raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
         return dataset
+
+    # the stream, with the tokenizer that the checkpoint's run has used
     tokenizer_name = arguments.model.model_name
-    streamed = None
+    special_text_is_plain = None
     if checkpoint:
-        streamed = checkpoints.read_trainer_json(checkpoint).stream
+        saved_stream = checkpoints.read_trainer_json(checkpoint).stream
+        if saved_stream:
+            special_text_is_plain = saved_stream.special_text_is_plain
         if (checkpoint / "tokenizer").is_dir():
             tokenizer_name = str(checkpoint / "tokenizer")
-    special_text_is_plain = streamed.special_text_is_plain if streamed else None
-    return open_stream(given, tokenizer_name, special_text_is_plain, folder / "tokenizer", dataset)
+    return open_stream(data_arguments, tokenizer_name, special_text_is_plain, folder / "tokenizer", dataset)
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
-    given = arguments.model
+    model_arguments = arguments.model
     layer_class = arguments.fsdp.auto_wrap_policy
     adapter = choose_adapter(arguments.adapter)
     if checkpoint and is_adapter(checkpoint) and adapter is None:
@@ -367,68 +438,98 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
         )
     if adapter and adapter.base_weights:
         check_installed()
-    if adapter and given.family and not checkpoint:
+    if adapter and model_arguments.family and not checkpoint:
         raise InputError("--adapter: a new model has no weights that an adapter could change; give --model_name")
-    if not given.family or checkpoint:
-        shape = read_shape(str(checkpoint or given.model_name), layer_class, given.attention, adapter)
+
+    # a new model has the BOS and EOS of the data's tokenizer
+    if model_arguments.family and not checkpoint:
+        if isinstance(data, Stream):
+            tokenizer = data.tokenizer
+        else:
+            tokenizer = data.manifest.tokenizer if data.manifest else None
+        bos_and_eos = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
+        shape = new_shape(model_arguments, layer_class, *bos_and_eos)
     else:
-        tokenizer = data.tokenizer if isinstance(data, Stream) else data.manifest and data.manifest.tokenizer
-        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
-        shape = new_shape(given, layer_class, *ends)
-    if setting := bidirectional_setting(shape.config):
+        source = str(checkpoint or model_arguments.model_name)
+        shape = read_shape(source, layer_class, model_arguments.attention, adapter)
+
+    # what the model computes that training here does not
+    setting = bidirectional_setting(shape.config)
+    if setting:
         raise InputError(
             f"{shape.source}: its tokens see the tokens after them, which they would be trained to predict "
             f"({setting} in config.json); give a causal model, or change the setting to train this one as such"
         )
-    if not checkpoint and (terms := terms_left_out(shape.config)):
+    terms = terms_left_out(shape.config)
+    if terms and not checkpoint:
         raise InputError(
-            f"--model_name {given.model_name}: its config.json adds a term to the loss, which is not computed here: "
-            f"{terms}; set output_router_logits to false or the factor to 0 in config.json to train without it"
+            f"--model_name {model_arguments.model_name}: its config.json adds a term to the loss, which is not "
+            f"computed here: {terms}; set output_router_logits to false or the factor to 0 in config.json to train "
+            "without it"
         )
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
-        read_stages(given.model_name)  # an InputError if the record is damaged: the run reads it when it has begun
+        # an InputError if the record is damaged: the run reads it when it has begun
+        read_stages(model_arguments.model_name)
     return shape
 
 
 def _check_frozen_ties(run: PreparedRun) -> None:
     """Refuse what loses the tie of a frozen weight in torch's FSDP1."""
-    tied = [first for first, of_one in run.model.names.items() if len(of_one) > 1]
-    is_frozen = any(name not in model.trained for model in (run.model, *run.models.values()) for name in tied)
-    is_whole = run.arguments.fsdp.sharding_strategy == "NO_SHARD" or run.devices.world_size == 1
-    if is_whole and (is_frozen or (tied and run.model.adapter)):
-        alone = run.devices.world_size == 1
+    tied_names = [name for name, aliases in run.model.names.items() if len(aliases) > 1]
+    is_frozen = False
+    for model in (run.model, *run.models.values()):
+        if any(name not in model.trained for name in tied_names):
+            is_frozen = True
+    has_one_device = run.devices.world_size == 1
+    is_whole = has_one_device or run.arguments.fsdp.sharding_strategy == "NO_SHARD"
+    if not is_whole:
+        return
+    if is_frozen or (tied_names and run.model.adapter):
         cause = "an adapter" if run.model.adapter else "frozen parts"
-        given = "--parallelism fsdp on one device" if alone else "--sharding_strategy NO_SHARD"
+        option = "--parallelism fsdp on one device" if has_one_device else "--sharding_strategy NO_SHARD"
         raise InputError(
-            f"{given} does not work with {cause} of a model whose head is its embedding; "
-            f"use --parallelism {'single' if alone else 'ddp'}"
+            f"{option} does not work with {cause} of a model whose head is its embedding; "
+            f"use --parallelism {'single' if has_one_device else 'ddp'}"
         )
 
 
 def _data_order(
-    data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...], saved: object
+    data: TrainingData,
+    rows_per_window: int,
+    arguments: "DataArguments",
+    phases: tuple[RunPhase, ...],
+    saved_order: object,
 ) -> DataOrder | StreamOrder:
+    """Return what the order of the data depends on, as a checkpoint records it."""
+    seed = arguments.seed
     if isinstance(data, TokenDataset):
-        return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, given.seed, saved)
+        return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, seed, saved_order)
     if isinstance(data, TokenMixture):
-        rows = list(data.rows_per_epoch)
-        later = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
-        return DataOrder(data.fingerprint, sum(rows), rows_per_window, given.seed, Mixture.VERSION, rows, later)
-    identities = data.documents.identities()
+        rows_per_epoch = list(data.rows_per_epoch)
+        num_rows = sum(rows_per_epoch)
+        phase_rows = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
+        return DataOrder(data.fingerprint, num_rows, rows_per_window, seed, Mixture.VERSION, rows_per_epoch, phase_rows)
+
+    # a stream, whose seed counts only if it mixes or shuffles
+    identities_by_source = data.documents.identities()
+    file_identities = []
+    for identities in identities_by_source:
+        file_identities += identities
     shares = data.documents.shares
+    is_mixed = shares is not None
     return StreamOrder(
-        sources=[identity for of_place in identities for identity in of_place],
-        text_column=given.text_column,
+        sources=file_identities,
+        text_column=arguments.text_column,
         max_length=data.max_length,
         tokenizer=data.tokenizer_hash,
         special_text_is_plain=data.tokenizer.special_text_is_plain,
         rows_per_window=rows_per_window,
         shares=list(shares) if shares is not None else None,
-        files_of_places=[len(of_place) for of_place in identities] if shares is not None else None,
-        shuffle_buffer=given.shuffle_buffer,
-        seed=given.seed if shares is not None or given.shuffle_buffer else None,
+        files_of_places=[len(identities) for identities in identities_by_source] if is_mixed else None,
+        shuffle_buffer=arguments.shuffle_buffer,
+        seed=seed if is_mixed or arguments.shuffle_buffer else None,
         chat_template=data.chat_template.sha256 if data.chat_template else None,
     )
 
@@ -437,31 +538,38 @@ def _open_sample_prompts(
     arguments: "TrainArguments", data: TrainingData, model: ModelShape, checkpoint: Path | None
 ) -> SamplePrompts | None:
     """Return the prompts of ``--sample_prompts`` with the tokenizer of the data; None if the run has none."""
-    given = arguments.evaluation
-    if given.sample_prompts is None or given.only_reads:
+    evaluation = arguments.evaluation
+    if evaluation.sample_prompts is None or evaluation.only_reads:
         return None
     if data.validation is None:
         raise InputError(
-            f"--sample_prompts {given.sample_prompts}: the samples are of each evaluation, and there is no validation "
-            "split; tokenize with --validation_split above 0"
+            f"--sample_prompts {evaluation.sample_prompts}: the samples are of each evaluation, and there is no "
+            "validation split; tokenize with --validation_split above 0"
         )
-    prompts = read_prompts(Path(given.sample_prompts))
-    folders = [] if isinstance(data, Stream) else [path for path in data.attachments if path.name == "tokenizer"]
-    folders += [checkpoint / "tokenizer"] if checkpoint and (checkpoint / "tokenizer").is_dir() else []
-    name = str(folders[0] if folders else arguments.model.model_name)  # whose tokenizer has made the data
-    tokenizer = load_hf_tokenizer(name)
+    prompts = read_prompts(Path(evaluation.sample_prompts))
+
+    # the tokenizer that has made the data
+    tokenizer_dirs: list[Path] = []
+    if not isinstance(data, Stream):
+        tokenizer_dirs = [path for path in data.attachments if path.name == "tokenizer"]
+    if checkpoint and (checkpoint / "tokenizer").is_dir():
+        tokenizer_dirs.append(checkpoint / "tokenizer")
+    tokenizer_name = str(tokenizer_dirs[0]) if tokenizer_dirs else arguments.model.model_name
+    tokenizer = load_hf_tokenizer(tokenizer_name)
     if isinstance(data, Stream) and data.chat_template:
         tokenizer.chat_template = data.chat_template.source
-    encoder = PromptEncoder(tokenizer, name, prompts_chats=any(prompt.is_chat for prompt in prompts))
+
+    has_chats = any(prompt.is_chat for prompt in prompts)
+    encoder = PromptEncoder(tokenizer, tokenizer_name, prompts_chats=has_chats)
     limits = PromptLimits(model.vocab_size, model.max_positions)
-    input_ids = encode_prompts(encoder, prompts, limits, given.sample_tokens, "--sample_tokens")
-    texts = [
-        prompt.content if isinstance(prompt.content, str) else tokenizer.decode(ids)
-        for prompt, ids in zip(prompts, input_ids, strict=True)
-    ]
-    ends = {*data.stop_token_ids, *encoder.end_ids, tokenizer.eos_token_id} - {None}
-    return SamplePrompts(tokenizer, texts, input_ids, frozenset(ends), given.sample_tokens)
+    input_ids = encode_prompts(encoder, prompts, limits, evaluation.sample_tokens, "--sample_tokens")
+    texts = []
+    for prompt, token_ids in zip(prompts, input_ids, strict=True):
+        texts.append(prompt.content if isinstance(prompt.content, str) else tokenizer.decode(token_ids))
+    stop_ids = {*data.stop_token_ids, *encoder.end_ids, tokenizer.eos_token_id} - {None}
+    return SamplePrompts(tokenizer, texts, input_ids, frozenset(stop_ids), evaluation.sample_tokens)
 
 
 def _with_notes(run: PreparedRun, *notes: str | None) -> PreparedRun:
-    return replace(run, notes=(*run.notes, *filter(None, notes)))
+    new_notes = [note for note in notes if note]
+    return replace(run, notes=(*run.notes, *new_notes))

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,264 +35,366 @@ _SKIPPED = "not checked, since something else differs"
 
 
 def prepare_replay(
-    folder: Path, steps: tuple[int, int], given: "TrainArguments", device: "DeviceArguments", temporary: Path
+    folder: Path, steps: tuple[int, int], arguments: "TrainArguments", device: "DeviceArguments", temporary_dir: Path
 ) -> Replay:
     """Prepare the first to the last of ``steps``, and compare arguments, data and rows with the checkpoint's.
 
-    ``given`` are the arguments in the config.yaml of the run in ``folder``, ``device`` the devices of the replay.
-    ``temporary`` is an empty folder in place of the run's.
+    Args:
+        folder: The run's output folder.
+        steps: The first and the last step.
+        arguments: Those in the run's config.yaml.
+        device: The devices of the replay.
+        temporary_dir: An empty folder that the replay writes to instead of the run's.
     """
-    first, last = steps
-    logged = _read_logged(folder / "metrics.csv", first, last)
-    start = checkpoints.newest_checkpoint(folder, before_step=first)
-    saved_after = checkpoints.checkpoint_from(folder, last)
-    witness = saved_after or checkpoints.newest_checkpoint(folder)
-    if witness is None:
+    first_step, last_step = steps
+    option = f"--steps {first_step}:{last_step}"
+
+    # the records of the run: metrics, the checkpoint to start from, and one that describes the run
+    logged = _read_logged(folder / "metrics.csv", first_step, last_step)
+    start_checkpoint = checkpoints.newest_checkpoint(folder, before_step=first_step)
+    checkpoint_after = checkpoints.checkpoint_from(folder, last_step)
+    checkpoint = checkpoint_after or checkpoints.newest_checkpoint(folder)
+    if checkpoint is None:
         raise InputError(f"{folder}: the run has no complete checkpoint that describes it; replay needs one")
-    saved = checkpoints.read_trainer_json(witness)
-    newest = checkpoints.read_trainer_json(checkpoints.newest_checkpoint(folder) or witness)
-    (layout,) = _layouts_there(newest, saved, last, last)
-    run = prepare(_arguments(given, device, layout, start, saved, temporary), compares=False)
-    if run.start.state.step >= first:
-        raise InputError(f"--steps {first}:{last}: the run begins at step {run.start.state.step + 1}; give later steps")
-    if last > run.plan.num_steps:
-        its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
-        raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
-    if last > (border := run.last_loop_step):
+    saved = checkpoints.read_trainer_json(checkpoint)
+    newest = checkpoints.read_trainer_json(checkpoints.newest_checkpoint(folder) or checkpoint)
+
+    # the run itself, and whether it has these steps
+    (last_layout,) = _saved_layouts(newest, saved, last_step, last_step)
+    replay_arguments = _arguments_of_replay(arguments, device, last_layout, start_checkpoint, saved, temporary_dir)
+    run = prepare(replay_arguments, compares=False)
+    state = run.start.state
+    if state.step >= first_step:
+        raise InputError(f"{option}: the run begins at step {state.step + 1}; give later steps")
+    if last_step > run.plan.num_steps:
+        reason = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
+        raise InputError(f"{option}: {reason}; put the file of this run back, or give earlier steps")
+    if last_step > run.last_loop_step:
         raise InputError(
-            f"--steps {first}:{last}: other parts of the model train, or other data are read, after step {border}; "
+            f"{option}: other parts of the model train, or other data are read, after step {run.last_loop_step}; "
             "give steps up to it, or steps after it, if its checkpoint is still there"
         )
     if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
         raise InputError(
-            f"--steps {first}:{last}: no checkpoint has their token datasets any more, {witness.name} has others; "
+            f"{option}: no checkpoint has their token datasets any more, {checkpoint.name} has others; "
             "give steps after it"
         )
-    run = _with_schedules(run, saved_after) if saved_after else resume_check.choose_schedule(run, witness)[0]
+    if checkpoint_after:
+        run = _with_saved_schedules(run, checkpoint_after)
+    else:
+        run, _ = resume_check.choose_schedule(run, checkpoint)
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
     run = replace(run, start=replace(run.start, state=state))
-    trained = [row for row in logged if row.step > state.step]
-    faults = _faults_of_arguments(given, saved, newest, run, witness, last)
+
+    # what differs already, before anything is trained
+    replayed_rows = [row for row in logged if row.step > state.step]
+    faults = _faults_of_arguments(arguments, saved, newest, run, checkpoint, last_step)
     faults += saved.data_changes(run.order)
-    faults += _missing_rows(trained, newest, saved, state.step, last)
-    evaluations = _evaluations(folder, state.step, last)
-    faults += [
-        f"step {row.step}, val_loss: {'empty' if row.val_loss is None else row.val_loss} in metrics.csv, "
-        f"{evaluations[row.step]} in the checkpoint of the step"
-        for row in trained
-        if row.step in evaluations and row.val_loss != evaluations[row.step]
-    ]
-    wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
-    computed = {"gradient_accumulation_steps": run.plan.accumulation, "parallelism": run.devices.parallelism}
-    resolved = flatten(run.arguments) | computed
+    faults += _find_missing_rows(replayed_rows, newest, saved, state.step, last_step)
+    validation_losses = _read_validation_losses(folder, state.step, last_step)
+    for row in replayed_rows:
+        if row.step in validation_losses and row.val_loss != validation_losses[row.step]:
+            logged_loss = "empty" if row.val_loss is None else row.val_loss
+            faults.append(
+                f"step {row.step}, val_loss: {logged_loss} in metrics.csv, {validation_losses[row.step]} in the "
+                "checkpoint of the step"
+            )
+    row_check = _RowCheck([], _SKIPPED) if faults else _check_rows(run, replayed_rows, last_step)
+
+    resolved = flatten(run.arguments)
+    resolved["gradient_accumulation_steps"] = run.plan.accumulation
+    resolved["parallelism"] = run.devices.parallelism
     split = {name: resolved[name] for name in SPLIT_ARGUMENTS}
     return Replay(
         folder=folder,
         steps=steps,
         run=run,
-        logged=trained,
-        evaluations=evaluations,
-        run_layouts=_layouts_there(newest, saved, state.step + 1, last),
+        logged=replayed_rows,
+        evaluations=validation_losses,
+        run_layouts=_saved_layouts(newest, saved, state.step + 1, last_step),
         replay_layout=RunLayout(run.devices.world_size, None, split),
-        contents=contents,
-        faults=[*faults, *wrong],
-        other_versions=[f"{change}" for change in resume_check.find_version_changes(saved.versions, run)],
+        contents=row_check.summary,
+        faults=[*faults, *row_check.faults],
+        other_versions=[str(change) for change in resume_check.find_version_changes(saved.versions, run)],
     )
 
 
-def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
+def _with_saved_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
     """Give the learning-rate schedules the lengths that a later checkpoint names."""
     saved = checkpoints.read_trainer_json(checkpoint)
     if math.isfinite(saved.schedule_steps):
         run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
-    lengths = {phase.first_step: phase.num_steps for phase in saved.phase_schedules}
+    num_steps_by_phase = {phase.first_step: phase.num_steps for phase in saved.phase_schedules}
     for phase in run.plan.phases:
-        if phase.schedule and phase.first_step in lengths:
-            run = run.with_schedule(replace(phase.schedule, num_steps=lengths[phase.first_step]))
+        if phase.schedule and phase.first_step in num_steps_by_phase:
+            run = run.with_schedule(replace(phase.schedule, num_steps=num_steps_by_phase[phase.first_step]))
     return run
 
 
-def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
-    every = read_metrics(table, sys.maxsize)
-    rows = [row for row in every if row.step <= last]
-    if not rows or rows[-1].step < first or every[-1].step < last:
-        has = f"the steps {every[0].step} to {every[-1].step}" if every else "no steps"
-        raise InputError(f"--steps {first}:{last}: {table} has {has}; give steps that are logged there")
+def _read_logged(path: Path, first_step: int, last_step: int) -> list[Metrics]:
+    """Return the rows of metrics.csv up to the last step; an InputError if it does not have the steps."""
+    all_rows = read_metrics(path, sys.maxsize)
+    rows = [row for row in all_rows if row.step <= last_step]
+    if not rows or rows[-1].step < first_step or all_rows[-1].step < last_step:
+        logged_steps = f"the steps {all_rows[0].step} to {all_rows[-1].step}" if all_rows else "no steps"
+        raise InputError(
+            f"--steps {first_step}:{last_step}: {path} has {logged_steps}; give steps that are logged there"
+        )
     return rows
 
 
-def _arguments(
-    given: "TrainArguments",
+def _arguments_of_replay(
+    arguments: "TrainArguments",
     device: "DeviceArguments",
-    there: RunLayout,
-    start: Path | None,
+    saved_layout: RunLayout,
+    start_checkpoint: Path | None,
     saved: TrainerJson,
-    temporary: Path,
+    temporary_dir: Path,
 ) -> "TrainArguments":
     """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
+    # parallelism: the run's own, unless the number of devices differs
     num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
-    fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
-    num_ranks = num_devices // fsdp.ranks_of_rows
-    rows = saved.data.rows_per_window
-    if rows % num_ranks:
-        raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
-    sizes = range(1, given.training.micro_batch_size + 1)
-    micro_batch_size = max(size for size in sizes if rows // num_ranks % size == 0)
-    origin = replace(given.checkpoint, resume=False)
-    if start:
-        origin = replace(origin, checkpoint=str(start), branch=None, weights_only=False)
-    elif trunks := [one for one in saved.lineage if not one.is_border_of(Path(given.save.output_dir))]:
-        last = trunks[-1]
-        origin = replace(origin, checkpoint=None, branch=f"{last.run}@{last.step}", weights_only=False)
+    fsdp = arguments.fsdp
+    if num_devices != saved_layout.num_devices:
+        fsdp = _on_other_devices(fsdp, num_devices)
+
+    # the same rows in a step, in the largest micro-batches that divide them, up to the run's
+    num_data_ranks = num_devices // fsdp.ranks_of_rows
+    rows_per_window = saved.data.rows_per_window
+    if rows_per_window % num_data_ranks:
+        raise InputError(
+            f"--devices: {num_data_ranks} devices cannot share the {rows_per_window} rows of a step equally; give "
+            "another"
+        )
+    rows_per_rank = rows_per_window // num_data_ranks
+    micro_batch_size = arguments.training.micro_batch_size
+    while rows_per_rank % micro_batch_size:
+        micro_batch_size -= 1
     training = replace(
-        given.training, total_batch_size=rows, micro_batch_size=micro_batch_size, on_nonfinite="skip"
-    )  # a step that is not finite here is compared like any other
+        arguments.training,
+        total_batch_size=rows_per_window,
+        micro_batch_size=micro_batch_size,
+        on_nonfinite="skip",  # a step that is not finite here is compared like any other
+    )
+
+    # the start: a checkpoint of the run, or the run that it branched off, or step 1
+    start_from = replace(arguments.checkpoint, resume=False)
+    run_dir = Path(arguments.save.output_dir)
+    trunks = [point for point in saved.lineage if not point.is_border_of(run_dir)]
+    if start_checkpoint:
+        start_from = replace(start_from, checkpoint=str(start_checkpoint), branch=None, weights_only=False)
+    elif trunks:
+        branch = f"{trunks[-1].run}@{trunks[-1].step}"
+        start_from = replace(start_from, checkpoint=None, branch=branch, weights_only=False)
+
     return replace(
-        given,
+        arguments,
         device=device,
         fsdp=fsdp,
-        checkpoint=origin,
+        checkpoint=start_from,
         training=training,
-        evaluation=replace(given.evaluation, eval_only=False, self_check=False),
-        save=replace(given.save, output_dir=str(temporary)),
-        logging=replace(given.logging, loggers=["csv"], log_model="none", log_step_interval=1, profile=None),
-        planning=replace(given.planning, plan=False, device_memory=None, interconnect=None, network=None),
+        evaluation=replace(arguments.evaluation, eval_only=False, self_check=False),
+        save=replace(arguments.save, output_dir=str(temporary_dir)),
+        logging=replace(arguments.logging, loggers=["csv"], log_model="none", log_step_interval=1, profile=None),
+        planning=replace(arguments.planning, plan=False, device_memory=None, interconnect=None, network=None),
     )
 
 
 def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments":
     """Return arguments of parallelism that work on another number of devices, as near to the run's as can be."""
     if num_devices == 1:
-        alone = replace(fsdp, parallelism="auto", cpu_offload=False, gradient_reduction="step")
-        return replace(alone, tensor_parallel_size=1, context_parallel_size=1)
-    size = fsdp.tensor_parallel_size if num_devices % fsdp.tensor_parallel_size == 0 else 1
-    of_rows = fsdp.context_parallel_size if num_devices // size % fsdp.context_parallel_size == 0 else 1
-    parallelism = "auto" if fsdp.parallelism == "single" else fsdp.parallelism
-    return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size, context_parallel_size=of_rows)
+        return replace(
+            fsdp,
+            parallelism="auto",
+            cpu_offload=False,
+            gradient_reduction="step",
+            tensor_parallel_size=1,
+            context_parallel_size=1,
+        )
+    # a size that does not divide the number of devices becomes 1
+    tensor_parallel_size = fsdp.tensor_parallel_size
+    if num_devices % tensor_parallel_size != 0:
+        tensor_parallel_size = 1
+    context_parallel_size = fsdp.context_parallel_size
+    if num_devices // tensor_parallel_size % context_parallel_size != 0:
+        context_parallel_size = 1
+    return replace(
+        fsdp,
+        parallelism="auto" if fsdp.parallelism == "single" else fsdp.parallelism,
+        tensor_parallel_size=tensor_parallel_size,
+        context_parallel_size=context_parallel_size,
+    )
 
 
-def _layouts_there(newest: TrainerJson, saved: TrainerJson, first: int, last: int) -> list[RunLayout]:
-    """Return how the steps ``first`` to ``last`` were split, by session.
+def _saved_layouts(newest: TrainerJson, saved: TrainerJson, first_step: int, last_step: int) -> list[RunLayout]:
+    """Return how the steps ``first_step`` to ``last_step`` were split, by session.
 
-    ``newest`` has all sessions of the run; ``saved``, of the checkpoint after the steps, is for one without arguments.
+    ``newest`` has all sessions of the run. ``saved`` is of the checkpoint after the steps; it describes a session
+    without arguments, which an earlier version has written.
     """
-    ends = [session.after_step for session in newest.sessions[1:]] + [math.inf]
+    sessions = newest.sessions
+    session_ends = [session.after_step for session in sessions[1:]] + [math.inf]
     layouts = []
-    for session, end in zip(newest.sessions, ends, strict=True):
-        if session.after_step < min(end, last) and end >= first:
-            first_step = max(first, session.after_step + 1)
-            layout = RunLayout(session.num_devices, session.device, session.arguments, first_step)
-            if not session.arguments and [one.after_step for one in saved.sessions[-1:]] == [session.after_step]:
-                own = _layout_of_checkpoint(saved)  # an earlier version has the arguments only there
-                layout = replace(own, num_devices=session.num_devices, first_step=first_step)
-            layouts.append(layout)
-    return layouts or [_layout_of_checkpoint(saved)]
+    for session, session_end in zip(sessions, session_ends, strict=True):
+        if session.after_step >= min(session_end, last_step) or session_end < first_step:
+            continue
+        first_step_of_session = max(first_step, session.after_step + 1)
+        is_last_saved = bool(saved.sessions) and saved.sessions[-1].after_step == session.after_step
+        if not session.arguments and is_last_saved:
+            layout = replace(
+                _layout_of_checkpoint(saved), num_devices=session.num_devices, first_step=first_step_of_session
+            )
+        else:
+            layout = RunLayout(session.num_devices, session.device, session.arguments, first_step_of_session)
+        layouts.append(layout)
+    if not layouts:
+        return [_layout_of_checkpoint(saved)]
+    return layouts
 
 
 def _layout_of_checkpoint(saved: TrainerJson) -> RunLayout:
     """Return how the last steps before a checkpoint were split, from the arguments in its trainer.json."""
     arguments = saved.arguments
-    of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
-    of_rows = arguments.get("tensor_parallel_size", 1) * arguments.get("context_parallel_size", 1)
-    num_devices = saved.data.rows_per_window // of_rank * of_rows
+    rows_per_data_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
+    num_data_ranks = saved.data.rows_per_window // rows_per_data_rank
+    ranks_of_rows = arguments.get("tensor_parallel_size", 1) * arguments.get("context_parallel_size", 1)
+    num_devices = num_data_ranks * ranks_of_rows
     split = {name: arguments.get(name) for name in SPLIT_ARGUMENTS}
     if split["parallelism"] == "auto":
         split["parallelism"] = "fsdp" if num_devices > 1 else "single"
     return RunLayout(num_devices, saved.content.get("device"), split)
 
 
-def _missing_rows(
-    logged: list[Metrics], newest: TrainerJson, saved: TrainerJson, after_step: int, last: int
+def _find_missing_rows(
+    logged: list[Metrics], newest: TrainerJson, saved: TrainerJson, after_step: int, last_step: int
 ) -> Iterator[str]:
-    """Yield a line for each step after ``after_step`` up to ``last`` that the run's interval logs and has no row."""
-    there = {row.step for row in logged}
+    """Yield a line for each step after ``after_step`` that the run's interval logs and metrics.csv does not have."""
+    logged_steps = {row.step for row in logged}
     if newest.state.unlogged:
-        there.add(newest.state.step)  # a signal interrupted its evaluation, and the row comes with the next session
-    for step in range(after_step + 1, last + 1):
+        # a signal interrupted its evaluation, and the row comes with the next session
+        logged_steps.add(newest.state.step)
+    for step in range(after_step + 1, last_step + 1):
         session = newest.session_of(step)
-        given = session.arguments if session and session.arguments else saved.arguments
-        if step not in there and step % given.get("log_step_interval", 1) == 0:
+        arguments = session.arguments if session and session.arguments else saved.arguments
+        if step not in logged_steps and step % arguments.get("log_step_interval", 1) == 0:
             yield f"step {step}: its row is missing in metrics.csv"
 
 
-def _evaluations(folder: Path, after_step: int, last: int) -> dict[int, float]:
-    found = {}
+def _read_validation_losses(folder: Path, after_step: int, last_step: int) -> dict[int, float]:
+    """Return the validation losses in the checkpoints of the steps, by step."""
+    losses = {}
     for step, checkpoint in checkpoints.saved_checkpoints(folder).items():
-        if after_step < step <= last and find_unreadable(checkpoint) is None:
-            evaluation = checkpoints.read_trainer_json(checkpoint).state.evaluation
-            if evaluation is not None and evaluation.step == step:
-                found[step] = evaluation.whole.loss
-    return found
+        if step <= after_step or step > last_step or find_unreadable(checkpoint) is not None:
+            continue
+        evaluation = checkpoints.read_trainer_json(checkpoint).state.evaluation
+        if evaluation is not None and evaluation.step == step:  # not that of an earlier step
+            losses[step] = evaluation.whole.loss
+    return losses
 
 
 def _faults_of_arguments(
-    given: "TrainArguments", saved: TrainerJson, newest: TrainerJson, run: PreparedRun, witness: Path, last: int
+    arguments: "TrainArguments",
+    saved: TrainerJson,
+    newest: TrainerJson,
+    run: PreparedRun,
+    checkpoint: Path,
+    last_step: int,
 ) -> list[str]:
-    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
-    stretches = read_stretches(given)
-    there = stretches[stretch_of(stretches, last)].arguments
-    also = ["total_batch_size"]
-    num_devices = {session.num_devices for saved_by in (saved, newest) for session in saved_by.sessions[-1:]}
-    if there.training.total_batch_size is None and len(num_devices) < 2:
-        also += ["micro_batch_size", "gradient_accumulation_steps"]
+    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses.
+
+    ``saved`` is the trainer.json of ``checkpoint``.
+    """
+    stretches = read_stretches(arguments)
+    stretch_arguments = stretches[stretch_of(stretches, last_step)].arguments
+
+    # the size of a window, and of a new model, decide as well
+    names = ["total_batch_size"]
+    last_sessions = [*saved.sessions[-1:], *newest.sessions[-1:]]
+    num_devices = {session.num_devices for session in last_sessions}
+    if stretch_arguments.training.total_batch_size is None and len(num_devices) < 2:
+        names += ["micro_batch_size", "gradient_accumulation_steps"]
     if run.start.checkpoint is None:
-        also += [field.name for field in fields(given.model)]
-    changes = resume_check.find_changes(saved.arguments, flatten(there), also)
-    changes += resume_check.find_changes_of_begun_phases(run, saved, last)
-    in_data = () if isinstance(run.data, Stream) else ("seed",)
+        names += [field.name for field in fields(arguments.model)]
+
+    changes = resume_check.find_changes(saved.arguments, flatten(stretch_arguments), names)
+    changes += resume_check.find_changes_of_begun_phases(run, saved, last_step)
+    if not isinstance(run.data, Stream):  # the comparison of the data order reports the seed
+        changes = [change for change in changes if change.name != "seed"]
     return [
-        f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"
+        f"{change.argument}: {change.saved_value} in {checkpoint.name}/trainer.json, {change.current_value} in "
+        "config.yaml"
         for change in changes
-        if change.name not in in_data
     ]
 
 
-def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[list[str], str]:
-    """Compare the rows of the steps with the logged hashes and checksums; return faults, and a line on the content."""
+@dataclass(frozen=True)
+class _RowCheck:
+    """What the comparison of the rows of the steps has found."""
+
+    faults: list[str]
+    summary: str
+    """Whether the content of the rows was checked, and how many are altered."""
+
+
+def _check_rows(run: PreparedRun, logged: list[Metrics], last_step: int) -> _RowCheck:
+    """Compare the rows of the steps with the logged hashes, and their content with checksums."""
     if isinstance(run.data, Stream):
-        return [], "not checked: the sources of a stream are compared by name, size and hash"
+        return _RowCheck([], "not checked: the sources of a stream are compared by name, size and hash")
     order = run.plan.window_order(run.arguments.data.seed)
-    before = run.plan.data_starts_after
+    data_starts_after = run.plan.data_starts_after
     state = run.start.state
-    rows_hash = order.rows_hash(state.step - before) if state.step >= before else ""
-    if state.rows_hash is not None and state.step > before and rows_hash != state.rows_hash:
-        return [f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"], _SKIPPED
-    there = {row.step: row.rows_hash for row in logged}
-    chosen: list[np.ndarray] = []
-    for step in range(state.step + 1, last + 1):
-        rows = order.rows_of(step - before)
-        rows_hash = order.rows_hash_after(step - before, rows, rows_hash)
-        if there.get(step) not in (None, rows_hash):
-            return [f"step {step}, rows_hash: {there[step]} in metrics.csv, {rows_hash} here"], _SKIPPED
-        chosen.append(rows)
-    return _check_contents(run, np.unique(np.concatenate(chosen)))
+
+    # the rows up to the start
+    rows_hash = order.rows_hash(state.step - data_starts_after) if state.step >= data_starts_after else ""
+    if state.rows_hash is not None and state.step > data_starts_after and rows_hash != state.rows_hash:
+        fault = f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"
+        return _RowCheck([fault], _SKIPPED)
+
+    # the rows of each step; the hash of a step continues that of the step before
+    logged_hashes = {row.step: row.rows_hash for row in logged}
+    rows_of_steps: list[np.ndarray] = []
+    for step in range(state.step + 1, last_step + 1):
+        rows = order.rows_of(step - data_starts_after)
+        rows_hash = order.rows_hash_after(step - data_starts_after, rows, rows_hash)
+        logged_hash = logged_hashes.get(step)
+        if logged_hash is not None and logged_hash != rows_hash:
+            return _RowCheck([f"step {step}, rows_hash: {logged_hash} in metrics.csv, {rows_hash} here"], _SKIPPED)
+        rows_of_steps.append(rows)
+    return _check_contents(run, np.unique(np.concatenate(rows_of_steps)))
 
 
-def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]:
+def _check_contents(run: PreparedRun, rows: np.ndarray) -> _RowCheck:
     """Compare rows, int64 indices into the train split, with the checksums in the document index."""
     data = run.data
     assert isinstance(data, TokenDataset | TokenMixture)
-    places = [data.train.locate(row) if isinstance(data, TokenMixture) else (0, row) for row in rows.tolist()]
+    rows_of_datasets: list[list[int]] = [[] for _ in data.parts]
+    for row in rows.tolist():
+        dataset_index, dataset_row = data.train.locate(row) if isinstance(data, TokenMixture) else (0, row)
+        rows_of_datasets[dataset_index].append(dataset_row)
+
     faults: list[str] = []
-    unknown: list[str] = []
-    for number, part in enumerate(data.parts):
-        own = [row for of_part, row in places if of_part == number]
-        index = open_index(part.folder, part.manifest, "train") if part.manifest else None
+    without_checksums: list[str] = []
+    for dataset, dataset_rows in zip(data.parts, rows_of_datasets, strict=True):
+        index = open_index(dataset.folder, dataset.manifest, "train") if dataset.manifest else None
         if index is None or index.checksums is None:
-            unknown += [part.folder.name] * bool(own)
-        else:
-            stored = Rows(part.train.split)  # with the borders of documents, also where a run joins them
-            for begin in range(0, len(own), _ROWS_PER_READ):
-                read = own[begin : begin + _ROWS_PER_READ]
-                altered = altered_rows(stored.read(read), index.checksums[read])
-                faults += [_describe_row(part.folder, read[place], index) for place in altered]
-    if unknown:
-        return faults, f"not checked: {', '.join(unknown)} has no checksums, because an older version wrote it"
-    return faults, f"{len(rows):,} rows checked, {len(faults):,} altered"
+            if dataset_rows:
+                without_checksums.append(dataset.folder.name)
+            continue
+        stored_rows = Rows(dataset.train.split)  # with the borders of documents, also where a run joins them
+        for begin in range(0, len(dataset_rows), _ROWS_PER_READ):
+            chunk = dataset_rows[begin : begin + _ROWS_PER_READ]
+            altered = altered_rows(stored_rows.read(chunk), index.checksums[chunk])
+            faults += [_describe_row(dataset.folder, chunk[position], index) for position in altered]
+    if without_checksums:
+        names = ", ".join(without_checksums)
+        return _RowCheck(faults, f"not checked: {names} has no checksums, because an older version wrote it")
+    return _RowCheck(faults, f"{len(rows):,} rows checked, {len(faults):,} altered")
 
 
 def _describe_row(folder: Path, row: int, index: DocumentIndex) -> str:
-    documents = dict.fromkeys(index.pieces(np.array([row])).documents.tolist())
-    named = [str(index.origin(document)) for document in list(documents)[:_LISTED_DOCUMENTS]]
-    more = f" and {len(documents) - len(named)} more" if len(documents) > len(named) else ""
-    return f"{folder / 'train'}, row {row} has changed since it was tokenized; its documents: {'; '.join(named)}{more}"
+    """Return the fault of an altered row, with its first documents."""
+    documents = list(dict.fromkeys(index.pieces(np.array([row])).documents.tolist()))
+    origins = "; ".join(str(index.origin(document)) for document in documents[:_LISTED_DOCUMENTS])
+    num_unlisted = len(documents) - _LISTED_DOCUMENTS
+    suffix = f" and {num_unlisted} more" if num_unlisted > 0 else ""
+    return f"{folder / 'train'}, row {row} has changed since it was tokenized; its documents: {origins}{suffix}"

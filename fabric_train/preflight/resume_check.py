@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import flatten
-from fabric_train.data.data_order import DataOrder
+from fabric_train.cli.tables import Component
+from fabric_train.data.data_order import DataOrder, PhaseRows
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
 from fabric_train.model.attention import VARLEN
@@ -45,7 +46,7 @@ _DECIDE_THE_LOSSES = (
     *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
     "dpop_lambda",
 )
-_WITHOUT_PARTS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
+_DEFAULTS_OF_EARLIER_VERSIONS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
 """Arguments that earlier versions lack, in whose checkpoints all weights trained at one rate, with the model's RoPE."""
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
@@ -53,6 +54,7 @@ OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: V
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
 
 _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
+"""Arguments about how a run starts, which say nothing about its steps."""
 
 
 def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
@@ -60,157 +62,222 @@ def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
 
     ``sdpa`` with the borders of documents is version 2 of attention; for a single source, see ``VALIDATION_VERSION``.
     """
-    by_borders = model.config._attn_implementation in (VARLEN, CONTEXT_VARLEN)
-    versions = OWN_VERSIONS | ({_ATTENTION: "2"} if by_borders else {})
-    has_several = data.validation is not None and len(data.validation.source_names) > 1
-    return versions | ({} if has_several else {_VALIDATION: "2"})
+    versions = dict(OWN_VERSIONS)
+    if model.config._attn_implementation in (VARLEN, CONTEXT_VARLEN):
+        versions[_ATTENTION] = "2"
+    has_several_sources = data.validation is not None and len(data.validation.source_names) > 1
+    if not has_several_sources:
+        versions[_VALIDATION] = "2"
+    return versions
 
 
 @dataclass(frozen=True)
 class Change:
-    """An argument whose value differs from the checkpoint's. ``option`` is another one that sets it."""
+    """An argument whose value differs from the checkpoint's. ``option`` is another argument that sets it."""
 
     name: str
-    there: Any
-    here: Any
+    saved_value: Any
+    current_value: Any
     option: str | None = None
 
     @property
-    def place(self) -> str:  # where it is given
+    def argument(self) -> str:
+        """The argument that sets the value, as messages name it."""
         return f"{self.option}, {self.name}" if self.option else f"--{self.name}"
 
     @property
-    def advice(self) -> str:  # how to undo it
-        return f"give {_shown(self.there)} there" if self.option else f"give --{self.name} {_shown(self.there)}"
+    def advice(self) -> str:
+        """How to undo the change."""
+        saved_value = _format_value(self.saved_value)
+        return f"give {saved_value} there" if self.option else f"give --{self.name} {saved_value}"
 
     def __str__(self) -> str:
-        return f"{self.option + ', ' if self.option else ''}{self.name}: {_shown(self.there)} -> {_shown(self.here)}"
+        prefix = f"{self.option}, " if self.option else ""
+        return f"{prefix}{self.name}: {_format_value(self.saved_value)} -> {_format_value(self.current_value)}"
 
 
 def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Return a run that continues with the steps that its checkpoint's run would have taken, and notes for the user.
 
-    An InputError has one line for each difference that would change those steps.
+    Raises:
+        InputError: With a line for each difference that would change those steps.
     """
     arguments = run.arguments
-    plan = run.plan
+    step = run.start.state.step
     saved = read_trainer_json(checkpoint)
-    advice = (
+
+    # the data: the rows of the steps to come, and those of the steps before
+    data_advice = (
         "resume with the same, or take only its weights with --weights_only true (docs/reference/errors.md#other-data)"
     )
-    faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
-    faults = faults or _faults_of_rows(run, checkpoint)
-    given = _as_saved(arguments, plan)
+    faults = [f"{checkpoint}: {difference}; {data_advice}" for difference in saved.data_changes(run.order)]
+    if not faults:
+        faults = _compare_rows(run, checkpoint)
+
+    # the arguments, and the components that they name
+    current_arguments = _arguments_to_save(arguments, run.plan)
     reference = arguments.preference.reference
     if reference is None or is_reference_of(saved, reference):
-        given["reference"] = saved.arguments.get("reference")  # it is the run's, also if it is not given again
-    other_parts = list(find_other_components(saved, run.components))
-    compared_as_parts = {there.kind for there, _ in other_parts}
-    changed = _changes(_WITHOUT_PARTS | saved.arguments, given)
-    changes = [change for change in changed if change.name not in compared_as_parts]
-    in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
-    deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
-    deciding += find_changes_of_begun_phases(run, saved, run.start.state.step)
+        # the checkpoint's reference stays the run's, also if it is not given again
+        current_arguments["reference"] = saved.arguments.get("reference")
+    other_components = list(find_other_components(saved, run.components))
+    component_kinds = {saved_component.kind for saved_component, _ in other_components}
+    all_changes = _find_changes(_DEFAULTS_OF_EARLIER_VERSIONS | saved.arguments, current_arguments)
+    changes = [change for change in all_changes if change.name not in component_kinds]
+
+    # those that change the losses are refused, unless --allow_changes accepts them
+    is_seed_compared = run.order.seed is not None  # in the data order, which reports it
+    deciding = []
+    for change in changes:
+        if _decides(change, arguments) and not (change.name == "seed" and is_seed_compared):
+            deciding.append(change)
+    deciding += find_changes_of_begun_phases(run, saved, step)
     if not arguments.checkpoint.allow_changes:
-        faults += [
-            f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other losses "
-            "with --allow_changes true (docs/reference/errors.md#resume-refused)"
-            for change in deciding
-        ]
-        faults += [describe_other_component(checkpoint, *pair, "other losses") for pair in other_parts]
+        for change in deciding:
+            faults.append(
+                f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other "
+                "losses with --allow_changes true (docs/reference/errors.md#resume-refused)"
+            )
+        faults += _faults_of_components(checkpoint, other_components)
     if faults:
         raise InputError(*faults)
-    others = [change for change in changes if change not in deciding]
-    notes = [f"changed since {checkpoint.name}: {_joined(others)}"] if others else []
+
+    # notes for the user on everything that was accepted
+    notes = []
+    harmless = [change for change in changes if change not in deciding]
+    if harmless:
+        notes.append(f"changed since {checkpoint.name}: {_join_changes(harmless)}")
     if deciding:
         notes.append(
             f"changed since {checkpoint.name}, so the losses to come differ from an unchanged run's: "
-            + _joined(deciding)
+            + _join_changes(deciding)
         )
-    notes += [f"the {here} instead of the {there}: the losses to come differ" for there, here in other_parts]
+    notes += _notes_on_other_components(other_components)
     notes += notes_on_components(saved, run.components, checkpoint)
-    step = run.start.state.step
-    there, here = _phases_in_words(saved, run, step)
-    if there != here:
+    saved_phases = _describe_phases(saved.phase_rows, saved, after_step=step)
+    run_phases = _describe_phases(_phase_rows(run), run, after_step=step)
+    if saved_phases != run_phases:
         notes.append(
-            f"the phases that begin after step {step} are others than at {checkpoint.name}: {here}, not {there}"
+            f"the phases that begin after step {step} are others than at {checkpoint.name}: {run_phases}, not "
+            f"{saved_phases}"
         )
-    return run, [*notes, *_notes_on_versions(run, checkpoint, saved.versions)]
+    notes += _notes_on_versions(run, checkpoint, saved.versions)
+    return run, notes
 
 
 def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Return a branch with the arguments in its lineage that the user has changed, and notes for the user."""
     plan = run.plan
     start = run.start
-    given = run.user_arguments.checkpoint.branch
+    branch_argument = run.user_arguments.checkpoint.branch
     if plan.num_steps <= start.state.step:
         raise InputError(
-            f"--branch {given}: the checkpoint is at step {start.state.step}, and the branch would end at step "
-            f"{plan.num_steps}; give a larger --max_step or --number_epochs"
+            f"--branch {branch_argument}: the checkpoint is at step {start.state.step}, and the branch would end at "
+            f"step {plan.num_steps}; give a larger --max_step or --number_epochs"
         )
-    *before, branch = start.lineage
+
+    # refuse other components, and other rows before the branch if the data go on
+    *ancestors, branch = start.lineage
     saved = read_trainer_json(checkpoint)
-    other_parts = list(find_other_components(saved, run.components))
-    if other_parts and not run.arguments.checkpoint.allow_changes:
-        raise InputError(*(describe_other_component(checkpoint, *pair, "other losses") for pair in other_parts))
-    if branch.continues_data and (faults := _faults_of_rows(run, checkpoint)):
-        raise InputError(*faults)
-    changes = _changes(_WITHOUT_PARTS | saved.arguments, _as_saved(run.arguments, plan))
-    changed = {change.name: change for change in changes if change.name not in ("output_dir", "phases")}
-    there, here = _phases_in_words(saved, run)
-    if there != here:
-        changed["phases"] = Change("phases", there, here)
-    branch = replace(branch, changed={name: [change.there, change.here] for name, change in changed.items()})
-    notes = [f"branch of {branch.run} after step {branch.step}; changed: {_joined(changed.values()) or 'nothing'}"]
+    other_components = list(find_other_components(saved, run.components))
+    if other_components and not run.arguments.checkpoint.allow_changes:
+        raise InputError(*_faults_of_components(checkpoint, other_components))
+    if branch.continues_data:
+        faults = _compare_rows(run, checkpoint)
+        if faults:
+            raise InputError(*faults)
+
+    # record the changed arguments in the lineage
+    changes: dict[str, Change] = {}
+    current_arguments = _arguments_to_save(run.arguments, plan)
+    for change in _find_changes(_DEFAULTS_OF_EARLIER_VERSIONS | saved.arguments, current_arguments):
+        if change.name not in ("output_dir", "phases"):
+            changes[change.name] = change
+    saved_phases = _describe_phases(saved.phase_rows, saved)
+    run_phases = _describe_phases(_phase_rows(run), run)
+    if saved_phases != run_phases:
+        changes["phases"] = Change("phases", saved_phases, run_phases)
+    changed_values = {name: [change.saved_value, change.current_value] for name, change in changes.items()}
+    branch = replace(branch, changed=changed_values)
+    run = replace(run, start=replace(start, lineage=(*ancestors, branch)))
+
+    change_list = _join_changes(changes.values()) if changes else "nothing"
+    notes = [f"branch of {branch.run} after step {branch.step}; changed: {change_list}"]
     if not branch.continues_data:
         causes = "; ".join(saved.data_changes(run.order))
         notes.append(f"the data begin at their first epoch: {causes}")
-    notes += [f"the {here} instead of the {there}: the losses to come differ" for there, here in other_parts]
+    notes += _notes_on_other_components(other_components)
     notes += notes_on_components(saved, run.components, checkpoint)
-    run = replace(run, start=replace(start, lineage=(*before, branch)))
-    return run, [*notes, *_notes_on_versions(run, checkpoint, saved.versions)]
+    notes += _notes_on_versions(run, checkpoint, saved.versions)
+    return run, notes
 
 
-def find_changes_of_begun_phases(run: PreparedRun, there: TrainerJson, step: int) -> Iterator[Change]:
+def _faults_of_components(checkpoint: Path, pairs: Iterable[tuple[Component, Component]]) -> list[str]:
+    return [
+        describe_other_component(checkpoint, saved_component, run_component, "other losses")
+        for saved_component, run_component in pairs
+    ]
+
+
+def _notes_on_other_components(pairs: Iterable[tuple[Component, Component]]) -> list[str]:
+    return [
+        f"the {run_component} instead of the {saved_component}: the losses to come differ"
+        for saved_component, run_component in pairs
+    ]
+
+
+def find_changes_of_begun_phases(run: PreparedRun, saved: TrainerJson, step: int) -> Iterator[Change]:
     """Yield the changes of rates and parts of phases that have begun by ``step``; rows are in the data order."""
-    saved, current = (_values_of_phases(one.phase_schedules, one.phase_parts) for one in (there, run))
-    for first_step in sorted(first for first in {*saved, *current} if first <= step):
-        then = saved.get(first_step, {})
-        now = current.get(first_step, {})
+    saved_phases = _values_of_phases(saved.phase_schedules, saved.phase_parts)
+    run_phases = _values_of_phases(run.phase_schedules, run.phase_parts)
+    for first_step in sorted({*saved_phases, *run_phases}):
+        if first_step > step:
+            break
+        saved_values = saved_phases.get(first_step, {})
+        run_values = run_phases.get(first_step, {})
         for name in (*RATE_ARGUMENTS, "train_only"):
-            if then.get(name) != now.get(name):
-                yield Change(name, then.get(name), now.get(name), option=f"--phases from step {first_step}")
+            saved_value = saved_values.get(name)
+            run_value = run_values.get(name)
+            if saved_value != run_value:
+                yield Change(name, saved_value, run_value, option=f"--phases from step {first_step}")
 
 
 def _values_of_phases(schedules: Iterable[PhaseSchedule], parts: Iterable[PhaseParts]) -> dict[int, dict[str, Any]]:
-    """Return the values of each phase beside its rows, by its first step."""
-    found: dict[int, dict[str, Any]] = {phase.first_step: dict(phase.arguments) for phase in schedules}
-    for phase in parts:
-        found.setdefault(phase.first_step, {})["train_only"] = " ".join(phase.train_only)
-    return found
+    """Return the values of each phase besides its rows, by its first step."""
+    values: dict[int, dict[str, Any]] = {schedule.first_step: dict(schedule.arguments) for schedule in schedules}
+    for phase_parts in parts:
+        phase_values = values.setdefault(phase_parts.first_step, {})
+        phase_values["train_only"] = " ".join(phase_parts.train_only)
+    return values
 
 
-def _phases_in_words(saved: TrainerJson, run: PreparedRun, after_step: int = 0) -> list[str]:
-    here = run.order.phases if isinstance(run.order, DataOrder) else ()
+def _phase_rows(run: PreparedRun) -> Sequence[PhaseRows]:
+    return run.order.phases if isinstance(run.order, DataOrder) else ()
+
+
+def _describe_phases(phase_rows: Sequence[PhaseRows], record: TrainerJson | PreparedRun, *, after_step: int = 0) -> str:
+    """Describe the phases that begin after a step; ``record`` has their learning rates and trained parts."""
+    values_by_step = _values_of_phases(record.phase_schedules, record.phase_parts)
     texts = []
-    for rows, record in ((saved.phase_rows, saved), (here, run)):
-        own = _values_of_phases(record.phase_schedules, record.phase_parts)
-        phases = [
-            f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
-            + "".join(f", {name} {value}" for name, value in own.get(phase.first_step, {}).items() if value is not None)
-            for phase in rows
-            if phase.first_step > after_step
-        ]
-        texts.append("; ".join(phases) or "none")
-    return texts
+    for phase in phase_rows:
+        if phase.first_step <= after_step:
+            continue
+        text = f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
+        for name, value in values_by_step.get(phase.first_step, {}).items():
+            if value is not None:
+                text += f", {name} {value}"
+        texts.append(text)
+    return "; ".join(texts) if texts else "none"
 
 
-def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
-    updated = _joined(find_version_changes(saved, run))
-    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {updated}"] if updated else []
+def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved_versions: dict[str, str]) -> list[str]:
+    changes = find_version_changes(saved_versions, run)
+    if not changes:
+        return []
+    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_join_changes(changes)}"]
 
 
-def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change]:
+def find_version_changes(saved_versions: dict[str, str], run: PreparedRun) -> list[Change]:
     """Return the packages that a run uses in another version than the saved one."""
     training = run.arguments.training
     is_used = {
@@ -218,127 +285,151 @@ def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change
         _VALIDATION: run.arguments.evaluation.eval_iters is not None,
         PROGRAM: False,  # what its commits change in the losses is in OWN_VERSIONS
     }
-    updated = _changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions)
-    return [change for change in updated if is_used.get(change.name, True)]
+    changes = _find_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved_versions, run.versions)
+    return [change for change in changes if is_used.get(change.name, True)]
 
 
-def find_changes(saved: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str]) -> list[Change]:
+def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any], also: Collection[str]) -> list[Change]:
     """Return the changes of arguments that decide the losses of training, and of those that ``also`` names."""
     names = {*_DECIDE_THE_LOSSES, *also} - {"eval_iters"}
-    return [change for change in _changes(saved, here) if change.name in names]
+    return [change for change in _find_changes(saved, current) if change.name in names]
 
 
 def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Choose the length of the learning-rate schedule that a run which resumes or branches is in; return notes, too.
 
-    It is the length of the run, or of its phase, unless the learning rate would jump only because that has another
-    number of steps than before. Then the schedule keeps its length, and the rate stays as at its last step; with
-    ``--allow_changes``, or another schedule, it follows the run.
+    It is the length of the run, or of its phase, unless the learning rate would jump only because the run or phase has
+    another number of steps than before. Then the schedule keeps its length, and the rate stays as at its last step;
+    with ``--allow_changes``, or another schedule, it follows the run.
     """
     step = run.start.state.step
-    now = run.schedules.at(run.start.state.step)
+    run_schedule = run.schedules.at(step)
+    is_phase = run_schedule.last_step is not None
     saved = read_trainer_json(checkpoint)
-    had_steps, kept, is_same = _schedule_there(run, now, saved)
+    lengths = _saved_lengths(run, run_schedule, saved)
     # a later phase may go on in the schedule of the run
-    if now.last_step is not None and saved.schedule_steps != saved.num_steps:
+    if is_phase and saved.schedule_steps != saved.num_steps:
         run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
-    last_step = now.last_step or run.plan.num_steps
-    num_steps = now.num_steps
-    if not is_same:
+    last_step = run_schedule.last_step or run.plan.num_steps
+    num_steps = run_schedule.num_steps
+    if not lengths.is_same_schedule:
         rate = run.schedules.rate(step + 1)
         return run, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
-    if not math.isfinite(kept) or kept == num_steps:
+    if not math.isfinite(lengths.schedule_steps) or lengths.schedule_steps == num_steps:
         return run, []
-    then = replace(now, num_steps=int(kept))
-    keeps = then.rate(step) != now.rate(step) and not run.arguments.checkpoint.allow_changes
-    run = run.with_schedule(then) if keeps else run
-    if last_step <= step or (keeps and num_steps == had_steps):  # nothing to train, or noted by the start before
-        return run, []
-    of = "run" if now.last_step is None else "phase"
-    lengths = f"the {of} has {num_steps} steps now and had {had_steps:g}"
+
+    # the saved schedule is kept if the rate at the checkpoint would be another one with the new length
+    saved_schedule = replace(run_schedule, num_steps=int(lengths.schedule_steps))
+    jumps = saved_schedule.rate(step) != run_schedule.rate(step)
+    keeps = jumps and not run.arguments.checkpoint.allow_changes
     if keeps:
-        end = then.starts_after + then.num_steps
-        stays = f", and from step {end} on stays at {then.rate(end):g}" if last_step > end else ""
+        run = run.with_schedule(saved_schedule)
+    if last_step <= step:  # nothing to train
+        return run, []
+    if keeps and num_steps == lengths.num_steps:  # the start before has noted it
+        return run, []
+
+    # a note on the rates of the next step, with the saved length and with the new one
+    saved_rate = saved_schedule.rate(step + 1)
+    run_rate = run_schedule.rate(step + 1)
+    unit = "phase" if is_phase else "run"
+    cause = f"the {unit} has {num_steps} steps now and had {lengths.num_steps:g}"
+    if keeps:
+        end = saved_schedule.starts_after + saved_schedule.num_steps
+        constant_rate = f", and from step {end} on stays at {saved_schedule.rate(end):g}" if last_step > end else ""
         return run, [
-            f"{lengths}: so that the learning rate does not jump, it follows its {then.arguments.lr_schedule} "
-            f"schedule of {kept} steps{stays}; --allow_changes true stretches the schedule to {num_steps} steps: "
-            f"{now.rate(step + 1):g} instead of {then.rate(step + 1):g} at step {step + 1}"
+            f"{cause}: so that the learning rate does not jump, it follows its {saved_schedule.arguments.lr_schedule} "
+            f"schedule of {lengths.schedule_steps} steps{constant_rate}; --allow_changes true stretches the schedule "
+            f"to {num_steps} steps: {run_rate:g} instead of {saved_rate:g} at step {step + 1}"
         ]
-    if then.rate(step + 1) == now.rate(step + 1):
+    if saved_rate == run_rate:
         return run, []
     return run, [
-        f"{lengths}, and the learning rate follows from that: {then.rate(step):g} at step {step}, "
-        f"{now.rate(step + 1):g} at step {step + 1}"
+        f"{cause}, and the learning rate follows from that: {saved_schedule.rate(step):g} at step {step}, "
+        f"{run_rate:g} at step {step + 1}"
     ]
 
 
-def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tuple[float, float, bool]:
-    """Return the steps of a checkpoint's run or phase and its schedule's, and whether it began as ``now`` does."""
+@dataclass(frozen=True)
+class _SavedLengths:
+    """The lengths of a checkpoint's run, or of its phase, and of the learning-rate schedule in it."""
+
+    num_steps: float
+    schedule_steps: float
+    is_same_schedule: bool
+    """Whether the schedule began at the same step, with the same arguments, as the run's."""
+
+
+def _saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: TrainerJson) -> _SavedLengths:
     step = run.start.state.step
-    there = next((one for one in saved.phase_schedules if one.first_step <= step <= one.last_step), None)
-    here = next((one for one in run.phase_schedules if one.first_step == now.starts_after + 1), None)
-    if there is None or here is None or now.last_step is None:
-        changes = _changes(saved.arguments, flatten(run.arguments))
+    saved_phases = (phase for phase in saved.phase_schedules if phase.first_step <= step <= phase.last_step)
+    saved_phase = next(saved_phases, None)
+    first_step = run_schedule.starts_after + 1
+    run_phase = next((phase for phase in run.phase_schedules if phase.first_step == first_step), None)
+    if saved_phase is None or run_phase is None or run_schedule.last_step is None:
+        changes = _find_changes(saved.arguments, flatten(run.arguments))
         has_changed = any(change.name in RATE_ARGUMENTS for change in changes)
-        is_same = there is None and now.last_step is None and not has_changed
-        return saved.num_steps, saved.schedule_steps, is_same
-    is_same = (there.first_step, there.arguments) == (here.first_step, here.arguments)
-    return there.last_step - there.first_step + 1, there.num_steps, is_same
+        is_same = saved_phase is None and run_schedule.last_step is None and not has_changed
+        return _SavedLengths(saved.num_steps, saved.schedule_steps, is_same)
+    is_same = saved_phase.first_step == run_phase.first_step and saved_phase.arguments == run_phase.arguments
+    num_steps = saved_phase.last_step - saved_phase.first_step + 1
+    return _SavedLengths(num_steps, saved_phase.num_steps, is_same)
 
 
-def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
+def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     """Compare the hash of the rows up to the checkpoint's step; the lanes of a stream check their own rows.
 
     Rank 0 does so for all. In a long run it begins at the last step that ``metrics.csv`` has before the checkpoint.
     """
-    if isinstance(run.data, Stream) or run.start.state.step > run.plan.num_steps or global_rank():
-        return []
     step = run.start.state.step
-    saved = run.start.state.rows_hash
-    before = run.plan.data_starts_after
-    known_step = 0
-    known_hash = ""
-    if (step - before) * run.plan.rows_per_window > _HASHED_AGAIN:
-        logged = read_metrics(run.folder / "metrics.csv", step - 1)
-        if logged and logged[-1].rows_hash and logged[-1].step > before:
-            known_step = logged[-1].step - before
-            known_hash = logged[-1].rows_hash
-    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - before, known_step, known_hash)
-    if here == saved:
+    if isinstance(run.data, Stream) or step > run.plan.num_steps or global_rank():
+        return []
+    saved_hash = run.start.state.rows_hash
+    data_starts_after = run.plan.data_starts_after
+    num_windows = step - data_starts_after
+    # hashing every row again would take too long in a long run: begin at a logged hash
+    logged_windows = 0
+    logged_hash = ""
+    if num_windows * run.plan.rows_per_window > _HASHED_AGAIN:
+        rows = read_metrics(run.folder / "metrics.csv", step - 1)
+        if rows and rows[-1].rows_hash and rows[-1].step > data_starts_after:
+            logged_windows = rows[-1].step - data_starts_after
+            logged_hash = rows[-1].rows_hash
+    order = run.plan.window_order(run.arguments.data.seed)
+    run_hash = order.rows_hash(num_windows, logged_windows, logged_hash)
+    if run_hash == saved_hash:
         return []
     return [
-        f"{checkpoint}: up to step {step} its run took other rows than would be taken here (hash {saved} there, {here} "
-        "here); resume with the version of fabric_train and numpy that saved it, or take its weights alone with "
-        "--weights_only true"
+        f"{checkpoint}: up to step {step} its run took other rows than would be taken here (hash {saved_hash} there, "
+        f"{run_hash} here); resume with the version of fabric_train and numpy that saved it, or take its weights alone "
+        "with --weights_only true"
     ]
 
 
-def _as_saved(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
+def _arguments_to_save(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
+    """Return the arguments as trainer.json has them."""
     return flatten(arguments) | {"gradient_accumulation_steps": plan.accumulation}
 
 
-def _changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Change]:
+def _find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Change]:
     """Compare the names that both have: an argument unknown to one version of the program decides nothing there."""
-    for name, value in here.items():
-        if name in there and name not in _OF_THIS_START and there[name] != value:
-            yield Change(name, there[name], value)
+    for name, value in current.items():
+        if name in saved and name not in _OF_THIS_START and saved[name] != value:
+            yield Change(name, saved[name], value)
 
 
 def _decides(change: Change, arguments: "TrainArguments") -> bool:
-    """Whether the losses change: without ``--rope_scaling``, a checkpoint's configuration counts, which has it.
-
-    The size of validation batches matters only if their number is limited.
-    """
-    if change.name in _ROPE:
-        return change.here is not None
-    if change.name == "eval_batch_size":
+    """Return whether a change of an argument changes the losses."""
+    if change.name in _ROPE:  # without --rope_scaling, the checkpoint's configuration applies, which has it
+        return change.current_value is not None
+    if change.name == "eval_batch_size":  # matters only if the number of validation batches is limited
         return arguments.evaluation.eval_iters is not None
     return change.name in _DECIDE_THE_LOSSES
 
 
-def _joined(changes: Iterable[Change]) -> str:
+def _join_changes(changes: Iterable[Change]) -> str:
     return ", ".join(map(str, changes))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

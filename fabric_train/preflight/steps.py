@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def starting_point(
-    checkpoint: Path | None, order: DataOrder | StreamOrder, given: "CheckpointArguments"
+    checkpoint: Path | None, order: DataOrder | StreamOrder, start_from: "CheckpointArguments"
 ) -> StartingPoint:
     """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
 
@@ -38,21 +38,25 @@ def starting_point(
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
     if checkpoint is None:
         return start
-    if given.weights_only:
+    if start_from.weights_only:
         from fabric_train.export.card_facts import all_stages, read_record  # slow
 
         return replace(start, stages=all_stages(read_record(checkpoint)))
+
+    # the run, or a branch of it, continues with the checkpoint's state
     saved = checkpoints.read_trainer_json(checkpoint)
     state = saved.state
     if state.unlogged and not are_columns(list(state.unlogged)):
         raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
     start = replace(start, state=state, lineage=saved.lineage, stages=saved.stages)
-    if given.branch is None:
+    if start_from.branch is None:
         return start
-    same_data = not saved.data_changes(order)
-    branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
+
     # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
-    state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
+    has_same_data = not saved.data_changes(order)
+    branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, has_same_data, {})
+    rows_of_sources = state.rows_of_sources if has_same_data else None
+    state = replace(state, unlogged=None, progress=None, rows_of_sources=rows_of_sources)
     return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
 
 
@@ -68,48 +72,76 @@ def plan_steps(
 ) -> StepPlan:
     """Count the windows and steps of a run, whose data begin after one step and end after another."""
     training = arguments.training
-    dataset = data.held_out if isinstance(data, Stream) else data
-    parts = dataset.parts if dataset else ()
-    checks = [check_dataset(part, model, arguments.data.isolate_documents) for part in parts]
-    faults = [fault for check in checks for fault in check.faults]
+
+    # the token datasets; a stream may have one beside it for validation
+    token_data = data.held_out if isinstance(data, Stream) else data
+    faults: list[str] = []
+    notes: list[str] = []
+    for dataset in token_data.parts if token_data else ():
+        check = check_dataset(dataset, model, arguments.data.isolate_documents)
+        faults += check.faults
+        notes += check.notes
     if isinstance(data, Stream):
         faults += _faults_of_stream(data, model, training.max_step)
     elif arguments.evaluation.eval_only and data.validation is None:
         faults.append(
             f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
         )
+
+    # the rows of a window
     num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
-    together, accumulation = rows_at_once(arguments, world_size)
-    if (total := training.total_batch_size) is not None and total % together:
-        nearest = " or ".join(map(str, sorted({together * max(accumulation, 1), together * (accumulation + 1)})))
+    rows_per_micro_batch, accumulation = rows_at_once(arguments, world_size)  # over all ranks
+    total_batch_size = training.total_batch_size
+    if total_batch_size is not None and total_batch_size % rows_per_micro_batch:
+        lower = rows_per_micro_batch * max(accumulation, 1)
+        upper = rows_per_micro_batch * (accumulation + 1)
+        nearest = " or ".join(map(str, sorted({lower, upper})))
         split = f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices"
-        faults.append(f"--total_batch_size {total} is not a multiple of {together}, {split}; nearest: {nearest}")
+        faults.append(
+            f"--total_batch_size {total_batch_size} is not a multiple of {rows_per_micro_batch}, {split}; nearest: "
+            f"{nearest}"
+        )
     if faults:
         raise InputError(*faults)
-    num_rows = windows_per_epoch = in_epochs = mixture = None
+    rows_per_window = rows_per_micro_batch * accumulation
+
+    # the rows and windows of an epoch; a stream has no known length
+    mixture = None
+    num_rows = None
+    windows_per_epoch = None
+    steps_of_epochs = None
     if isinstance(data, TokenMixture):
-        window = (together * accumulation, arguments.data.seed)
-        mixture = order_of_mixture(data, data.rows_per_epoch, *window, phases, data_starts_after)
-    if not isinstance(data, Stream):
-        num_rows = sum(data.rows_per_epoch) if isinstance(data, TokenMixture) else len(data.train)
-        windows_per_epoch = math.ceil(num_rows / (together * accumulation))
-        in_epochs = None if arguments.data.phases else data_starts_after + windows_per_epoch * training.number_epochs
-    num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
-    if not arguments.evaluation.only_reads and (fault := fault_of_decay(training, num_steps)):
-        raise InputError(fault)
+        num_rows = sum(data.rows_per_epoch)
+        mixture = order_of_mixture(
+            data, data.rows_per_epoch, rows_per_window, arguments.data.seed, phases, data_starts_after
+        )
+    elif not isinstance(data, Stream):
+        num_rows = len(data.train)
+    if num_rows is not None:
+        windows_per_epoch = math.ceil(num_rows / rows_per_window)
+        if not arguments.data.phases:
+            steps_of_epochs = data_starts_after + windows_per_epoch * training.number_epochs
+
+    # the steps: up to --max_step or the end of the epochs, whichever comes first
+    num_steps = min(steps for steps in (training.max_step, steps_of_epochs) if steps is not None)
+    if not arguments.evaluation.only_reads:
+        decay_fault = fault_of_decay(training, num_steps)
+        if decay_fault:
+            raise InputError(decay_fault)
+    notes += _notes(arguments, num_steps, steps_of_epochs, data)
     return StepPlan(
         num_rows=num_rows,
         world_size=world_size,
         num_data_ranks=num_data_ranks,
         micro_batch_size=training.micro_batch_size,
         accumulation=accumulation,
-        rows_per_window=together * accumulation,
+        rows_per_window=rows_per_window,
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
         tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
         mixture=mixture,
         phases=phases,
-        notes=(*(note for check in checks for note in check.notes), *_notes(arguments, num_steps, in_epochs, data)),
+        notes=tuple(notes),
         data_starts_after=data_starts_after,
         data_ends_after=data_ends_after,
         order_version=order_version,
@@ -126,19 +158,22 @@ def order_of_mixture(
 ) -> MixtureOrder:
     """Return the order of a mixture and its phases, whose data begin after the step ``starts_after``."""
     sizes = tuple(source.num_rows for source in data.sources)
-    order = MixtureOrder((Mixture(sizes, tuple(rows_per_epoch), rows_per_window, seed),))
+    mixture = Mixture(sizes, tuple(rows_per_epoch), rows_per_window, seed)
+    order = MixtureOrder((mixture,))
     for phase in phases:
-        order = order.followed_by(max(0, phase.first_step - 1 - starts_after), phase.rows_per_epoch)
+        windows_before = max(0, phase.first_step - 1 - starts_after)
+        order = order.followed_by(windows_before, phase.rows_per_epoch)
     return order
 
 
 def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
     """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
     training = arguments.training
-    together = training.micro_batch_size * (world_size // arguments.fsdp.ranks_of_rows)
+    num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
+    rows_per_micro_batch = training.micro_batch_size * num_data_ranks
     if training.total_batch_size is None:
-        return together, training.gradient_accumulation_steps
-    return together, training.total_batch_size // together
+        return rows_per_micro_batch, training.gradient_accumulation_steps
+    return rows_per_micro_batch, training.total_batch_size // rows_per_micro_batch
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
@@ -156,40 +191,47 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
     return faults
 
 
-def fault_of_decay(training: "TrainingArguments", num_steps: int, of: str = "the run") -> str | None:
-    """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, else None."""
+def fault_of_decay(training: "TrainingArguments", num_steps: int, unit: str = "the run") -> str | None:
+    """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, else None.
+
+    ``unit`` is what has ``num_steps`` steps: the run, or a phase.
+    """
     if training.lr_schedule != "wsd" or not training.lr_decay:
         return None
-    decay = num_decay_steps(num_steps, training)
-    rises = max(training.warmup_steps, 1)
-    if decay + rises <= num_steps:
+    decay_steps = num_decay_steps(num_steps, training)
+    warmup_steps = max(training.warmup_steps, 1)
+    if decay_steps + warmup_steps <= num_steps:
         return None
-    given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
+    option = f"--decay_steps {decay_steps}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
+    verb = "is" if warmup_steps == 1 else "are"
     return (
-        f"{given}: {of} has {num_steps} steps, and {rises} {'is' if rises == 1 else 'are'} needed to reach --lr; give "
-        f"fewer, at most {max(num_steps - rises, 0)} steps"
+        f"{option}: {unit} has {num_steps} steps, and {warmup_steps} {verb} needed to reach --lr; give "
+        f"fewer, at most {max(num_steps - warmup_steps, 0)} steps"
     )
 
 
-def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TrainingData) -> list[str]:
+def _notes(arguments: "TrainArguments", num_steps: int, steps_of_epochs: int | None, data: TrainingData) -> list[str]:
+    """Return what the user should know of the steps and the data."""
     notes = []
     training = arguments.training
-    if training.max_step and in_epochs and training.max_step > in_epochs:
+    if training.max_step and steps_of_epochs and training.max_step > steps_of_epochs:
         notes.append(
             f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
-            f"{in_epochs}, where the learning rate ends too; raise --number_epochs to go further"
+            f"{steps_of_epochs}, where the learning rate ends too; raise --number_epochs to go further"
         )
-    elif training.max_step and in_epochs and training.max_step < in_epochs:
+    elif training.max_step and steps_of_epochs and training.max_step < steps_of_epochs:
         notes.append(
-            f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs, {in_epochs} steps"
+            f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs, "
+            f"{steps_of_epochs} steps"
         )
     if training.warmup_steps > num_steps:
         notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
     if data.validation is None:
         folders = ", ".join(arguments.data.data_dirs)
-        lacking = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
-        notes.append(f"{lacking}: nothing will be evaluated")
+        cause = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
+        notes.append(f"{cause}: nothing will be evaluated")
     if isinstance(data, Stream):
-        notes += data.chat_template.notes if data.chat_template else ()
+        if data.chat_template:
+            notes += data.chat_template.notes
         notes += data.notes
     return notes

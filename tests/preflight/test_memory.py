@@ -20,7 +20,7 @@ from fabric_train.model.flops import Attention, ModelFlops
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.trained_parts import TrainedParts
-from fabric_train.preflight.memory_activations import MicroBatch, _kinds, _trace, trace_activations
+from fabric_train.preflight.memory_activations import MicroBatch, _layer_kinds, _trace, trace_activations
 from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_gpu import compile_for_trace
 from fabric_train.preflight.memory_layout import Layout, Units, collectives_of_step, offloaded_bytes
@@ -96,7 +96,7 @@ def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape, parts
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
     batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False, on_gpu=False, by_unit=True)
     traced = trace_activations(llama, arguments, batch)
-    assert astuple(traced) == pytest.approx(astuple(_trace(llama, _kinds(llama), arguments, batch)), rel=0.01)
+    assert astuple(traced) == pytest.approx(astuple(_trace(llama, _layer_kinds(llama), arguments, batch)), rel=0.01)
 
 
 def test_a_mask_costs_itself_and_copies_of_the_heads(llama: ModelShape) -> None:
@@ -164,8 +164,8 @@ def test_a_compiled_layer_keeps_on_a_cpu_what_the_plan_counts(budget: float) -> 
 def layout(name: str, world_size: int, num_nodes: int = 1, num_shards: int = 1, **given: Any) -> Layout:
     usual: dict[str, Any] = {
         "gathers_at_once": False,
-        "held": 2,
-        "computed": 2,
+        "stored_itemsize": 2,
+        "pass_itemsize": 2,
         "accumulation": 3,
         "reduces_each": False,
         "offloads": False,
