@@ -255,21 +255,21 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
     # at the end there are the gradients of everything outside of the layers; a tied one is added to the head's
     name = "end of backward"
     after_layers = max(earlier, gradients * trained_in_layers // num_trained)
-    rest = units.trained_rest
-    if not rest:
+    trained_rest = units.trained_rest
+    if not trained_rest:
         end = moment(name, gathered=root, gradients=after_layers, communication=0, activations=0)
         return [loss, backward, end]
-    flat_gradient = 0 if is_fsdp2 else layout.pass_itemsize * rest
+    flat_gradient = 0 if is_fsdp2 else layout.pass_itemsize * trained_rest
     tied_gradient = units.head * units.is_tied
     trained_embedding = units.trained_embedding if embedding else 0  # reduced apart
-    trained_root = rest - trained_embedding
+    trained_root = trained_rest - trained_embedding
     ends = [
         moment(
             name,
             gathered=root,
             gradients=after_layers,
             communication=flat_gradient,
-            activations=layout.pass_itemsize * (rest + tied_gradient),
+            activations=layout.pass_itemsize * (trained_rest + tied_gradient),
         )
     ]
     if trained_embedding:
@@ -279,7 +279,7 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
                 gathered=root,
                 gradients=after_layers,
                 communication=_reducing(trained_embedding, layout),
-                activations=layout.pass_itemsize * rest,
+                activations=layout.pass_itemsize * trained_rest,
             )
         )
     ends.append(

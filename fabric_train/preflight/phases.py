@@ -173,10 +173,10 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
         if phase.shares:
             rows_per_epoch = data.rows_of(phase.shares)
         schedule = _phase_schedule(phase, last_step, training)
-        parts = None
+        trained_parts = None
         if phase.train_only:
-            parts = TrainedParts(phase.train_only, frozen_parts, f"{phase.label}: train_only")
-        run_phases.append(RunPhase(phase.first_step, last_step, rows_per_epoch, schedule, parts))
+            trained_parts = TrainedParts(phase.train_only, frozen_parts, f"{phase.label}: train_only")
+        run_phases.append(RunPhase(phase.first_step, last_step, rows_per_epoch, schedule, trained_parts))
     return tuple(run_phases)
 
 
@@ -196,9 +196,9 @@ def choose_parts(
             raise InputError(
                 f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
             )
-    parts = TrainedParts(tuple(arguments.train_only or ()), tuple(arguments.freeze or ()))
-    if parts and not stretch.arguments.evaluation.eval_only:
-        model = with_parts(model, parts)
+    trained_parts = TrainedParts(tuple(arguments.train_only or ()), tuple(arguments.freeze or ()))
+    if trained_parts and not stretch.arguments.evaluation.eval_only:
+        model = with_parts(model, trained_parts)
     if not has_parts:
         return model, {}
 
@@ -221,8 +221,8 @@ def _read_phase_file(path: str, arguments: "TrainArguments", num_steps: int) -> 
     types = _types_of_values(arguments)
     phases = []
     faults = []
-    for number, item in enumerate(content, 1):
-        label = f"{path}: phase {number}"
+    for phase_number, item in enumerate(content, 1):
+        label = f"{path}: phase {phase_number}"
         values: dict[str, Any] = {}
         phase_faults = list(_convert_values(item, types, values))
         if not phase_faults:

@@ -302,15 +302,15 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
         )
     check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
     checkpoint = run.start.checkpoint
-    following = _prepare_stretch(
+    next_run = _prepare_stretch(
         stretch, run.user_arguments, run.devices, checkpoint, run.user_arguments.checkpoint, run
     )
-    new_notes = [line for line in following.notes if line not in run.notes]
+    new_notes = [line for line in next_run.notes if line not in run.notes]
     notes = [f"from step {stretch.first_step:,} on: {line}" for line in new_notes]
-    following = _with_following(replace(following, notes=()), later_stretches)
-    start = replace(following.start, schedule_steps=run.start.schedule_steps)
-    run = replace(run, next_run=replace(following, start=start))
-    return _with_notes(run, *notes, *following.notes)
+    next_run = _with_following(replace(next_run, notes=()), later_stretches)
+    start = replace(next_run.start, schedule_steps=run.start.schedule_steps)
+    run = replace(run, next_run=replace(next_run, start=start))
+    return _with_notes(run, *notes, *next_run.notes)
 
 
 def _check_parts(run: PreparedRun) -> None:

@@ -242,10 +242,12 @@ def find_changes_of_begun_phases(run: PreparedRun, saved: TrainerJson, step: int
                 yield Change(name, saved_value, run_value, option=f"--phases from step {first_step}")
 
 
-def _values_of_phases(schedules: Iterable[PhaseSchedule], parts: Iterable[PhaseParts]) -> dict[int, dict[str, Any]]:
+def _values_of_phases(
+    schedules: Iterable[PhaseSchedule], trained_parts: Iterable[PhaseParts]
+) -> dict[int, dict[str, Any]]:
     """Return the values of each phase besides its rows, by its first step."""
     values: dict[int, dict[str, Any]] = {schedule.first_step: dict(schedule.arguments) for schedule in schedules}
-    for phase_parts in parts:
+    for phase_parts in trained_parts:
         phase_values = values.setdefault(phase_parts.first_step, {})
         phase_values["train_only"] = " ".join(phase_parts.train_only)
     return values
