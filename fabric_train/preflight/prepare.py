@@ -443,11 +443,11 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
 
     # a new model has the BOS and EOS of the data's tokenizer
     if model_arguments.family and not checkpoint:
+        bos_and_eos: tuple[int | None, ...] = ()
         if isinstance(data, Stream):
-            tokenizer = data.tokenizer
-        else:
-            tokenizer = data.manifest.tokenizer if data.manifest else None
-        bos_and_eos = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
+            bos_and_eos = (data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
+        elif data.manifest:
+            bos_and_eos = (data.manifest.tokenizer.bos_token_id, data.manifest.tokenizer.eos_token_id)
         shape = new_shape(model_arguments, layer_class, *bos_and_eos)
     else:
         source = str(checkpoint or model_arguments.model_name)
