@@ -204,9 +204,12 @@ def open_adapted(
     materialize(opened.model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in opened.model.named_parameters():
-            # a new adapter leaves whole modules that train as the base has them
-            if name in shape.trained and (stored is not None or is_adapter_parameter(name)):
-                parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
+            if name not in shape.trained:
+                continue
+            # Modules that train whole keep the base's weights until an adapter stores others.
+            if weights.is_new and not is_adapter_parameter(name):
+                continue
+            parameter.copy_(weights.read_block(name, (0,) * parameter.dim(), parameter.shape))
     if weights.is_new:
         start_magnitudes(opened.model, None)
     return MetaModel(opened.model, None)

@@ -81,21 +81,24 @@ class Mixture:
         Takes O(sources × log windows).
         """
         if only is None:
-            chosen = range(len(self.num_rows))
+            sources = range(len(self.num_rows))
         else:
-            chosen = range(only, only + 1)
+            sources = range(only, only + 1)
         if window == 0:
-            return [0] * len(chosen)
+            return [0] * len(sources)
         if window > self._num_full_windows:
-            return [self.rows_per_epoch[source] for source in chosen]
-        # The offset of window i is step × i minus a multiple of M. The multiples are the same in both sums of a source
-        # and cancel out.
-        extra_rows_up_to = [
-            floor_sum(window, self._num_full_windows, self._step, extra_sum)
-            for extra_sum in self._extra_sums[chosen.start : chosen.stop + 1]
+            return [self.rows_per_epoch[source] for source in sources]
+
+        # Each window before this one has the base count of a source, and some windows have one row more. Up to and
+        # including a source, window i has (cumulative + offset(i)) // num_full_windows such rows, see _counts. The
+        # offset is step × i modulo num_full_windows. Without the modulo, as floor_sum adds it up, each of these counts
+        # is larger by the same whole number for all sources, so that the differences of neighbours are right.
+        cumulative_extra_rows = [
+            floor_sum(window, self._num_full_windows, self._step, cumulative)
+            for cumulative in self._cumulative_extras[sources.start : sources.stop + 1]
         ]
-        extra_rows = [end - begin for begin, end in pairwise(extra_rows_up_to)]
-        return [window * self._base_counts[source] + extra for source, extra in zip(chosen, extra_rows, strict=True)]
+        extra_rows = [end - begin for begin, end in pairwise(cumulative_extra_rows)]
+        return [window * self._base_counts[source] + extra for source, extra in zip(sources, extra_rows, strict=True)]
 
     def rows_until(self, step: int) -> list[int]:
         """Return how many rows of each source are read after ``step`` windows, including ``already_read``."""
@@ -145,8 +148,10 @@ class Mixture:
         if window == self._num_full_windows:
             return list(self._counts_of_last_window)
         offset = self._step * window % self._num_full_windows
-        extra_rows_up_to = [(extra_sum + offset) // self._num_full_windows for extra_sum in self._extra_sums]
-        extra_rows = [end - begin for begin, end in pairwise(extra_rows_up_to)]
+        cumulative_extra_rows = [
+            (cumulative + offset) // self._num_full_windows for cumulative in self._cumulative_extras
+        ]
+        extra_rows = [end - begin for begin, end in pairwise(cumulative_extra_rows)]
         return [base + extra for base, extra in zip(self._base_counts, extra_rows, strict=True)]
 
     @functools.cached_property
@@ -183,8 +188,8 @@ class Mixture:
         return [rows // self._num_full_windows for rows in self._rows_in_full_windows]
 
     @functools.cached_property
-    def _extra_sums(self) -> list[int]:
-        """The sums G of the rows beyond ``_base_counts`` [sources + 1], from 0."""
+    def _cumulative_extras(self) -> list[int]:
+        """The rows beyond ``_base_counts`` in all full windows of the sources before each source [sources + 1]."""
         return [0, *accumulate(rows % self._num_full_windows for rows in self._rows_in_full_windows)]
 
     @functools.cached_property

@@ -315,11 +315,16 @@ def _cut_joined(
     repeats = []
     position = 0
     num_repeated = 0
-    while position + max_length - num_repeated <= num_tokens:
+    while True:
+        # A row has the repeated tokens and then new ones; tokens that do not fill a row at the end are left out.
+        row_end = position + max_length - num_repeated
+        if row_end > num_tokens:
+            break
         repeats.append(num_repeated)
-        position += max_length - num_repeated
-        begins.append(position)
+        begins.append(row_end)
+        position = row_end
+        # The next row repeats the last tokens of the document that it continues. They are all in the row that was just
+        # cut: the document either begins in that row or fills it, and the overlap is shorter than a row.
         document = document_begins.searchsorted(position, side="right") - 1
-        # a document that began in an earlier row has filled all of this row, and overlap is less than a row
         num_repeated = min(overlap, position - int(document_begins[document]))
     return np.array(begins), np.array(repeats, dtype=np.int64)

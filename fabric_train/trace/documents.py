@@ -314,20 +314,21 @@ def _search_splits(
 
 def _find_reads(history: RunHistory, segment: RunSegment, documents: list[IndexedDocument]) -> Iterator[DocumentRead]:
     """Yield the steps of a segment that read a row of the documents, up to the planned end of the run."""
+    # A row has an index in its dataset, and another one in the mixture of datasets that the run reads.
     data = history.data_of(segment)
-    tokens_by_row = {}
+    tokens_by_mixture_row = {}
     for document in documents:
         if document.split != "train":
             continue
         for document_row in document.rows:
-            row = data.row_at(document.dataset, document_row.row)
-            if row is not None:
-                tokens_by_row[row] = document_row.tokens
+            mixture_row = data.row_at(document.dataset, document_row.row)
+            if mixture_row is not None:
+                tokens_by_mixture_row[mixture_row] = document_row.tokens
 
-    # the data order counts steps from its own beginning
-    last_step = int(min(segment.last_step, history.num_planned))
-    rows = np.array(list(tokens_by_row), dtype=np.int64)
-    for read in data.order.reads_of(rows, last_step - segment.starts_after):
+    # The data order counts its steps from the step after which it begins.
+    last_step = int(min(segment.last_step, history.num_planned))  # a run's last segment has no last step: inf
+    mixture_rows = np.array(list(tokens_by_mixture_row), dtype=np.int64)
+    for read in data.order.reads_of(mixture_rows, last_step - segment.starts_after):
         step = read.step + segment.starts_after
         if step >= segment.first_step:
             dataset, dataset_row = data.locate(read.row)
@@ -337,5 +338,5 @@ def _find_reads(history: RunHistory, segment: RunSegment, documents: list[Indexe
                 run=str(segment.run),
                 dataset=str(dataset.folder),
                 row=dataset_row,
-                tokens=tokens_by_row[read.row],
+                tokens=tokens_by_mixture_row[read.row],
             )
