@@ -25,7 +25,6 @@ from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.evaluation.arguments import EvaluateArguments, TaskSettings, is_task_file
-from fabric_train.evaluation.models import find_model
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
 from fabric_train.files.regular_file import parse_json
 
@@ -103,8 +102,11 @@ def main() -> None:
     if request.scores is not None:
         _evaluate(request, request.scores)
         return
-    generates_texts = any(task.settings.metadata for task in request.tasks)
-    tokenizer = find_model(request.source).tokenizer if generates_texts and request.source else None
+    tokenizer = None
+    if request.source and any(task.settings.metadata for task in request.tasks):
+        from fabric_train.evaluation.models import find_model  # slow
+
+        tokenizer = find_model(request.source).tokenizer
     _load_tasks(request.tasks, tokenizer)
 
 

@@ -2,8 +2,6 @@
 
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import short_runs
-from tests.support.forked_runs import ForkedRuns, free_port
+from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -21,23 +19,21 @@ SETTINGS = {"max_step": MAX_STEP, "total_batch_size": 12, "micro_batch_size": 2,
 SETTINGS |= {"weight_decay": 1.0, "grad_clip": 0.4, "save_step_interval": 4}
 
 
-def run_example(model: Path, tokens: Path, output_dir: Path, num_processes: int) -> list[float]:
+RUN_AS_SCRIPT = f"import runpy; runpy.run_path({str(ROOT / 'examples/minimal.py')!r}, run_name='__main__'); os._exit(0)"
+
+
+def run_example(
+    forked_runs: ForkedRuns, model: Path, tokens: Path, output_dir: Path, num_processes: int
+) -> list[float]:
     """Run the example on ``num_processes`` and return the losses of the steps that it took."""
     options = {"model_name": model, "train_data_dir": tokens, "output_dir": output_dir, **SETTINGS}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    launcher = [sys.executable]
-    if num_processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
-        launcher += ["--master-port", str(free_port())]
-    run = subprocess.run(
-        [*launcher, str(ROOT / "examples/minimal.py"), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", run.stdout, re.MULTILINE)]
+    words: list[str] = []
+    for name, value in options.items():
+        words += [f"--{name}", str(value)]
+    # the processes have torchrun's variables
+    run = forked_runs.start(words, num_processes, before=f"import os, sys; {RUN_AS_SCRIPT}")
+    run.finish()
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", run.stdout(), re.MULTILINE)]
 
 
 def test_the_example_has_the_losses_of_the_program(
@@ -49,7 +45,7 @@ def test_the_example_has_the_losses_of_the_program(
         expected = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(expected) == MAX_STEP
 
-    losses = run_example(tiny_model_dir, tiny_tokens_dir, tmp_path / "example", num_processes=2)
+    losses = run_example(forked_runs, tiny_model_dir, tiny_tokens_dir, tmp_path / "example", 2)
     assert losses == pytest.approx(expected, rel=1e-6)
     # weights in Hugging Face format with a tokenizer beside them, and no unfinished folder
     assert sorted(path.name for path in (tmp_path / "example").iterdir()) == ["model", "step-00000004", "step-00000006"]
@@ -58,6 +54,5 @@ def test_the_example_has_the_losses_of_the_program(
 
     # the last checkpoint is lost: one process continues from the one before
     (tmp_path / "example" / "step-00000006").rename(tmp_path / "lost")
-    assert run_example(tiny_model_dir, tiny_tokens_dir, tmp_path / "example", num_processes=1) == pytest.approx(
-        expected[4:], rel=1e-6
-    )
+    losses = run_example(forked_runs, tiny_model_dir, tiny_tokens_dir, tmp_path / "example", 1)
+    assert losses == pytest.approx(expected[4:], rel=1e-6)
