@@ -17,9 +17,13 @@ pytestmark = pytest.mark.slow
 MAX_STEP = 6
 SETTINGS = {"max_step": MAX_STEP, "total_batch_size": 12, "micro_batch_size": 2, "lr": 1e-3, "warmup_steps": 2}
 SETTINGS |= {"weight_decay": 1.0, "grad_clip": 0.4, "save_step_interval": 4}
-
-
-RUN_AS_SCRIPT = f"import runpy; runpy.run_path({str(ROOT / 'examples/minimal.py')!r}, run_name='__main__'); os._exit(0)"
+RUN_EXAMPLE = f"""
+import os, runpy, sys
+runpy.run_path({str(ROOT / "examples" / "minimal.py")!r}, run_name="__main__")
+sys.stdout.flush()
+os._exit(0)
+"""
+"""Code for a rank: run the example as a script, and end before the program begins."""
 
 
 def run_example(
@@ -30,8 +34,8 @@ def run_example(
     words: list[str] = []
     for name, value in options.items():
         words += [f"--{name}", str(value)]
-    # the processes have torchrun's variables
-    run = forked_runs.start(words, num_processes, before=f"import os, sys; {RUN_AS_SCRIPT}")
+    # the ranks have torchrun's environment variables
+    run = forked_runs.start(words, num_processes, before=RUN_EXAMPLE)
     run.finish()
     return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", run.stdout(), re.MULTILINE)]
 
