@@ -247,7 +247,7 @@ def _local_range(name: str, shard: FlatShard) -> LocalTensor:
     local = shard.local[start : start + end - begin].detach().flatten()
     return LocalTensor(
         name=name,
-        shape=shard.shape,
+        shape=shard.full_shape,
         dtype=shard.local.dtype,
         begin=begin,
         segments=(local,) if end > begin else (),
@@ -518,7 +518,7 @@ def _read_state(
     name = f"{parameter_name}.{state.name}"
     expected_shape = state.shape
     if expected_shape is None:
-        expected_shape = shards[id(parameter)].shape if id(parameter) in shards else parameter.shape
+        expected_shape = shards[id(parameter)].full_shape if id(parameter) in shards else parameter.shape
     stored_shape = tensors.shape(name)
     if stored_shape != expected_shape:
         raise InputError(

@@ -22,7 +22,7 @@ _WRAPPERS = r"_(forward_module|fsdp_wrapped_module|checkpoint_wrapped_module|ori
 class FlatShard:
     """Position of a parameter in the flat vector of its FSDP1 unit, of which each rank of a group holds a part."""
 
-    shape: torch.Size
+    full_shape: torch.Size
     """Shape of the whole parameter."""
     start: int
     """Index of the parameter's first element in the flat vector."""
@@ -42,7 +42,7 @@ class FlatShard:
 
     def range(self, rank: int) -> tuple[int, int]:
         """Return the first and the last index (exclusive) of the flattened parameter that a rank of the group holds."""
-        numel = self.shape.numel()
+        numel = self.full_shape.numel()
         begin = rank * self.size - self.start
         end = begin + self.size
         return max(0, min(begin, numel)), max(0, min(end, numel))
@@ -73,7 +73,7 @@ def flat_shards(module: nn.Module) -> dict[int, FlatShard]:
 
         for parameter, shape, start in zip(flat._params, flat._shapes, starts, strict=True):
             shards[id(parameter)] = FlatShard(
-                shape=shape,
+                full_shape=shape,
                 start=start,
                 local=local,
                 rank=group.rank() if group else 0,

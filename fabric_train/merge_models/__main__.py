@@ -51,9 +51,9 @@ class MergeModelsArguments:
     """Largest safetensors file."""
 
     def faults(self) -> list[str]:
-        """Return a number of models or weights that the method does not take, and arguments of other methods."""
+        """Return what is wrong with the arguments: the number of models or weights, and arguments of other methods."""
         needs_base = self.method in ("ties", "dare", "task_arithmetic")
-        drops = self.method in ("ties", "dare")
+        takes_density = self.method in ("ties", "dare")
         num_models = len(self.models)
         faults = [f"--models: {fault}" for _, fault in given_twice(self.models)]
 
@@ -79,7 +79,7 @@ class MergeModelsArguments:
             if any(os.path.realpath(model) == real_base for model in self.models):
                 faults.append(f"--base {self.base} is also in --models, where it changes nothing: leave it out there")
 
-        if self.density is not None and not drops:
+        if self.density is not None and not takes_density:
             faults.append(f"--density is for ties and dare, not for --method {self.method}")
         if parse_size(self.max_shard_size) is None:
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")

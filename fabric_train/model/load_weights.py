@@ -270,7 +270,7 @@ def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, shards
 
     # FSDP1: a range of the flattened tensor, which may begin and end within a row; read the rows that it touches
     shard = shards[id(parameter)]
-    row_shape = shard.shape[1:]
+    row_shape = shard.full_shape[1:]
     row_numel = row_shape.numel()
     begin, end = shard.range(shard.rank)
     begin_row = begin // row_numel

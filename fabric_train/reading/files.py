@@ -28,7 +28,7 @@ from fabric_train.reading.documents import (
     missing_column,
     name_in,
 )
-from fabric_train.reading.listing import FilePart, ListedFile, file_suffix, is_compressed, open_text
+from fabric_train.reading.listing import FilePart, ListedFile, file_suffix, is_compressed, open_decompressed
 
 
 class FileReader:
@@ -163,7 +163,7 @@ def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FileP
 def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     """Yield the whole file as one row."""
     path = reader.part.name
-    with open_text(reader.part.file, reader.content) as file:
+    with open_decompressed(reader.part.file, reader.content) as file:
         data = file.read()
     zero_byte = data.find(b"\0")
     if zero_byte >= 0:
@@ -185,7 +185,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
     names = set(reader.columns)
     names.update(name_in(column, ()) for column in reader.columns)
     keys = [f'"{name}"'.encode() for name in names]
-    with open_text(part.file, reader.content) as file:
+    with open_decompressed(part.file, reader.content) as file:
         # the first line that begins in the part
         position = 0
         if part.start:
@@ -240,7 +240,7 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     if is_json_lines(reader.part.file, reader.content):
         yield from _read_json_lines(reader)
         return
-    with open_text(reader.part.file, reader.content) as file:
+    with open_decompressed(reader.part.file, reader.content) as file:
         data = file.read()
     try:
         text = _decode(data, path, 0)
@@ -257,9 +257,12 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 
 def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
-    """Return whether the first line that is not blank is a complete JSON object; ``content`` as for ``open_text``."""
+    """Return whether the first line that is not blank is a complete JSON object.
+
+    ``content`` is as for ``open_decompressed``.
+    """
     first_line_with_text = b""
-    with open_text(file, content) as lines:
+    with open_decompressed(file, content) as lines:
         for line in lines:
             if line.strip():
                 first_line_with_text = line
@@ -277,7 +280,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.name
     csv.field_size_limit(sys.maxsize)
     with (
-        open_text(reader.part.file, reader.content) as binary_file,
+        open_decompressed(reader.part.file, reader.content) as binary_file,
         # bytes that are not UTF-8 are kept as surrogates, so that they are a fault of their own row only
         io.TextIOWrapper(binary_file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
     ):
@@ -286,7 +289,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
             header: list[str] | None = next(rows, None)
             if header is None:  # an empty file
                 return
-            header_fault = _undecodable(header)
+            header_fault = _find_undecodable(header)
             if header_fault:
                 raise InputError(f"{path}, line {rows.line_num}: {header_fault}")
             check_not_repeated(path, reader.columns, header)
@@ -296,7 +299,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
                     continue
                 number += 1
                 reader.position = listing.position_in(binary_file)
-                fault = _undecodable(row)
+                fault = _find_undecodable(row)
                 if len(row) != len(header):
                     fault = f"{len(row)} fields, but the header has {len(header)}"
                 if fault:
@@ -307,7 +310,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
             raise InputError(f"{path}, line {rows.line_num}: not csv: {error}; fix the quotes") from None
 
 
-def _undecodable(fields: list[str]) -> str | None:
+def _find_undecodable(fields: list[str]) -> str | None:
     """Return the fault of fields that hold bytes as surrogates, None if none does."""
     try:
         "".join(fields).encode()

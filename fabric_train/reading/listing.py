@@ -348,7 +348,7 @@ def is_compressed(name: str | Path) -> bool:
 
 
 @contextmanager
-def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
+def open_decompressed(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
     """Open a file, or its ``content``, at its beginning, decompressed; InputError if it is no text or damaged."""
     with open(file.name, "rb") if content is None else io.BytesIO(content) as raw:
         if not is_compressed(file.name):

@@ -82,7 +82,7 @@ def _check_norm_spikes(table: MetricsTable) -> Iterator[Finding]:
     norms = table.columns["grad_norm"][row_indices]  # [N]
 
     # compare each norm with the median of its block of about 50 steps
-    num_blocks = max(len(norms) // min(_SPIKE_BLOCK, len(norms)), 1)
+    num_blocks = max(len(norms) // _SPIKE_BLOCK, 1)
     blocks = np.array_split(norms, num_blocks)
     medians = np.concatenate([np.full(len(block), np.median(block)) for block in blocks])  # [N]
     spikes = np.flatnonzero(norms > _SPIKE_FACTOR * medians)

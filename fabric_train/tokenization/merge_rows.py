@@ -260,7 +260,7 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
     # read the record batches and the index of each split of each part
     joined_splits = {name: _JoinedSplit() for name in manifest.ledger.splits}
     source_names = SourceTable(manifest.sources).names
-    start = Path(os.path.realpath(target.parent)) / target.name  # paths of parts are relative to it
+    real_target = Path(os.path.realpath(target.parent)) / target.name
     parts: list[Part] = []
     has_checksums = True
     rows_before = count_rows_before([dataset.folder for dataset in datasets])
@@ -274,11 +274,12 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
             has_checksums &= index.checksums is not None
             joined_split = joined_splits[name]
             joined_split.append_batches(split, dataset.manifest.settings.max_length)
-            # the rows of train are in the order of its sources, so that ranges say it: see `PartSplit.source_rows`
+            # In train, the rows of a source are a range, which `PartSplit.source_rows` has. In other splits the source
+            # of each row is stored.
             if name != "train" and len(source_names) > 1:
                 joined_split.append_main_sources(index, source_names)
             part_splits[name] = _describe_split(split, index, dataset.manifest, name)
-        path = os.path.relpath(os.path.realpath(dataset.folder), start)
+        path = os.path.relpath(os.path.realpath(dataset.folder), real_target)
         num_files = sum(source.num_files for source in dataset.manifest.sources)
         digest = hashlib.sha256((dataset.folder / MANIFEST_NAME).read_bytes()).hexdigest()
         parts.append(Part(path, digest, num_files, rows_before[number], part_splits))
@@ -289,8 +290,8 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
         np.save(folder / name / BATCHES, np.concatenate(joined_split.batches), allow_pickle=False)
         if joined_split.main_sources:
             np.save(folder / name / MAIN_SOURCES, np.concatenate(joined_split.main_sources), allow_pickle=False)
-    has_borders = "document_starts" in datasets[0].splits["train"].schema.names
-    write_record(folder, PartsRecord(manifest.settings.max_length, has_borders, has_checksums, tuple(parts)))
+    has_document_starts = "document_starts" in datasets[0].splits["train"].schema.names
+    write_record(folder, PartsRecord(manifest.settings.max_length, has_document_starts, has_checksums, tuple(parts)))
 
 
 @dataclass

@@ -72,7 +72,7 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
         raise InputError(f"--rank {rank}: step {step} has the ranks 0 to {ranks.num_ranks - 1}, as {checkpoint} says")
 
     # the rows of the step, in the order of the window
-    data_step = step - segment.starts_after  # counted from the beginning of the data order
+    data_step = step - segment.data_starts_after  # counted from the beginning of the data order
     rows = data.order.rows_of(data_step).tolist()
     datasets = data.datasets.parts
     vocabularies = {dataset.folder: load_vocabulary(dataset.folder / "tokenizer") for dataset in datasets}
@@ -328,8 +328,8 @@ def _find_reads(history: RunHistory, segment: RunSegment, documents: list[Indexe
     # The data order counts its steps from the step after which it begins.
     last_step = int(min(segment.last_step, history.num_planned))  # a run's last segment has no last step: inf
     mixture_rows = np.array(list(tokens_by_mixture_row), dtype=np.int64)
-    for read in data.order.reads_of(mixture_rows, last_step - segment.starts_after):
-        step = read.step + segment.starts_after
+    for read in data.order.reads_of(mixture_rows, last_step - segment.data_starts_after):
+        step = read.step + segment.data_starts_after
         if step >= segment.first_step:
             dataset, dataset_row = data.locate(read.row)
             yield DocumentRead(

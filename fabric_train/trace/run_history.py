@@ -81,7 +81,7 @@ class RunSegment:
     first_step: int
     last_step: float
     """Infinite if the end of the run is not known."""
-    starts_after: int
+    data_starts_after: int
     """The step after which the data order begins."""
     order_checkpoint: Path | None
     """A checkpoint with the data order; None if the run has no checkpoint any more and later steps read other data."""
@@ -196,13 +196,13 @@ class RunHistory:
                 "any more, and the steps after it read other data; put one of its checkpoints back"
             )
         order = _read_token_order(checkpoint)
-        has_data_of_last_segment = segment.starts_after == self.segments[-1].starts_after
+        has_data_of_last_segment = segment.data_starts_after == self.segments[-1].data_starts_after
         datasets = _open_datasets(checkpoint, order, self._data_dirs if has_data_of_last_segment else None)
-        window_order = _build_window_order(order, datasets, _count_ranks(checkpoint, order), segment.starts_after)
+        window_order = _build_window_order(order, datasets, _count_ranks(checkpoint, order), segment.data_starts_after)
 
         # the hash of all rows up to the checkpoint shows whether this version computes the same order
         state = read_trainer_json(checkpoint).state
-        if state.rows_hash != window_order.rows_hash(state.step - segment.starts_after):
+        if state.rows_hash != window_order.rows_hash(state.step - segment.data_starts_after):
             raise InputError(
                 f"{checkpoint}: up to step {state.step} its run took other rows than this version computes; "
                 "use the version of fabric_train and numpy that saved it"
@@ -221,7 +221,7 @@ def _read_segments(checkpoint: Path) -> list[RunSegment]:
             run=run_of(checkpoint),
             first_step=lineage[-1].step + 1 if lineage else 1,
             last_step=trainer.num_steps,
-            starts_after=data_starts_after(lineage),
+            data_starts_after=data_starts_after(lineage),
             order_checkpoint=checkpoint,
         )
     ]
@@ -236,7 +236,7 @@ def _read_segments(checkpoint: Path) -> list[RunSegment]:
             run=Path(branch.run),
             first_step=earlier_branches[-1].step + 1 if earlier_branches else 1,
             last_step=branch.step,
-            starts_after=starts_after,
+            data_starts_after=starts_after,
             order_checkpoint=_find_order_checkpoint(branch, starts_after, later_order_checkpoint),
         )
         segments.insert(0, segment)

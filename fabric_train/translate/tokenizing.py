@@ -17,7 +17,9 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_OF_TOKENIZER = (
+_TEMPLATE_KEYS = ("chat_template_jinja", "chat_template", "chat_template_path", "template")
+"""Settings with a chat template; the first that has a value counts."""
+_NAMES_OF_TOKENIZERS_TEMPLATE = (
     "tokenizer_default",
     "llama3",
     "tokenizer_default_fallback_chatml",
@@ -199,9 +201,10 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
 
 
 def _translate_template(translation: Translation) -> None:
+    """Carry the chat template of the file over as Jinja text; leave it out if it is only the name of another one."""
     file = translation.file
-    names = file.names("chat_template", "chat_template_jinja", "chat_template_path", "template")
-    template = file.get("chat_template_jinja", "chat_template", "chat_template_path", "template")
+    names = file.names(*_TEMPLATE_KEYS)
+    template = file.get(*_TEMPLATE_KEYS)
     if not isinstance(template, str):
         translation.ignore(*names)
         return
@@ -209,7 +212,7 @@ def _translate_template(translation: Translation) -> None:
     if jinja_text is not None:
         translation.templates["jinja"] = jinja_text
         translation.outcomes.update(dict.fromkeys(names, "tokenizing"))
-    elif template in _OF_TOKENIZER:
+    elif template in _NAMES_OF_TOKENIZERS_TEMPLATE:
         translation.ignore(*names)
     else:
         advice = "the tokenizer's own chat template is used; another one is a Jinja file: --chat_template FILE"
