@@ -162,7 +162,7 @@ LOGGERS: Table[Any] = Table(
         "mlflow": "fabric_train.training.trackers:MlflowLogger",
     },
 )
-"""Functions that open a logger (``training.loggers.OpenLogger``)."""
+"""Functions that open a logger (``training.logger.OpenLogger``)."""
 CHAT_FORMATS: Table[Any] = Table(
     "data_format",
     {

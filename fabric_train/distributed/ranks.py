@@ -95,7 +95,7 @@ def first_text(fabric: Fabric, text: str | None) -> str | None:
     if lowest_rank == fabric.world_size:
         return None
 
-    # this rank's bytes are summed with the other ranks' zeros
+    # the bytes of that rank are summed with the zeros of the others
     text_bytes = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8, device=fabric.device)
     if text and lowest_rank == fabric.global_rank:
         encoded = text.encode()[:_MAX_TEXT_BYTES]

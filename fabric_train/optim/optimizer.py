@@ -36,7 +36,7 @@ class OptimizedParameters:
     seed: int = 0
     """Of stochastic rounding."""
     flat_shards: Mapping[int, FlatShard] = field(default_factory=dict)
-    """FSDP1's shards, from ``ranks.flat_shards``."""
+    """FSDP1's shards, from ``sharded_parameters.flat_shards``."""
     compiles: bool = False
     """See ``LowPrecisionAdamW``."""
 

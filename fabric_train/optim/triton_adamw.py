@@ -234,7 +234,7 @@ def _pointer(address, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _random_bits(row, begin):
-    """Return 32 random bits for each element from ``begin`` on; see ``adamw.random_bits``."""
+    """Return 32 random bits for each element from ``begin`` on; see ``stochastic_rounding.random_bits``."""
     local_indices = begin + _offsets()
     indices = tl.load(row + _BEGIN) + local_indices
     gap = tl.load(row + _GAP)

@@ -62,7 +62,7 @@ def print_plan(run: PreparedRun) -> None:
     """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; refuse what does not fit."""
     faults: list[str] = []
     for successive_run in run.successive_runs:
-        faults += _plan_stretch(successive_run)
+        faults += _plan_successive_run(successive_run)
     for line in run.notes:
         note(line)
     objective = component(run.components, "objective")
@@ -73,7 +73,7 @@ def print_plan(run: PreparedRun) -> None:
     show(Text("it fits", "bold green"))
 
 
-def _plan_stretch(run: PreparedRun) -> list[str]:
+def _plan_successive_run(run: PreparedRun) -> list[str]:
     """Print the plan of the steps with the same token datasets, and return why it does not fit."""
     request = make_request(run)
     try:
@@ -321,7 +321,7 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
 
     num_tokens = plan.rows_per_window * plan.tokens_per_row
     num_steps = plan.num_steps
-    if run.steps_suffix:  # one of several stretches
+    if run.steps_suffix:  # one of several successive runs
         num_steps = plan.last_step - plan.data_starts_after
     table.add_row("steps", f"{num_steps:,} of up to {num_tokens:,} tokens, {num_steps * num_tokens:,} in all")
     table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP a step on each device")

@@ -101,7 +101,8 @@ def read_metrics_table(path: Path) -> MetricsTable:
         names = csv.read_csv(io.BytesIO(header + b"\n")).column_names
         if not are_columns(names) or len(set(names)) < len(names):
             raise InputError(f"{path}: its first line is not the header of a metrics.csv; {_ADVICE}")
-        columns = _read_columns(content, names) if rows else {name: np.empty(0) for name in names}
+        numeric_names = [name for name in names if name != "rows_hash"]
+        columns = _read_columns(content, numeric_names) if rows else {name: np.empty(0) for name in numeric_names}
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"{path}: damaged ({first_line(error)}); {_ADVICE}") from None
 
@@ -109,12 +110,11 @@ def read_metrics_table(path: Path) -> MetricsTable:
     has_possible_steps = (np.abs(steps) < _MAX_STEP).all()  # NaN is not below
     if not has_possible_steps or (np.diff(steps) <= 0).any():
         raise InputError(f"{path}: damaged (its steps do not rise); {_ADVICE}")
-    columns.pop("rows_hash", None)
     return MetricsTable(steps.astype(np.int64), columns)
 
 
 def _read_columns(content: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the columns of a file with rows, float64 [N] each; the hash of rows is a text."""
+    """Return the named columns of a file with rows, float64 [N] each."""
     types: dict[str, Any] = dict.fromkeys(names, pyarrow.float64())
     types["rows_hash"] = pyarrow.string()
     options = csv.ConvertOptions(column_types=types, null_values=[""])

@@ -37,7 +37,7 @@ class RankReport:
     flops: float
     """Model FLOPs of these tokens."""
     own_seconds: float
-    """Own time of the previous step, see :class:`OwnTime`."""
+    """Own time of the previous step, see :class:`~fabric_train.training.own_time.OwnTime`."""
     sync: StepSync
     """This rank's flags."""
 
@@ -76,7 +76,7 @@ class StepReport:
     sync: StepSync
     """Flags that any rank has set."""
     own_seconds: list[float]
-    """Own time of each rank in the previous step, see :class:`OwnTime`."""
+    """Own time of each rank in the previous step, see :class:`~fabric_train.training.own_time.OwnTime`."""
 
 
 def exchange_step(fabric: Fabric, report: RankReport, grad_norm: torch.Tensor) -> StepReport:
