@@ -327,9 +327,11 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
             texts.append((item, words.text(0, len(words.starts))))
 
     # leave out the n-grams of prompts, and count
-    ngrams, begins_group, is_common = _mark_common(np.concatenate(ngrams_of_texts), num_items)
-    rare_groups = ngrams["task"][begins_group & ~is_common]
-    common_groups = ngrams["task"][begins_group & is_common]
+    sorted_ngrams = _mark_common(np.concatenate(ngrams_of_texts), num_items)
+    is_common = sorted_ngrams.is_common
+    tasks_of_ngrams = sorted_ngrams.ngrams["task"]
+    rare_groups = tasks_of_ngrams[sorted_ngrams.begins_group & ~is_common]
+    common_groups = tasks_of_ngrams[sorted_ngrams.begins_group & is_common]
     num_ngrams = np.bincount(rare_groups, minlength=len(task_indices))
     num_common_ngrams = np.bincount(common_groups, minlength=len(task_indices))
     counts = {}
@@ -340,7 +342,7 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
             "ngrams": int(num_ngrams[index]),
             "common_ngrams": int(num_common_ngrams[index]),
         }
-    ngrams = ngrams[~is_common]
+    ngrams = sorted_ngrams.ngrams[~is_common]
     tables = {int(length): _make_table(ngrams, length) for length in np.unique(ngrams["length"])}
     return TaskIndex(texts, tables, counts)
 
@@ -361,17 +363,21 @@ def _choose_texts(item: TaskItem) -> list[tuple[Words, int]]:
     return [(longest_text, num_words)]
 
 
-def _mark_common(ngrams: np.ndarray, num_items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mark the n-grams that are in too many items of their task.
+@dataclass(frozen=True)
+class _SortedNgrams:
+    """Each item's n-grams once, in groups: the same n-gram in the items of one task."""
+
+    ngrams: np.ndarray  # _NGRAM [n-grams], sorted by length, hash and task
+    begins_group: np.ndarray  # bool [n-grams], whether an n-gram is the first of its group
+    is_common: np.ndarray  # bool [n-grams], whether its group has too many items
+
+
+def _mark_common(ngrams: np.ndarray, num_items: np.ndarray) -> _SortedNgrams:
+    """Sort the n-grams, and mark those that are in too many items of their task.
 
     Args:
         ngrams: the n-grams of all texts, _NGRAM [all n-grams].
         num_items: the number of each task's items, int64 [tasks].
-
-    Returns:
-        Each item's n-grams once, sorted by length, hash and task, _NGRAM [n-grams]; whether each n-gram is the first
-        of a group (the same n-gram in the items of one task), bool [n-grams]; and whether its group has too many items,
-        bool [n-grams].
     """
     order = np.lexsort((ngrams["item"], ngrams["task"], ngrams["hash"], ngrams["length"]))
     ngrams = ngrams[order]
@@ -382,7 +388,7 @@ def _mark_common(ngrams: np.ndarray, num_items: np.ndarray) -> tuple[np.ndarray,
     groups = np.cumsum(begins_group) - 1  # of each n-gram
     group_sizes = np.bincount(groups)[groups]  # the number of items that have the n-gram
     is_common = (group_sizes > _COMMON_ITEMS) & (group_sizes > _COMMON_SHARE * num_items[ngrams["task"]])
-    return ngrams, begins_group, is_common
+    return _SortedNgrams(ngrams, begins_group, is_common)
 
 
 def _is_change(values: np.ndarray) -> np.ndarray:

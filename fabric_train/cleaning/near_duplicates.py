@@ -396,7 +396,7 @@ def _join_similar(
         end = start + _SIGNATURES_AT_ONCE
         left_documents = earlier[start:end]
         right_documents = later[start:end]
-        # signatures are read from disk, so pairs that are in one cluster already are left_documents out
+        # signatures are read from disk, so pairs that are in one cluster already are left out
         is_separate = clusters.roots(left_documents) != clusters.roots(right_documents)
         left_documents = left_documents[is_separate]
         right_documents = right_documents[is_separate]

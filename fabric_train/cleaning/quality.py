@@ -17,7 +17,11 @@ from fabric_train.cleaning.language import identifier_settings, identify, load_i
 
 _WORDS = re.compile(r"\w+(?:[.,:/@'’]+\w+)*")  # 1.000,50 and don't and example.com are one each
 _LISTS = Path(__file__).with_name("stop_words.txt").read_text(encoding="utf-8").splitlines()
-STOP_WORDS = {language: frozenset(words.split()) for language, words in (line.split(": ") for line in _LISTS)}
+STOP_WORDS: dict[str, frozenset[str]] = {}
+"""By language."""
+for _line in _LISTS:
+    _language, _, _words = _line.partition(": ")
+    STOP_WORDS[_language] = frozenset(_words.split())
 GOPHER_LIMITS = {
     "few_words": 50,
     "many_words": 100_000,

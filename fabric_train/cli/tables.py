@@ -68,14 +68,17 @@ class Table(MutableMapping[str, T]):
         """
         self.kind = kind
         self._project_components = dict(project_components)
+        self._imported: dict[str, T] = {}  # those of the project's components that were used
         self._registered: dict[str, T] = {}
         self._origins: dict[str, _Origin] = {}
 
     def __getitem__(self, name: str) -> T:
         if name in self._registered:
             return self._registered[name]
-        module, _, attribute = self._project_components[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        if name not in self._imported:  # each chat looks its format up, so this must be fast
+            module, _, attribute = self._project_components[name].partition(":")
+            self._imported[name] = getattr(importlib.import_module(module), attribute)
+        return self._imported[name]
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is such a component, without the import of its module, which may be slow."""

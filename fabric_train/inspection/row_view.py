@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -267,8 +267,8 @@ def _view_pair(chosen: RowPiece, rejected: RowPiece) -> PairView:
 
 def _num_common_ids(chosen: RowPiece, rejected: RowPiece) -> int:
     """Return the number of token ids with which both sequences begin."""
-    chosen_ids = [token_id for token in chosen.tokens for token_id in token.ids]
-    rejected_ids = [token_id for token in rejected.tokens for token_id in token.ids]
+    chosen_ids = chain.from_iterable(token.ids for token in chosen.tokens)
+    rejected_ids = chain.from_iterable(token.ids for token in rejected.tokens)
     num_common = 0
     for chosen_id, rejected_id in zip(chosen_ids, rejected_ids, strict=False):
         if chosen_id != rejected_id:

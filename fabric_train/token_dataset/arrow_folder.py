@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 _TOKEN_BYTES = 4
-
-
 _IGNORED_LABEL = -100
 _TOKENS_PER_BATCH = 1 << 18
 _BYTES_PER_FILE = 512 << 20

@@ -519,4 +519,4 @@ def _find_differences(manifest: Manifest, arguments: TokenizeArguments) -> Itera
         if chat_format.name in CHAT_FORMATS:
             registered_format = CHAT_FORMATS.describe(chat_format.name)
             if registered_format.source != chat_format.source:
-                yield f"--extensions with another file of the {chat_format}, not as it is now"
+                yield f"--extensions with another version of the {chat_format}"

@@ -27,9 +27,8 @@ class Collection:
     """The documents of --dataset or of --validation_dataset, and what was left out of them."""
 
     documents: SpooledDocuments  # all documents on disk, including those that are not kept
-    kept_documents: (
-        np.ndarray
-    )  # int64 [kept], the documents left after caps and deduplication, in the order of the sources
+    kept_documents: np.ndarray
+    """int64 [kept], the documents left after caps and deduplication, in the order of the sources."""
     characters: np.ndarray  # uint32 [documents], code points of each document
     sources: np.ndarray  # uint32 [documents], the number of each document's source
     places: np.ndarray  # DOCUMENT [documents], the file, the row in it, tokens and bytes of each document

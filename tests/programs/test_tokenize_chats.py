@@ -392,7 +392,7 @@ def test_a_format_of_a_module_is_read_and_recorded(
         assert CHAT_FORMATS.registered == ["pairs-of-lines"]
         module.write_text(FORMAT_MODULE + "# changed")
         pushed = [*words, "--output_dir", "out", "--extensions", "line_formats", "--push_to_hub", "me/tokens"]
-        with pytest.raises(InputError, match="with another file of the data_format pairs-of-lines of line_formats"):
+        with pytest.raises(InputError, match="with another version of the data_format pairs-of-lines of line_formats"):
             tokenize_dataset.main(pushed)
         tokenize_dataset.main([*words, "--output_dir", "changed", "--extensions", "line_formats"])
         merged, notes = merge([tmp_path / "out", tmp_path / "changed"], tmp_path / "merged")

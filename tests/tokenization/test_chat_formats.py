@@ -317,6 +317,20 @@ CASES: dict[str, Case] = {
     ),
     "Evol-Instruct": Case({"conversation": [{"human": Q, "assistant": A}]}, "Sueca.|", (), (Q,)),
     "LMSYS": Case({"conversation": [user(Q), assistant(A)], "model": "x"}, "Sueca.|", ("model",), (Q,)),
+    "turns in a conversation, with calls of one turn": Case(
+        {
+            "conversation": [
+                user("Find it."),
+                assistant("I look."),
+                {"role": "tool_call", "content": '{"name": "find", "arguments": {"town": "Sueca"}}'},
+                {"role": "tool_response", "content": "yes"},
+                assistant(A),
+            ]
+        },
+        'I look.[find{"town": "Sueca"}]|Sueca.|',
+        (),
+        ("tool\nyes",),
+    ),
     "Alpaca with its text": Case(
         {"instruction": "Name it.", "input": "", "output": A, "text": "Below is an instruction."}, "Sueca.|", ("text",)
     ),
@@ -535,6 +549,10 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
         "no variable",
     ),
     "a turn without text": ({"conversations": [human(Q), {"from": "gpt", "text": A}]}, "'value' is missing in turn 2"),
+    "a null after an exchange": (
+        {"conversation": [{"input": Q, "output": A}, {"role": "user", "content": None}]},
+        "'content' of turn 3 is null",
+    ),
     "a null": ({"conversations": [human(Q), {"from": "gpt", "value": None}]}, "'value' of turn 2 is null"),
 }
 

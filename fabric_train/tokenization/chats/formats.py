@@ -59,18 +59,19 @@ def _read_exchanges_of(column: str) -> Callable[[RowColumns, TurnReader], Chat]:
     """Return a reader of turns, or of exchanges as in Capybara: ``[{"input": "...", "output": "..."}, ...]``."""
 
     def read(columns: RowColumns, turns: TurnReader) -> Chat:
-        messages: list[Message] = []
+        conversation: list[Mapping[str, Any]] = []
         for entry in list_of_turns(columns[column]):
             exchange_keys = _exchange_keys(entry)
             if exchange_keys is None:
-                messages += turns.read([entry])
+                conversation.append(entry)
                 continue
             question_key, answer_key = exchange_keys
-            messages.append(_user(entry[question_key]))
-            messages.append(_assistant(entry[answer_key]))
+            conversation.append(_user(entry[question_key]))
+            conversation.append(_assistant(entry[answer_key]))
             for key in entry.keys() - set(exchange_keys):
                 turns.leave(key)
-        return Chat(begin_with_system(columns, messages))
+        # all turns at once: the reader counts them, and joins calls that belong to one turn
+        return Chat(begin_with_system(columns, turns.read(conversation)))
 
     return read
 
@@ -157,22 +158,24 @@ def _has_answers_to_compare(row: Row) -> bool:
     return isinstance(row.get("chosen"), answer_types) and isinstance(row.get("rejected"), answer_types)
 
 
-MESSAGES = ChatFormat(
-    example='messages [{"role": "user", "content": "..."}, ...]',
-    columns=("messages",),
-    recognises=_has_turns("messages"),
+def _format_of_turns(column: str, example: str, read: Callable[[RowColumns, TurnReader], Chat]) -> ChatFormat:
+    """Return the format of rows with a conversation in one column; ``example`` shows the column's content."""
+    return ChatFormat(f"{column} {example}", columns=(column,), recognises=_has_turns(column), read=read)
+
+
+MESSAGES = _format_of_turns(
+    "messages",
+    example='[{"role": "user", "content": "..."}, ...]',
     read=_read_turns_of("messages"),
 )
-CONVERSATIONS = ChatFormat(
-    example='conversations [{"from": "human", "value": "..."}, ...]',
-    columns=("conversations",),
-    recognises=_has_turns("conversations"),
+CONVERSATIONS = _format_of_turns(
+    "conversations",
+    example='[{"from": "human", "value": "..."}, ...]',
     read=_read_turns_of("conversations"),
 )
-CONVERSATION = ChatFormat(
-    example='conversation [{"input": "...", "output": "..."}, ...], or turns as in messages',
-    columns=("conversation",),
-    recognises=_has_turns("conversation"),
+CONVERSATION = _format_of_turns(
+    "conversation",
+    example='[{"input": "...", "output": "..."}, ...], or turns as in messages',
     read=_read_exchanges_of("conversation"),
 )
 ALPACA = ChatFormat(
