@@ -1,4 +1,8 @@
-"""Losses of an evaluation: of all tokens and of each source, and the best one so far. trainer.json stores them."""
+"""Losses of an evaluation: of all tokens and of each source, and the best one so far.
+
+trainer.json stores the fields of these classes under their names, so that a field such as ``further``, ``of_pairs`` or
+``whole`` cannot be renamed: checkpoints of earlier versions have it.
+"""
 
 import math
 from collections.abc import Iterator

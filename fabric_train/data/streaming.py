@@ -213,7 +213,7 @@ def open_stream(
         tokenizer = load_tokenizer(tokenizer_name)
     if special_text_is_plain is not None:
         tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
-    text_sources = [source for source in documents.sources if source.kind == "text"]
+    text_sources = [source for source in documents.sources if source.kind == "text"]  # their rows were looked at
     return Stream(
         documents=documents,
         tokenizer=tokenizer,
@@ -235,15 +235,16 @@ def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> 
         tokenizer.save(Path(folder))
         with naming_option("--chat_template of fabric-train tokenize", instead_of="--chat_template"):
             encoder = _chat_encoder(Path(folder), chat_sources[0].kind)
-        notes = [*encoder.notes, *_notes_on_unused_columns(chat_sources, encoder)]
+        for source in chat_sources:
+            _look_at_first_rows(source, encoder)  # again, for what the template does not show
+        notes = [*encoder.notes, *_notes_on_unused_columns(chat_sources)]
     return ChatTemplateInUse(encoder.chat_template, encoder.end_of_turn_token_id, tuple(notes))
 
 
-def _notes_on_unused_columns(sources: Sequence[StreamedSource], encoder: "ChatEncoder | None" = None) -> list[str]:
-    """Return a note for each source whose first rows have unused columns; ``encoder`` is that of chats."""
+def _notes_on_unused_columns(sources: Sequence[StreamedSource]) -> list[str]:
+    """Return a note for each source whose first rows have unused columns."""
     notes = []
     for source in sources:
-        _look_at_first_rows(source, encoder)
         if source.unused_columns:
             names = ", ".join(sorted(source.unused_columns))
             notes.append(f"{source.name}: columns not used (in its first rows): {names}")

@@ -48,7 +48,8 @@ class EvaluateArguments:
     """
     texts: list[str] | None = None
     """What the loss is of, by source: es=PLACE, where PLACE is anything with text that fabric-train tokenize reads, or
-    a token dataset, whose validation split is meant. Default: the validation split of the first checkpoint in --models.
+    a token dataset, whose validation split is meant. Default without --watch and --tasks: the validation split of the
+    first checkpoint in --models.
     """
     pairs: list[str] | None = None
     """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or

@@ -137,8 +137,9 @@ def _load_tasks(requested_tasks: Sequence[RequestedTask], tokenizer: Any) -> dic
 
     Tasks with metadata generate their texts with ``tokenizer``; if it is None, they are left out.
     """
-    if tokenizer is None:
-        return _load_tasks_with([task for task in requested_tasks if task.settings.metadata is None], "")
+    plain_tasks = [task for task in requested_tasks if task.settings.metadata is None]
+    if tokenizer is None or len(plain_tasks) == len(requested_tasks):
+        return _load_tasks_with(plain_tasks, tokenizer_dir="")
     # lm_eval opens the tokenizer of such tasks again, by its folder
     with TemporaryDirectory(prefix="fabric-train-tokenizer-") as tokenizer_dir:
         _save_without_code(tokenizer, Path(tokenizer_dir))
@@ -267,13 +268,12 @@ def _task_score(
         results: What lm_eval's ``evaluate`` returned.
         seconds: The duration.
     """
-    # a group that lm_eval does not aggregate has the means over its tasks
-    group_metrics = _read_metrics(results, groups[0]) if groups else {}
-    if group_metrics:
-        metrics = group_metrics
-    else:
+    # a group that lm_eval does not aggregate has the means over its tasks; of RULER, it aggregates 4,096 tokens alone
+    metrics = {}
+    if groups and not settings.max_seq_lengths:
+        metrics = _read_metrics(results, groups[0])
+    if not metrics:
         metrics_of_tasks = [_read_metrics(results, name) for name in tasks]
-        metrics = {}
         for key in metrics_of_tasks[0]:
             if all(key in task_metrics for task_metrics in metrics_of_tasks):
                 metrics[key] = mean_score([task_metrics[key] for task_metrics in metrics_of_tasks])

@@ -295,27 +295,25 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
 
     # evaluate
     if texts or run is None:
-        (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)  # marks an evaluation, for the workers
+        # marks an evaluation, which the workers and the next start may add to
+        (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     _evaluate_all(watch, arguments, prints=prints)
 
     # write and print the results
     watch.write_table()
     if prints:
         watch.print_tables(arguments.seed)
-    if tasks:
-        _print_line(f"written: {output_dir}/scores.csv, scores.md and scores.png")
-    if texts:
-        _print_line(f"written: {output_dir}/evaluation.json, evaluation.png and {loss_table.DOCUMENTS}")
+    _print_line(f"written to {output_dir}")
     if watch.failed:
         raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
     check_all_evaluated(damaged)
 
 
 def _check_tasks(tasks: list[LanguageTask], model_source: str, *, prints: bool) -> None:
-    """Load the tasks in a process of its own, which prints their faults.
+    """Load the tasks in a separate process, which prints their faults.
 
-    Tasks that generate their texts need the tokenizer of a model, ``model_source``; if it is empty, the run has no
-    checkpoint yet, and they are checked when it has one.
+    Tasks that generate their texts need the tokenizer of a model, ``model_source``. If it is empty, no model is there
+    to evaluate yet, and the process that evaluates the next checkpoint loads them.
 
     Raises:
         RunError: a task cannot be loaded, and this program does not print.

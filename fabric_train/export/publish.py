@@ -193,7 +193,7 @@ def _settings_rows(manifest: Manifest) -> "list[Row]":
 class Cleaning:
     """The changes to the texts of a token dataset before they became tokens."""
 
-    of_several: bool
+    is_by_dataset: bool
     """Whether several token datasets were merged that were cleaned differently."""
     steps: "list[Row]"
     """Name and settings of each step, with the token dataset before them if there are several."""
@@ -223,7 +223,7 @@ def read_cleaning(manifest: Manifest) -> Cleaning:
             if not steps:
                 rows.append((markdown.code(name), "none", ""))
     checks = _checked_tasks(cleanings, manifest.ledger.contaminated)
-    return Cleaning(of_several=differ, steps=rows, edits=list(manifest.ledger.edits.items()), checks=checks)
+    return Cleaning(is_by_dataset=differ, steps=rows, edits=list(manifest.ledger.edits.items()), checks=checks)
 
 
 def _checked_tasks(cleanings: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:

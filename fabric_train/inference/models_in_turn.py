@@ -41,11 +41,10 @@ class ModelsInTurn:
         self._base_key: object = None
         self._undo: list[Callable[[], object]] = []  # what undoes the changes of the base, in the order of the changes
 
-    def load(self, name: str, *, loss_in_head: bool = True) -> Any:
+    def load(self, name: str) -> Any:
         """Load a model so that its logits are fp32: all in fp32 on a CPU; on a GPU the layers are in bfloat16.
 
-        The head of a model that is spread over devices, or that ``compute_loss_in_head`` leaves alone, stays as it is;
-        so does every head without ``loss_in_head``, for a model that generates.
+        The head of a model that is spread over devices, or that ``compute_loss_in_head`` leaves alone, stays as it is.
         """
         while self._undo:
             undo_last_change = self._undo.pop()
@@ -53,7 +52,7 @@ class ModelsInTurn:
         hf_model.quiet_transformers()
         model = self._load(name)
         is_spread = hasattr(model, "hf_device_map")  # there, accelerate moves the head's input in its forward
-        if loss_in_head and not is_spread and compute_loss_in_head(model):
+        if not is_spread and compute_loss_in_head(model):
             head = model.get_output_embeddings()
             hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
             self._undo.append(hook.remove)

@@ -184,7 +184,10 @@ def _results_section(run: RunFiles) -> Iterator[Section]:
     columns = results["result_columns"]
     num_number_columns = columns.count("|")  # all but the first column, as "|" separates them
     results_table = table(columns, results["result_rows"], num_number_columns)
-    body = f"{results_table}\n\n{note}. Loss in nats per {evaluation.whole.unit}."
+    unit = f"in nats per {evaluation.whole.unit}"
+    if evaluation.whole.has_own_unit:
+        unit = card_facts.unit_of_loss(run.saved)
+    body = f"{results_table}\n\n{note}. Loss {unit}."
     yield Section("results", "Results", body)
 
 

@@ -73,7 +73,7 @@ def read_texts(texts: Sequence[str], text_column: str, max_bytes: str, seed: int
 
 def _read_place(name: str, place: str, text_column: str, byte_limit: int, seed: int, downloads: Path) -> LanguageTexts:
     """Read the documents of one place, up to a limit of bytes."""
-    (source,) = open_sources([place], "--texts", False, downloads)
+    (source,) = open_sources([place], "--texts", stream=False, downloads=downloads)
     kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)
     if kind != "text":
         raise InputError(f"--texts {place}: its rows are chats or instructions; give documents with plain text")

@@ -400,3 +400,21 @@ def test_without_lm_eval_the_program_names_the_extra_and_writes_nothing(
     assert program.wait() == [2]
     assert program.stderr() == "error: --tasks needs lm_eval: pip install 'fabric-train[eval]'\n"
     assert not (run / "evaluation").exists()
+
+
+def test_a_group_has_the_means_of_each_length_of_its_texts() -> None:
+    def row(short: float, long: float) -> dict[str, object]:
+        return {"alias": "a", "4096,none": short, "32768,none": long, "8192,none": -1.0}  # -1: no text has this length
+
+    results = {
+        "results": {"ruler": {"4096,none": 0.75}, "niah": row(1.0, 0.5), "vt": row(0.5, 0.25)},
+        "higher_is_better": {},
+        "n-samples": {"niah": {"effective": 4}, "vt": {"effective": 4}},
+        "n-shot": {"niah": 0, "vt": 0},
+    }
+    settings = TaskSettings("ruler", metadata='{"max_seq_lengths": [4096, 32768]}')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval_worker, "version", lambda name: "0.4.13")  # lm_eval need not be installed
+        task_score = lm_eval_worker._task_score(settings, ["niah", "vt"], ["ruler"], results, 1.0)
+    values = {name: metric.value for name, metric in task_score.metrics.items()}
+    assert values == {"4096,none": 0.75, "32768,none": 0.375}

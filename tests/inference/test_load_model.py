@@ -123,7 +123,7 @@ def test_whole_modules_of_an_adapter_do_not_reach_the_next_model(tmp_path: Path)
     assert len({round(logits.sum().item(), 4) for logits in alone.values()}) == 3
     in_turn = ModelsInTurn()
     for name in models:
-        assert torch.equal(in_turn.load(name, loss_in_head=False)(ids).logits, alone[name]), name
+        assert torch.equal(in_turn.load(name)(ids).logits, alone[name]), name
 
 
 def test_models_read_in_another_dtype_do_not_share_a_base(tiny_model_dir: Path) -> None:
@@ -133,7 +133,7 @@ def test_models_read_in_another_dtype_do_not_share_a_base(tiny_model_dir: Path) 
 
 
 def load_for_inference_without_tokenizer(name: str) -> Any:
-    return ModelsInTurn().load(name, loss_in_head=False)
+    return ModelsInTurn().load(name)
 
 
 def test_an_adapter_changes_the_text_of_its_base(tmp_path: Path, tiny_model_dir: Path) -> None:
