@@ -36,7 +36,6 @@ class Hub(BaseHTTPRequestHandler):
         api = self.path.startswith("/api/models/")
         path = self.path.split("?")[0].removeprefix("/api/models/").strip("/")
         name = "/".join(path.split("/")[:2])
-        _ = ""
         rest = "/".join(path.split("/")[2:])
         there = self.files.get(name)
         if there is None:
