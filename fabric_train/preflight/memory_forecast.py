@@ -141,165 +141,171 @@ def _whole_phases(units: Units, layout: Layout, activations: Activations, gradie
 
 
 def _sharded_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    """Return the phases of ranks that gather what they compute: of each, the moment with the most.
+    """Return the phases of ranks that gather what they compute: of each, the moment with the most."""
+    step = _ShardedStep(units, layout, activations, gradients)
+    phases = {
+        "loss": step.moments_of_loss(),
+        "backward pass": step.moments_of_backward(),
+        "end of backward": step.moments_of_end(),
+    }
+    return [Phase(name, max(moments, key=lambda parts: sum(parts.values()))) for name, moments in phases.items()]
 
-    The moments of the backward pass are those in the last layer, which comes first, in the one before, in the first
-    layer, and those in which the gradients of a unit are reduced.
-    """
-    is_fsdp2 = layout.name == "fsdp2"
-    layer = units.layer
-    all_layers = units.num_layers * layer
-    two_layers = min(2, units.num_layers) * layer
-    previous_layer = two_layers - layer  # 0 for a model of one layer
-    embedding = units.embedding if is_fsdp2 and not units.is_tied else 0  # a unit of its own
-    root = units.rest - embedding
 
-    def moment(name: str, *, gathered: int, gradients: int, communication: int, activations: int) -> Phase:
-        """Return the bytes at one moment; ``gathered`` is a number of parameters, the others are bytes."""
-        if layout.gathers_at_once:
-            gathered = max(gathered, all_layers + root)
-        return Phase(
-            name,
-            {
-                "gradients": gradients,
-                "gathered weights": layout.pass_itemsize * gathered,
-                "communication": communication,
-                "activations": activations,
-            },
-        )
+@dataclass(frozen=True)
+class _ShardedStep:
+    """The moments of a step, each with its bytes by kind, of a rank that gathers what it computes."""
 
-    def largest(moments: list[Phase]) -> Phase:
-        return max(moments, key=lambda phase: phase.total)
+    units: Units
+    layout: Layout
+    activations: Activations
+    gradients: int  # bytes of this rank's shards of all gradients
 
-    # gradients of earlier micro-batches: unsharded, which FSDP2 adds in fp32 and FSDP1 as computed, or in shards
-    earlier = 0
-    if layout.accumulation > 1 and layout.reduces_each:
-        earlier = gradients
-    elif layout.accumulation > 1:
-        unsharded = (REDUCED_BYTES if is_fsdp2 else layout.pass_itemsize) * units.trained
-        earlier = unsharded or gradients
+    @property
+    def _is_fsdp2(self) -> bool:
+        return self.layout.name == "fsdp2"
 
-    # the loss, where FSDP2 still has the last layer gathered, and the head's backward pass
-    loss = largest(
-        [
-            moment(
-                "loss",
-                gathered=root + layer * is_fsdp2,
-                gradients=earlier,
-                communication=0,
-                activations=activations.most,
-            ),
-            moment(
-                "loss",
-                gathered=root + layer,
-                gradients=earlier,
-                communication=0,
-                activations=activations.at_head,
-            ),
+    @property
+    def _embedding(self) -> int:
+        """Parameters of the embedding, if it is a unit of its own."""
+        return self.units.embedding if self._is_fsdp2 and not self.units.is_tied else 0
+
+    @property
+    def _root(self) -> int:
+        """Parameters of the unit around the others."""
+        return self.units.rest - self._embedding
+
+    @property
+    def _trained_in_layers(self) -> int:
+        return self.units.trained - self.units.trained_rest
+
+    def moments_of_loss(self) -> list[dict[str, int]]:
+        """Return the moments up to the head's backward pass."""
+        layer = self.units.layer
+        return [
+            # at the loss, FSDP2 still has the buffer that the last layer was gathered in
+            self._moment(self.activations.most, gathered=self._root + layer * self._is_fsdp2),
+            # in the head's backward pass, in which the last layer is gathered
+            self._moment(self.activations.at_head, gathered=self._root + layer),
         ]
-    )
 
-    # the backward pass: the next layer is gathered while one is computed, and reduced while the next is computed
-    num_trained = max(units.trained, 1)
-    trained_in_layers = units.trained - units.trained_rest
-    trained_above_first = max(0, trained_in_layers - units.trained_layer)
-    at_first_layer = max(earlier, gradients * trained_above_first // num_trained)
-    reducing = _reducing(units.trained_layer, layout)
-    pending = REDUCED_BYTES * units.trained_layer if is_fsdp2 and units.num_layers > 1 else 0
-    activations_per_layer = activations.kept // units.num_layers
-    backward = largest(
-        [
-            # in the last layer, which comes first
-            moment(
-                "backward pass",
-                gathered=root + two_layers,
-                gradients=earlier,
-                communication=0,
-                activations=activations.at_last,
-            ),
-            # its gradients are reduced
-            moment(
-                "backward pass",
-                gathered=root + previous_layer,
-                gradients=earlier,
-                communication=reducing,
-                activations=activations.after_last,
-            ),
+    def moments_of_backward(self) -> list[dict[str, int]]:
+        """Return the moments of the layers' backward pass, in which the last layer comes first.
+
+        While one layer is computed, the layer before it is gathered, and the gradients of the one after it are reduced.
+        """
+        units = self.units
+        activations = self.activations
+        two_layers = min(2, units.num_layers) * units.layer
+        layer_before = two_layers - units.layer  # 0 for a model of one layer
+        activations_per_layer = activations.kept // units.num_layers
+        above_first = max(0, self._trained_in_layers - units.trained_layer)
+        reducing = self._bytes_to_reduce(units.trained_layer)
+        # FSDP2 keeps a layer's gradients in fp32 while the layer before it is computed
+        pending = REDUCED_BYTES * units.trained_layer if self._is_fsdp2 and units.num_layers > 1 else 0
+        return [
+            # in the last layer
+            self._moment(activations.at_last, gathered=self._root + two_layers),
+            # when its gradients are reduced
+            self._moment(activations.after_last, gathered=self._root + layer_before, communication=reducing),
             # in the layer before it
-            moment(
-                "backward pass",
-                gathered=root + two_layers,
-                gradients=earlier,
-                communication=pending,
-                activations=activations.at_last - activations_per_layer,
+            self._moment(
+                activations.at_last - activations_per_layer, gathered=self._root + two_layers, communication=pending
             ),
             # in the first layer
-            moment(
-                "backward pass",
-                gathered=root + layer + embedding,
-                gradients=at_first_layer,
+            self._moment(
+                activations.at_end,
+                gathered=self._root + units.layer + self._embedding,
+                num_reduced=above_first,
                 communication=pending,
-                activations=activations.at_end,
             ),
-            # the gradients of the first layer are reduced
-            moment(
-                "backward pass",
-                gathered=root + embedding,
-                gradients=at_first_layer,
+            # when its gradients are reduced
+            self._moment(
+                activations.after_end,
+                gathered=self._root + self._embedding,
+                num_reduced=above_first,
                 communication=reducing,
-                activations=activations.after_end,
             ),
         ]
-    )
 
-    # at the end there are the gradients of everything outside of the layers; a tied one is added to the head's
-    name = "end of backward"
-    after_layers = max(earlier, gradients * trained_in_layers // num_trained)
-    trained_rest = units.trained_rest
-    if not trained_rest:
-        end = moment(name, gathered=root, gradients=after_layers, communication=0, activations=0)
-        return [loss, backward, end]
-    flat_gradient = 0 if is_fsdp2 else layout.pass_itemsize * trained_rest
-    tied_gradient = units.head * units.is_tied
-    trained_embedding = units.trained_embedding if embedding else 0  # reduced apart
-    trained_root = trained_rest - trained_embedding
-    ends = [
-        moment(
-            name,
-            gathered=root,
-            gradients=after_layers,
-            communication=flat_gradient,
-            activations=layout.pass_itemsize * (trained_rest + tied_gradient),
-        )
-    ]
-    if trained_embedding:
-        ends.append(
-            moment(
-                name,
-                gathered=root,
-                gradients=after_layers,
-                communication=_reducing(trained_embedding, layout),
-                activations=layout.pass_itemsize * trained_rest,
+    def moments_of_end(self) -> list[dict[str, int]]:
+        """Return the moments with the gradients of what is outside of the layers; a tied one is added to the head's."""
+        units = self.units
+        pass_itemsize = self.layout.pass_itemsize
+        trained_embedding = units.trained_embedding if self._embedding else 0  # reduced apart
+        trained_root = units.trained_rest - trained_embedding
+        tied_gradient = units.head * units.is_tied
+        flat_gradient = 0 if self._is_fsdp2 else pass_itemsize * units.trained_rest
+        moments = [
+            # when all gradients are computed
+            self._moment(
+                pass_itemsize * (units.trained_rest + tied_gradient),
+                gathered=self._root,
+                num_reduced=self._trained_in_layers,
+                communication=flat_gradient,
+            )
+        ]
+        if trained_embedding:
+            # when the embedding's are reduced
+            moments.append(
+                self._moment(
+                    pass_itemsize * units.trained_rest,
+                    gathered=self._root,
+                    num_reduced=self._trained_in_layers,
+                    communication=self._bytes_to_reduce(trained_embedding),
+                )
+            )
+        # when the others are reduced
+        moments.append(
+            self._moment(
+                pass_itemsize * trained_root,
+                gathered=0,
+                num_reduced=self._trained_in_layers,
+                communication=self._bytes_to_reduce(trained_root),
             )
         )
-    ends.append(
-        moment(
-            name,
-            gathered=0,
-            gradients=after_layers,
-            communication=_reducing(trained_root, layout),
-            activations=layout.pass_itemsize * trained_root,
-        )
-    )
-    return [loss, backward, largest(ends)]
+        return moments
 
+    def _moment(
+        self, activations: int, *, gathered: int, num_reduced: int = 0, communication: int = 0
+    ) -> dict[str, int]:
+        """Return the bytes at one moment.
 
-def _reducing(numel: int, layout: Layout) -> int:
-    """Return the bytes that reducing the gradients of a unit takes, besides the gradients themselves.
+        Args:
+            activations: Their bytes, with those of gradients that are not reduced.
+            gathered: The number of parameters that are gathered.
+            num_reduced: The number of parameters whose gradients are reduced.
+            communication: The bytes that reducing takes.
+        """
+        units = self.units
+        if self.layout.gathers_at_once:
+            gathered = max(gathered, units.num_layers * units.layer + self._root)
+        reduced_gradients = self.gradients * num_reduced // max(units.trained, 1)
+        return {
+            "gradients": max(self._earlier_gradients(), reduced_gradients),
+            "gathered weights": self.layout.pass_itemsize * gathered,
+            "communication": communication,
+            "activations": activations,
+        }
 
-    A copy in fp32, or fsdp's flat gradient in fp32, and this rank's part, in fp32 and in the type of the weights.
-    """
-    return REDUCED_BYTES * numel + (REDUCED_BYTES + layout.stored_itemsize) * numel // layout.num_shards
+    def _earlier_gradients(self) -> int:
+        """Return the bytes of the gradients of earlier micro-batches.
+
+        Those that are not reduced are not sharded; FSDP2 adds them in fp32, FSDP1 as they are computed.
+        """
+        if self.layout.accumulation == 1:
+            return 0
+        if self.layout.reduces_each:
+            return self.gradients
+        itemsize = REDUCED_BYTES if self._is_fsdp2 else self.layout.pass_itemsize
+        return itemsize * self.units.trained
+
+    def _bytes_to_reduce(self, num_parameters: int) -> int:
+        """Return the bytes that reducing the gradients of a unit takes, besides the gradients themselves.
+
+        A copy in fp32, or fsdp's flat gradient in fp32, and this rank's part, in fp32 and in the type of the weights.
+        """
+        part = (REDUCED_BYTES + self.layout.stored_itemsize) * num_parameters // self.layout.num_shards
+        return REDUCED_BYTES * num_parameters + part
 
 
 @dataclass(frozen=True)
