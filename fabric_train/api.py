@@ -370,7 +370,7 @@ def convert(**arguments: Any) -> ConvertResult:
 
 
 def evaluate(**arguments: Any) -> dict[str, Any]:
-    """Compare models by their loss on texts, or evaluate each checkpoint of a run, as ``evaluate.py`` does.
+    """Compare models by their loss on texts, or evaluate models or each checkpoint of a run, as ``evaluate.py`` does.
 
     Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
     has. With ``tasks``, the rows of ``scores.csv`` are under "scores".
@@ -384,8 +384,9 @@ def evaluate(**arguments: Any) -> dict[str, Any]:
         output_dir = Path(evaluate_arguments.output_dir)
     else:
         output_dir = Path(evaluate_arguments.watch or "", "evaluation")
+    compares_losses = evaluate_arguments.watch is None and evaluate_arguments.tasks is None
     with _restored_process():
-        if evaluate_arguments.watch is None and evaluate_arguments.tasks is None:
+        if compares_losses:
             from fabric_train.evaluation.compare_models import compare_models
 
             compare_models(evaluate_arguments, prints=False)
@@ -395,8 +396,7 @@ def evaluate(**arguments: Any) -> dict[str, Any]:
             watch_run(evaluate_arguments, prints=False)
 
     results: dict[str, Any] = {}
-    has_losses = evaluate_arguments.watch is None and evaluate_arguments.tasks is None
-    if has_losses or evaluate_arguments.texts is not None:
+    if compares_losses or evaluate_arguments.texts is not None:
         file_name = "evaluation.json" if evaluate_arguments.pairs is None else "pairs.json"
         results |= json.loads((output_dir / file_name).read_text(encoding="utf-8"))
     if evaluate_arguments.tasks is not None:

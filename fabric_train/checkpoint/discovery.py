@@ -425,10 +425,9 @@ def prune(newest: Path, keep: int | None, undamaged: set[Path]) -> None:
 
 def replace_checkpoint(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, and remove the checkpoint of this name; see :func:`remove_leftovers`."""
-    replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
     # the old one is set aside first: a folder cannot take the name of one that is not empty
-    # each rank has synced its own .safetensors files
-    sync_and_rename(temporary, target, synced=".safetensors")
+    replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
+    sync_and_rename(temporary, target, synced=".safetensors")  # each rank has synced these files itself
     if replaced:
         remove(replaced)
 

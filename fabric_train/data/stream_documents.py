@@ -334,7 +334,7 @@ def _hash_ends(path: Path) -> str:
     """Return the start of the SHA-256 of the first and the last MiB of a file, as text."""
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(_HASHED_BYTES))
-        # a file of less than 2 MiB goes on after its first MiB: no byte is hashed twice
+        # in a file of less than 2 MiB, continue after the first MiB: no byte is hashed twice
         last_start = path.stat().st_size - _HASHED_BYTES
         file.seek(max(file.tell(), last_start))
         digest.update(file.read(_HASHED_BYTES))

@@ -124,7 +124,7 @@ class Rows(IndexedRows):
     """The rows of one split.
 
     With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``. Without a
-    document index, which ``open_index`` returns, all rows are of the first of ``source_names``, and each is one piece.
+    document index, which ``open_index`` returns, each row is one piece, and belongs to the first of ``source_names``.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Rows(IndexedRows):
         if self.has_borders:
             document_starts = _lists(table, "document_starts")
 
-        # the checksums are of the columns that are stored
+        # checksums were computed over the columns that are stored
         if self.index is not None and self.index.checksums is not None:
             stored_labels = labels if self.has_labels else no_values
             stored_rows = zip(ids, stored_labels, document_starts, strict=True)

@@ -1,4 +1,4 @@
-"""Compare models by their loss on texts, or evaluate the checkpoints of a run on tasks; ``evaluate.py`` runs both.
+"""Compare models by their loss on texts, or evaluate models and checkpoints on tasks; ``evaluate.py`` runs both.
 
 For losses, open ``compare_models.py`` first: ``texts.py`` has the documents and their windows, ``models.py`` finds the
 models and computes losses, ``training/statistics.py`` their intervals, ``loss_table.py`` writes them, and

@@ -47,9 +47,9 @@ class EvaluateArguments:
     models and texts are added to those that are there. Default with --watch: RUN/evaluation.
     """
     texts: list[str] | None = None
-    """What the loss is of, by source: es=PLACE, where PLACE is anything with text that fabric-train tokenize reads, or
-    a token dataset, whose validation split is meant. Default without --watch and --tasks: the validation split of the
-    first checkpoint in --models.
+    """Texts to evaluate the loss on, by source: es=PLACE, where PLACE is anything with text that fabric-train tokenize
+    reads, or a token dataset, whose validation split is meant. Default without --watch and --tasks: the validation
+    split of the first checkpoint in --models.
     """
     pairs: list[str] | None = None
     """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or

@@ -1,6 +1,6 @@
 """The models of an evaluation: find each before any is loaded, load it, and compute the loss of every predicted token.
 
-Finished chunks of a text stay on the disk, so that a stopped evaluation goes on.
+Finished chunks of a text stay on the disk, so that a stopped evaluation can be continued.
 """
 
 import json

@@ -280,8 +280,9 @@ class WindowedText(EncodedText):
 class PackedText(EncodedText):
     """The validation split of a token dataset, read in its rows as in training.
 
-    So a document that is cut at the end of a row goes on without context, the labels decide which tokens are predicted,
-    EOS too, and the loss is the run's ``val_loss``. Without a document index, each row is a document of unknown bytes.
+    So a document that is cut at the end of a row continues without context, the labels decide which tokens are
+    predicted, EOS too, and the loss is the run's ``val_loss``. Without a document index, each row is a document of
+    unknown bytes.
     """
 
     def __init__(self, text: HeldOutRows) -> None:

@@ -74,9 +74,8 @@ class WatchedTexts:
 
     @classmethod
     def open(cls, arguments: EvaluateArguments, output_dir: Path) -> "WatchedTexts":
-        """Read the texts, and check that models can be evaluated on them and ``output_dir`` can be added to."""
+        """Read the texts, and check that they are those of an earlier evaluation in ``output_dir``."""
         assert arguments.texts is not None
-        check_output(output_dir)
         texts = open_texts(arguments.texts, arguments.text_column, output_dir / FOLDER / "downloads")
         identities = [identity_of(text, arguments.max_length, arguments.overlap) for text in texts]
         documents: dict[str, list[str]] = {}
@@ -284,7 +283,8 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     else:
         assert run is not None  # EvaluateArguments.faults
         output_dir = run / "evaluation"
-    if run is None:
+    adds_to_evaluation = run is None or arguments.texts is not None
+    if adds_to_evaluation:
         check_output(output_dir)
     texts = WatchedTexts.open(arguments, output_dir) if arguments.texts is not None else None
     watch = Watch(run, output_dir, tasks, models, arguments.batch_size, evaluate, texts)
@@ -294,7 +294,7 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
         _check_tasks(tasks, pending[0].source if pending else "", prints=prints)
 
     # evaluate
-    if texts or run is None:
+    if adds_to_evaluation:
         # marks an evaluation, which the workers and the next start may add to
         (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     _evaluate_all(watch, arguments, prints=prints)

@@ -98,7 +98,7 @@ class OutputFile:
             self._check_lines()
 
     def _check_lines(self) -> None:
-        """Check that the lines so far are of the same prompts, settings and model, and count them."""
+        """Check that the lines so far have the same prompts, settings and model, and count them."""
         with open_regular(self.path, _FIX) as file:
             content = file.read()
         self._size = content.rfind(b"\n") + 1  # a last line without its end was cut off
@@ -119,7 +119,7 @@ class OutputFile:
         self.num_done = len(lines)
 
     def check_model(self, model: str) -> None:
-        """Raise an InputError if the lines so far are of another model."""
+        """Raise an InputError if another model wrote the lines so far."""
         if self._model not in (None, model):
             raise InputError(f"{self.path} has texts of {self._model}, not of {model}; {_FIX}")
         self._model = model
@@ -148,7 +148,7 @@ class OutputFile:
 
 
 def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """Return the fields of an output line that say which prompt it is of."""
+    """Return the fields of an output line that identify its prompt."""
     content = prompt.content
     if isinstance(content, str):
         return {"line": prompt.line, "prompt": content}

@@ -149,7 +149,7 @@ class MeasuredModel:
 def measure_models(merged: MergedModels) -> list[MeasuredModel]:
     """Return the models of a merge, the base last, after all of its tensors were read."""
     recipe = merged.recipe
-    changes = merged.changes.values()  # of each tensor; lengths are of all tensors as one vector
+    changes = merged.changes.values()  # of each tensor; a length is that of all tensors as one vector
     num_values = sum(change.values for change in changes)
     reference_length = math.sqrt(sum(change.base_square for change in changes))
     models = []

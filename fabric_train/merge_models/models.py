@@ -269,7 +269,7 @@ def _check_sizes(model: ModelTensors, first_model: ModelTensors) -> None:
     for name in sorted({*shapes, *first_shapes}):
         shape = shapes.get(name, ["absent"])
         first_shape = first_shapes.get(name, ["absent"])
-        # the number of rows may differ where a row is of a token
+        # the number of rows may differ where each row belongs to a token
         has_token_rows = name in first_model.rows_by_token and name in model.rows_by_token
         begin = 1 if has_token_rows else 0
         if shape[begin:] != first_shape[begin:]:

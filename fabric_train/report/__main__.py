@@ -25,7 +25,7 @@ class ReportArguments:
     runs: list[str] = field(metadata=POSITIONAL)
     """Run folders: the --output_dir of training; a copy, an old run or one that runs serves too."""
     output: str | None = None
-    """The page; the Markdown lies beside it with the ending .md. Default: RUN/report.html, or of several runs
+    """The page; the Markdown is written next to it, with the ending .md. Default: RUN/report.html, or of several runs
     report.html in the current folder.
     """
     price_per_hour: NonNegativeFloat | None = None

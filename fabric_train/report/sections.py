@@ -43,7 +43,7 @@ Rows = list[tuple[str, Any]]
 
 
 def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Section]:
-    """Return the sections on a run; ``price_per_hour`` is of one device."""
+    """Return the sections on a run; ``price_per_hour`` is the price of one device."""
     builders: tuple[tuple[str, str, Callable[[RunFiles], Iterator[Section]]], ...] = (
         ("summary", "Summary", partial(_summary_section, price_per_hour=price_per_hour)),
         ("results", "Results", _results_section),
@@ -323,7 +323,7 @@ def _data_section(run: RunFiles) -> Iterator[Section]:
 
 
 def _lineage_section(run: RunFiles) -> Iterator[Section]:
-    """Yield a tree: the runs before this one, this one, and the branches that lie beside it in the same folder.
+    """Yield a tree: the runs before this one, this one, and its branches in the same folder.
 
     Example of a run "b" that branched off "a", and of a branch "c" of "b":
 

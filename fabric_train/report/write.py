@@ -101,7 +101,7 @@ class _ComparedRun:
 
 
 def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None = None) -> list[Section]:
-    """Return the sections on several runs; ``price_per_hour`` is of one device."""
+    """Return the sections on several runs; ``price_per_hour`` is the price of one device."""
     # read the files; those that cannot be read are sections at the end
     faults: dict[str, str] = {}
     configs = [_read_or_note(run, "config.yaml", lambda run: run.config, faults) for run in runs]

@@ -266,6 +266,7 @@ def test_card_and_report_name_the_parts_and_the_unit_of_the_loss(extended: Path,
     report = (tmp_path / "report.md").read_text()
     assert "| objective | weighted of parts (weight 3) |" in report
     assert "| optimizer | momentum of parts (momentum 0.9) |" in report
+    assert "Loss in the unit of the objective weighted." in report
 
 
 def test_a_plan_says_which_loss_its_activations_are_of(start, tmp_path: Path) -> None:
