@@ -262,7 +262,7 @@ def evaluate(
     batch_size: int = 8,
     config: StrPath | None = None,
 ) -> dict[str, Any]:
-    """Compare models by their loss on texts, or evaluate each checkpoint of a run, as ``evaluate.py`` does.
+    """Compare models by their loss on texts, or evaluate models or each checkpoint of a run, as ``evaluate.py`` does.
 
     Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
     has. With ``tasks``, the rows of ``scores.csv`` are under "scores".
