@@ -1,8 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
 """Train steps of a run again and compare them: ``python -m fabric_train.replay RUN --steps 120:125 [--devices N]``.
 
-Like training, it starts the other ranks itself, or runs under torchrun. It writes ``RUN/replay.json`` and nothing else
-into the run.
+Like training, it starts the other ranks itself, or runs under torchrun. It writes nothing into the run.
 """
 
 import os
@@ -24,12 +23,11 @@ from fabric_train.arguments import DeviceArguments, TrainArguments, parse
 from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
-from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
+from fabric_train.training.run_log import note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
-    from fabric_train.training.replay_certificate import Certificate
+    from fabric_train.training.replay_comparison import ReplayComparison
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class ReplayArguments:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train the steps again, print and write the certificate; exit with 1 if something differs."""
+    """Train the steps again, print what agrees and what differs; exit with 1 if something differs."""
     stop_signals.listen()
     set_memory_advice("use more --devices")
     start_log()
@@ -92,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     from fabric_train.distributed.strategy import build_fabric, device_name, use_threads_of
     from fabric_train.distributed.watchdog import watch_ranks
     from fabric_train.preflight.prepare_replay import prepare_replay
-    from fabric_train.training.replay_certificate import Certificate, compare
+    from fabric_train.training.replay_comparison import ReplayComparison, compare
     from fabric_train.training.run import repeat_steps
 
     # Devices of the replay: those of the run, unless others are given.
@@ -111,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         # Compare what needs no training: arguments, data and rows.
         replay = prepare_replay(run_dir, arguments.first_and_last, train_arguments, device, Path(temporary))
         if replay.faults:
-            _report(Certificate(replay, steps=[]))  # which ends the program
+            _report(ReplayComparison(replay, steps=[]))  # which ends the program
         for line in replay.other_versions:
             note(f"another version than in the run: {line}")
 
@@ -135,12 +133,10 @@ def main(argv: list[str] | None = None) -> None:
         _report(compare(replay.on(device_name(fabric.device)), steps))
 
 
-def _report(certificate: "Certificate") -> None:
-    """Show and write the result; end the program with ``FAILURE`` if something differs."""
-    show(certificate.describe())
-    if global_rank() == 0:
-        log.info("written %s", certificate.write())
-    if not certificate.holds:
+def _report(comparison: "ReplayComparison") -> None:
+    """Show the result; end the program with ``FAILURE`` if something differs."""
+    show(comparison.describe())
+    if not comparison.holds:
         raise SystemExit(FAILURE)
 
 

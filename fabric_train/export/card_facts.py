@@ -24,7 +24,6 @@ from fabric_train.pages.markdown import (
 )
 from fabric_train.reading.sources import place_of
 from fabric_train.token_dataset.manifest import Manifest, Settings, SourceRecord, read_manifest
-from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
 if TYPE_CHECKING:
     from fabric_train.export.average import WeightedCheckpoint
@@ -70,14 +69,13 @@ class PublicNames:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What the files of a checkpoint and the certificate of its run say about a model."""
+    """What the files of a checkpoint say about a model."""
 
     checkpoint: Path
     saved: checkpoints.TrainerJson
     manifest: Manifest | None
     origin: ModelOrigin | None
     """The model that the run began with."""
-    certificate: StoredCertificate | None
     names: PublicNames
     """The public names of the sources."""
     averaged: "tuple[WeightedCheckpoint, ...]"
@@ -159,7 +157,6 @@ def read_record(
         saved=saved,
         manifest=manifest,
         origin=saved.base_model,
-        certificate=read_certificate(checkpoints.run_of(checkpoint), saved.state.step),
         names=PublicNames(manifest),
         averaged=tuple(averaged),
         merges=merges,

@@ -24,7 +24,7 @@ from fabric_train.preflight.prepare import prepare
 from fabric_train.token_dataset.document_index import DocumentIndex, altered_rows, open_index
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.replay_certificate import Replay, RunLayout
+from fabric_train.training.replay_comparison import Replay, RunLayout
 
 if TYPE_CHECKING:
     from fabric_train.arguments import DeviceArguments, FSDPArguments, TrainArguments

@@ -368,7 +368,7 @@ def _find_branches(run: RunFiles) -> Iterator[tuple[str, int]]:
 
 
 def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
-    """Yield a table of the checkpoints with their sizes, losses and hashes, and the last replay."""
+    """Yield a table of the checkpoints with their sizes, losses and hashes."""
     steps = run.metrics.steps.tolist()
     losses = dict(zip(steps, run.metrics.columns.get("val_loss", []), strict=False))  # none without an evaluation
     if not run.checkpoints:
@@ -386,13 +386,6 @@ def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
         table("step | GB | validation loss | hash of checksums.json | content", rows),
         f"Hash of the rows read up to the newest one: {code(str(run.saved.state.rows_hash))}.",
     ]
-    certificate = run.record.certificate
-    if certificate:
-        first_step, last_step = certificate.steps
-        paragraphs.append(
-            f"Replayed: steps {first_step:,} to {last_step:,} were trained again on {certificate.date}, and "
-            f"{certificate.rule}."
-        )
     yield Section("checkpoints", "Checkpoints", "\n\n".join(paragraphs))
 
 

@@ -90,5 +90,6 @@ def test_a_run_from_the_weights_of_a_checkpoint_can_be_resumed(
 
 
 def test_a_replay_of_a_checkpoints_name_is_that_of_its_run(run: Path, forked_runs: ForkedRuns) -> None:
-    forked_runs.start([run / "best", "--steps", "2:3"], 1, program="fabric_train.replay").finish()
-    assert (run / "replay.json").is_file()
+    replay = forked_runs.start([run / "best", "--steps", "2:3"], 1, program="fabric_train.replay")
+    replay.finish()
+    assert "holds: every compared figure is reproduced" in replay.stdout()

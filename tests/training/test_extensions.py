@@ -305,7 +305,7 @@ def test_replay_imports_only_modules_that_its_command_names(
     assert "--extensions parts" in refused.stderr(0)
     replay = forked_runs.start([*words, "--extensions", "parts"], 1, cwd=folder, program="fabric_train.replay")
     replay.finish()
-    assert json.loads((extended / "replay.json").read_text())["faults"] == []
+    assert "holds: every compared figure is reproduced" in replay.stdout()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """``python -m fabric_train.replay`` trains steps again, and names the first digit, row or argument that differs."""
 
 import csv
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.distributed.strategy import device_name, use_threads_of
-from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.trace.run_history import RunHistory
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import argv, checkpoints
@@ -54,26 +52,40 @@ def replaying(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, fo
     return Replaying(tmp_path_factory.mktemp("replaying"), tiny_model_dir, forked_runs)
 
 
-def certificate(run: Path) -> dict[str, Any]:
-    return dict(json.loads((run / "replay.json").read_text()))
+FACTS = ("steps", "there", "here", "figures", "compared", "not compared", "content of rows")
 
 
-def check_holds(replay: ForkedRun, run: Path) -> dict[str, Any]:
+def facts_of(replay: ForkedRun) -> dict[str, str]:
+    """Return what a replay has printed below its table, by name."""
+    facts = {}
+    for line in replay.lines():
+        name, separator, fact = line.partition("  ")
+        if separator and name in FACTS and name not in facts:
+            facts[name] = fact.strip()
+    return facts
+
+
+def differences_of(replay: ForkedRun) -> list[float]:
+    """Return the last column of the table: the largest relative difference of each step."""
+    lines = replay.lines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("step  loss there")) + 1
+    end = next(index for index, line in enumerate(lines) if line.startswith("steps  "))
+    return [float(line.split()[-1]) for line in lines[start:end]]
+
+
+def check_holds(replay: ForkedRun) -> dict[str, str]:
+    """Check that a replay agrees with the run, and return its facts."""
     assert set(replay.codes()) == {0}, replay.report()
-    assert "holds: every compared figure is reproduced" in replay.stdout()
-    found = certificate(run)
-    assert (found["verdict"], found["faults"]) == ("holds", [])
-    return found
+    assert replay.lines()[-1] == "holds: every compared figure is reproduced"
+    return facts_of(replay)
 
 
-def fault_of(replay: ForkedRun, run: Path) -> str:
+def fault_of(replay: ForkedRun) -> str:
     """Return the only difference that a replay has found."""
     assert set(replay.codes()) == {1}, replay.report()
-    found = certificate(run)
-    assert found["verdict"] == "differs"
-    (fault,) = found["faults"]
-    assert fault in replay.stdout()
-    return str(fault)
+    lines = replay.lines()
+    (fault,) = lines[lines.index("differs:") + 1 :]
+    return fault
 
 
 def rows_of(run: Path) -> list[dict[str, str]]:
@@ -87,37 +99,22 @@ def files(run: Path) -> dict[str, bytes]:
 
 def test_the_same_ranks_reproduce_a_run_bit_for_bit(replaying: Replaying) -> None:
     before = files(replaying.run)
-    found = check_holds(replaying.replay(replaying.run, "5:6", num_ranks=2), replaying.run)
-    assert found["rule"] == "bit for bit: the same number and kind of devices, split in the same way"
-    assert (found["checkpoint"], found["trained_from"], found["compared_steps"]) == ("step-00000004", 5, 2)
-    assert found["contents"] == "16 rows checked, 0 altered"
-    assert set(found["largest_differences"].values()) == {0.0}
-    after = files(replaying.run)
-    assert after.keys() - before.keys() == {"replay.json"}
-    assert {name: after[name] for name in before} == before
-
-
-def test_the_model_card_has_a_certificate_of_its_own_run_alone(replaying: Replaying, tmp_path: Path) -> None:
-    run = replaying.copy("exported")
-    check_holds(replaying.replay(run, "3:4", num_ranks=2), run)
-
-    def card(step: int) -> str:
-        write_model_card(run / "checkpoints" / f"step-{step:08d}", tmp_path, CardFacts("model"))
-        return (tmp_path / "README.md").read_text()
-
-    section = "## Replay\n\nThe steps 3 to 4 of this run were trained again on 2 × fsdp, CPU"
-    assert [section in card(step) for step in (2, 4, 6)] == [False, True, True]
-    table = run / "metrics.csv"
-    table.write_text(table.read_text().replace(f"\n4,0,{rows_of(run)[3]['train_loss'][:5]}", "\n4,0,5.555"))
-    assert "## Replay" not in card(6)
+    replay = replaying.replay(replaying.run, "5:6", num_ranks=2)
+    facts = check_holds(replay)
+    assert facts["figures"] == "bit for bit: the same number and kind of devices, split in the same way"
+    assert facts["steps"] == "5 to 6, trained from step-00000004, 2 logged steps compared"
+    assert facts["content of rows"] == "16 rows checked, 0 altered"
+    assert differences_of(replay) == [0.0, 0.0]
+    assert files(replaying.run) == before
 
 
 def test_one_rank_reproduces_two_to_the_fifth_digit_from_the_start(replaying: Replaying) -> None:
-    run = replaying.copy("from-the-start")
-    found = check_holds(replaying.replay(run, "1:6"), run)
-    assert found["rule"].startswith("to 1.0e-05 relative: devices 2 there, 1 here; parallelism fsdp there, single here")
-    assert (found["checkpoint"], found["trained_from"], found["compared_steps"]) == (None, 1, 6)
-    assert 0 < max(found["largest_differences"].values()) < 1e-5
+    replay = replaying.replay(replaying.run, "1:6")
+    facts = check_holds(replay)
+    rule = "to 1.0e-05 relative: devices 2 there, 1 here; parallelism fsdp there, single here"
+    assert facts["figures"].startswith(rule)
+    assert facts["steps"] == "1 to 6, trained from the beginning, 6 logged steps compared"
+    assert 0 < max(differences_of(replay)) < 1e-5
 
 
 def test_steps_of_sessions_on_other_devices_are_compared_as_they_were_taken(replaying: Replaying) -> None:
@@ -127,12 +124,12 @@ def test_steps_of_sessions_on_other_devices_are_compared_as_they_were_taken(repl
     reasons = (
         "devices 1 there, 2 here; parallelism single there, fsdp here; gradient_accumulation_steps 4 there, 2 here"
     )
-    found = check_holds(replaying.replay(run, "3:6", num_ranks=2), run)
-    assert found["rule"] == f"bit for bit up to step 4, after it to 1.0e-05 relative: {reasons}"
-    assert found["there"].startswith("2 × fsdp, CPU")
-    assert "; from step 5 1 × single, CPU" in found["there"]
-    last = check_holds(replaying.replay(run, "5:6"), run)
-    assert last["rule"].startswith("bit for bit: ")
+    facts = check_holds(replaying.replay(run, "3:6", num_ranks=2))
+    assert facts["figures"] == f"bit for bit up to step 4, after it to 1.0e-05 relative: {reasons}"
+    assert facts["there"].startswith("2 × fsdp, CPU")
+    assert "; from step 5 1 × single, CPU" in facts["there"]
+    last = check_holds(replaying.replay(run, "5:6"))
+    assert last["figures"].startswith("bit for bit: ")
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # the next one is of the session on one rank
     history = RunHistory(run)
     assert [history.ranks_of(step)[0].num_ranks for step in range(1, 7)] == [2, 2, 2, 2, 1, 1]
@@ -149,22 +146,21 @@ def test_what_was_removed_from_metrics_csv_is_named(replaying: Replaying) -> Non
     run = replaying.copy("removed")
     whole = rows_of(run)
     write_rows(run, [*whole[:4], *whole[5:]])
-    assert fault_of(replaying.replay(run, "5:6"), run) == "step 5: its row is missing in metrics.csv"
+    assert fault_of(replaying.replay(run, "5:6")) == "step 5: its row is missing in metrics.csv"
     write_rows(run, [*whole[:5], {**whole[5], "val_loss": "1.5"}])
     logged = float(whole[5]["val_loss"])
-    fault = fault_of(replaying.replay(run, "5:6"), run)
+    fault = fault_of(replaying.replay(run, "5:6"))
     assert fault == f"step 6, val_loss: 1.5 in metrics.csv, {logged} in the checkpoint of the step"
     write_rows(run, [*whole[:4], {**whole[4], "grad_norm": ""}, whole[5]])
-    fault = fault_of(replaying.replay(run, "5:6"), run)
+    fault = fault_of(replaying.replay(run, "5:6"))
     assert fault.startswith("step 5, grad_norm: empty in metrics.csv, ")
 
 
-def test_a_certificate_says_what_was_not_compared(replaying: Replaying) -> None:
-    run = replaying.copy("not-compared")
-    assert checkpoints(run) == [2, 4, 6]  # step 5 was the best one, and made way for step 6
-    found = check_holds(replaying.replay(run, "5:6"), run)
-    assert {"val_loss", "train_loss", "grad_norm", "rows_hash"} <= set(found["compared"])
-    assert found["not_compared"] == ["validation losses of step 5, which no checkpoint has", "times, speeds and memory"]
+def test_a_replay_says_what_was_not_compared(replaying: Replaying) -> None:
+    assert checkpoints(replaying.run) == [2, 4, 6]  # step 5 was the best one, and made way for step 6
+    facts = check_holds(replaying.replay(replaying.run, "5:6"))
+    assert {"val_loss", "train_loss", "grad_norm", "rows_hash"} <= set(facts["compared"].split(", "))
+    assert facts["not compared"] == "validation losses of step 5, which no checkpoint has; times, speeds and memory"
 
 
 @pytest.mark.parametrize("column", ["train_loss", "rows_hash"])
@@ -174,7 +170,7 @@ def test_an_altered_digit_is_named_with_its_step_and_column(replaying: Replaying
     whole = rows[4][column]
     rows[4][column] = whole[:12] + ("5" if whole[12] != "5" else "6") + whole[13:]
     write_rows(run, rows)
-    fault = fault_of(replaying.replay(run, "5:6", num_ranks=2), run)
+    fault = fault_of(replaying.replay(run, "5:6", num_ranks=2))
     assert fault.startswith(f"step 5, {column}: {rows[4][column][:13]}")
     assert f" in metrics.csv, {whole[:13]}" in fault
 
@@ -188,7 +184,7 @@ def test_an_altered_row_is_named_with_its_document(replaying: Replaying) -> None
     try:
         alter_token(tokens, "train", row)
         replay = replaying.replay(run, "5:6")
-        fault = fault_of(replay, run)
+        fault = fault_of(replay)
     finally:
         shutil.rmtree(tokens)
         (replaying.folder / "whole").rename(tokens)
@@ -196,14 +192,14 @@ def test_an_altered_row_is_named_with_its_document(replaying: Replaying) -> None
         f"{tokens / 'train'}, row {row} has changed since it was tokenized; its documents: tokens: "
     )
     assert f"tokens: {replaying.folder / 'tokens.jsonl'}:" in fault
-    assert certificate(run)["compared_steps"] == 0  # nothing was trained
+    assert facts_of(replay)["steps"] == "5 to 6, nothing was trained, 0 logged steps compared"
 
 
 def test_an_altered_argument_is_named(replaying: Replaying) -> None:
     run = replaying.copy("argument")
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("\nlr: 0.001\n", "\nlr: 0.002\n"))
-    fault = fault_of(replaying.replay(run, "5:6"), run)
+    fault = fault_of(replaying.replay(run, "5:6"))
     assert fault == "--lr: 0.001 in step-00000006/trainer.json, 0.002 in config.yaml"
 
 
@@ -214,11 +210,11 @@ def test_a_branch_with_shares_and_a_phase_is_reproduced(replaying: Replaying) ->
     branch = ["--branch", f"{replaying.run}@4", "--lr", 5e-4, "--phases", phases]
     run = replaying.train("branch", 1, *folders, *branch, **{**OPTIONS, "save_step_interval": 9})
     assert checkpoints(run) == [5, 6]
-    found = check_holds(replaying.replay(run, "5:6"), run)
-    assert found["rule"].startswith("bit for bit")
-    assert found["checkpoint"] == "step-00000004"
-    assert {"train_loss", "train_loss/tokens", "train_loss/others"} <= found["largest_differences"].keys()
-    assert found["contents"] == "16 rows checked, 0 altered"
+    facts = check_holds(replaying.replay(run, "5:6"))
+    assert facts["figures"].startswith("bit for bit")
+    assert facts["steps"].startswith("5 to 6, trained from step-00000004")
+    assert {"train_loss", "train_loss/tokens", "train_loss/others"} <= set(facts["compared"].split(", "))
+    assert facts["content of rows"] == "16 rows checked, 0 altered"
 
 
 def test_what_cannot_be_replayed_is_one_line(replaying: Replaying) -> None:

@@ -1,11 +1,8 @@
-"""Compare steps that were trained again with metrics.csv, and keep the result as ``RUN/replay.json``."""
+"""Compare steps that were trained again with metrics.csv."""
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +10,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.cli.errors import InputError
-from fabric_train.cli.launcher import machine_name
-from fabric_train.files.regular_file import read_json, write_atomically
 from fabric_train.model.origin import SPLIT_ARGUMENTS
-from fabric_train.training.metrics import Metrics, read_metrics
+from fabric_train.training.metrics import Metrics
 
 if TYPE_CHECKING:
     from fabric_train.training.prepared_run import PreparedRun
 
-FILE_NAME = "replay.json"
 _CANCELLING_COLUMNS = (
     "train_reward_chosen",
     "train_reward_rejected",
@@ -166,8 +159,8 @@ class _ComparedStep:
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """The result of a replay; ``steps`` is empty if nothing was trained."""
+class ReplayComparison:
+    """What agrees between a run and its replay, and what differs; ``steps`` is empty if nothing was trained."""
 
     replay: Replay
     steps: list[_ComparedStep]
@@ -209,35 +202,6 @@ class Certificate:
                 largest[name] = max(largest.get(name, 0.0), difference)
         return largest
 
-    def write(self) -> Path:
-        """Write ``RUN/replay.json``, and return its path."""
-        replay = self.replay
-        run = self.replay.run
-        path = replay.folder / FILE_NAME
-        content = {
-            "verdict": "holds" if self.holds else "differs",
-            "steps": list(replay.steps),
-            "trained_from": run.start.state.step + 1,
-            "compared_steps": len(self.steps),
-            "checkpoint": run.start.checkpoint.name if run.start.checkpoint else None,
-            "rule": self.rule,
-            "compared": replay.compared,
-            "not_compared": replay.not_compared,
-            "tolerance": replay.tolerance(replay.steps[1]),
-            "largest_differences": self.largest_differences,
-            "faults": self.faults,
-            "contents": replay.contents,
-            "there": _describe_layouts(replay.run_layouts),
-            "here": str(replay.replay_layout),
-            "versions": run.versions,
-            "other_versions": replay.other_versions,
-            "machine": machine_name(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "figures": _digest(replay.logged),
-        }
-        write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        return path
-
     def describe(self) -> Group:
         """Return the table of the steps and the result for the console."""
         facts = Table.grid(padding=(0, 2))
@@ -249,7 +213,7 @@ class Certificate:
             lines = ["differs:", *self.faults[:_MAX_SHOWN_FAULTS]]
             num_hidden = len(self.faults) - _MAX_SHOWN_FAULTS
             if num_hidden > 0:
-                lines.append(f"and {num_hidden:,} more, see {FILE_NAME}")
+                lines.append(f"and {num_hidden:,} more")
             verdict = Text("\n".join(lines), "bold red")
         if not self.steps:
             return Group(facts, verdict)
@@ -301,10 +265,10 @@ def _format_figure(value: float | None) -> str:
     return "" if value is None else f"{value:.9g}"
 
 
-def compare(replay: Replay, repeated_rows: Sequence[Metrics]) -> Certificate:
+def compare(replay: Replay, repeated_rows: Sequence[Metrics]) -> ReplayComparison:
     """Compare all logged steps with those that were trained again."""
     repeated = {row.step: row for row in repeated_rows}
-    return Certificate(replay, [_compare_step(replay, row, repeated.get(row.step)) for row in replay.logged])
+    return ReplayComparison(replay, [_compare_step(replay, row, repeated.get(row.step)) for row in replay.logged])
 
 
 def _compare_step(replay: Replay, logged: Metrics, repeated: Metrics | None) -> _ComparedStep:
@@ -372,44 +336,3 @@ def relative_difference(value: float, reference: float) -> float:
         return 0.0
     difference = abs(value - reference) / max(abs(value), abs(reference))
     return math.inf if math.isnan(difference) else difference
-
-
-@dataclass(frozen=True)
-class StoredCertificate:
-    """What other programs read of ``RUN/replay.json``."""
-
-    verdict: str
-    steps: tuple[int, int]
-    trained_from: int
-    rule: str
-    compared: list[str]
-    not_compared: list[str]
-    contents: str
-    here: str
-    date: str
-    figures: str
-
-
-def read_certificate(run_dir: Path, step: int) -> StoredCertificate | None:
-    """Return the certificate of a run that holds for its metrics.csv and for steps up to ``step``, or None."""
-    file = run_dir / FILE_NAME
-    if not file.is_file():
-        return None
-    try:
-        certificate = read_json(file, StoredCertificate, "replay again")
-        last_step = certificate.steps[1]
-        rows = read_metrics(run_dir / "metrics.csv", last_step)
-    except InputError:
-        return None
-    if certificate.verdict != "holds" or last_step > step:
-        return None
-    compared_rows = [row for row in rows if row.step >= certificate.trained_from]
-    if _digest(compared_rows) != certificate.figures:  # metrics.csv has changed since
-        return None
-    return certificate
-
-
-def _digest(rows: Sequence[Metrics]) -> str:
-    """Return a hash of what was compared."""
-    figures = [[row.step, _exact_values(row), _figures(row), row.val_loss] for row in rows]
-    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
