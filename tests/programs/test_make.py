@@ -66,6 +66,15 @@ def test_every_place_names_the_same_pythons() -> None:
     assert tried.startswith(" ".join(["for python in python3", *(f"python{version}" for version in versions[::-1])]))
 
 
+@pytest.mark.parametrize("workflow", ["ci.yml", "nightly.yml"])
+def test_the_keys_of_caches_depend_on_files_that_exist(workflow: str) -> None:
+    """``hashFiles`` returns an empty text if a pattern matches no file: the cache would never be renewed."""
+    text = (ROOT / ".github/workflows" / workflow).read_text()
+    for hashed_files in re.findall(r"hashFiles\((.*?)\)", text):
+        for pattern in re.findall(r"'(.*?)'", hashed_files):
+            assert list(ROOT.glob(pattern)), pattern
+
+
 def test_programs_compile_on_the_oldest_and_newest_python_here() -> None:
     """Find syntax that they refuse or warn about, on a machine where another version runs the tests."""
     places = [*os.environ["PATH"].split(os.pathsep), *map(str, Path.home().glob(".pyenv/versions/3.*/bin"))]
