@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.measure import Command, run
 from benchmarks.report import Report
 from fabric_train.pages.markdown import library, to_html
-from fabric_train.report.run_files import RunFiles
+from fabric_train.report.reported_run import ReportedRun
 from fabric_train.report.sections import run_sections
 
 STEPS = 1_000_000
@@ -44,7 +44,7 @@ def measure(work: Path) -> Report:
     for _ in range(RUNS):
         library.cache_clear()
         started = time.perf_counter()
-        long = RunFiles(folder)
+        long = ReportedRun(folder)
         to_html("long", run_sections(long), [long.metrics.page_axis()])
         seconds.append(time.perf_counter() - started)
     summary = LongReport(

@@ -228,7 +228,7 @@ def _pass_errors(lines: IO[str], errors: list[str]) -> None:
 
 def write_run_report(folder: Path) -> "WrittenPage":
     """Write RUN/report.html and report.md."""
-    from fabric_train.report.run_files import open_runs
+    from fabric_train.report.reported_run import open_runs
     from fabric_train.report.write import PAGE, write_report
 
     return write_report(open_runs([str(folder)]), folder / PAGE)

@@ -283,15 +283,15 @@ def load_run(path: "str | os.PathLike[str]") -> Run:
         InputError: the folder is no run, or a file of it is damaged.
     """
     from fabric_train.checkpoint import best_checkpoint
-    from fabric_train.report.run_files import open_runs
     from fabric_train.report.write import PAGE
+    from fabric_train.run_folder.run_folder import RunFolder, find_run_folders
 
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"load_run: expected the path of a run folder, got {reprlib.repr(path)}")
-    (files,) = open_runs([os.fsdecode(path)])
-    run_dir = files.folder
+    (run_dir,) = find_run_folders([os.fsdecode(path)])
+    files = RunFolder(run_dir)
     metrics: dict[str, list[float | None]] = {}
-    if (run_dir / "metrics.csv").is_file():
+    if files.has_metrics:
         metrics["step"] = files.metrics.steps.tolist()
         for name, values in files.metrics.columns.items():
             if name != "step":
@@ -299,7 +299,7 @@ def load_run(path: "str | os.PathLike[str]") -> Run:
     report = run_dir / PAGE
     return Run(
         folder=run_dir,
-        arguments=files.config if (run_dir / "config.yaml").is_file() else {},
+        arguments=files.config if files.has_config else {},
         metrics=metrics,
         checkpoints=files.checkpoints,
         best=best_checkpoint(run_dir),

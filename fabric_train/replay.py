@@ -20,10 +20,10 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from fabric_train.arguments import DeviceArguments, TrainArguments, parse
-from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.run_folder.config_file import CONFIG, read_config
 from fabric_train.training.run_log import note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
@@ -142,12 +142,11 @@ def _report(comparison: "ReplayComparison") -> None:
 
 def _read_config(run_dir: Path, extensions: Sequence[str]) -> TrainArguments:
     """Read the arguments of a run; only ``extensions`` are imported for the parts that it has registered."""
-    config = run_dir / "config.yaml"
+    config = run_dir / CONFIG
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run_dir.is_dir() else missing_folder(run_dir)
         raise InputError(f"{run_dir}: {reason}; give the --output_dir of training")
-    content = yaml_core.load_file(str(config), "--config") or {}
-    run_extensions = content.get("extensions") or []
+    run_extensions = read_config(run_dir).get("extensions") or []
     missing = [name for name in run_extensions if name not in extensions]
     if missing:
         raise InputError(

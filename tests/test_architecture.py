@@ -17,6 +17,7 @@ FROM_THE_TOP = (
     "merge_models",
     "export",
     "evaluation",
+    "run_folder",
     "training",
     "inference",
     "checkpoint",

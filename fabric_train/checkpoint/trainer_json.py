@@ -1,10 +1,11 @@
 """Read trainer.json: the state and the description of a run in one of its checkpoints."""
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, create_model
 
@@ -13,8 +14,10 @@ from fabric_train.cli.argument_types import planned_steps
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import PROJECT, Component
 from fabric_train.data.data_order import DataOrder, PhaseRows, StreamOrder, describe_changes
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.regular_file import parse_json, read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
+
+T = TypeVar("T")
 
 FORMAT = 2
 OWN_RUN = "."
@@ -175,6 +178,8 @@ def data_starts_after(lineage: Iterable[BranchPoint]) -> int:
 class TrainerJson:
     """The content of a trainer.json; for most fields see :class:`Description`."""
 
+    checkpoint: Path
+    """The folder that it was read from."""
     content: dict[str, Any]
     state: TrainerState
     data: DataOrder | StreamOrder
@@ -205,6 +210,17 @@ class TrainerJson:
     @property
     def versions(self) -> dict[str, str]:
         return self.content["versions"]
+
+    def parse_content(self, kind: type[T]) -> T:
+        """Return the content as a type that has further fields, see ``regular_file.read_json``.
+
+        Raises:
+            InputError: A value is missing or has another type.
+        """
+        try:
+            return parse_json(json.dumps(self.content), kind)
+        except ValueError as error:
+            raise InputError(f"{self.checkpoint / 'trainer.json'}: damaged ({error}); {ADVICE}") from None
 
     @property
     def parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -327,6 +343,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     lineage = [replace(branch, run=run) if branch.run == OWN_RUN else branch for branch in parsed.lineage]
     state = TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)})
     derived_fields = {
+        "checkpoint": checkpoint,
         "content": content,
         "state": state,
         "lineage": tuple(lineage),
@@ -352,8 +369,13 @@ def find_unreadable(checkpoint: Path) -> str | None:
     try:
         read_trainer_json(checkpoint)
     except InputError as error:
-        return str(error).removeprefix(f"{checkpoint}/").removesuffix(f"; {ADVICE}")
+        return describe_unreadable(checkpoint, error)
     return None
+
+
+def describe_unreadable(checkpoint: Path, error: InputError) -> str:
+    """Return an error of :func:`read_trainer_json` without the path of the checkpoint and the advice."""
+    return str(error).removeprefix(f"{checkpoint}/").removesuffix(f"; {ADVICE}")
 
 
 def _planned_steps(parsed: Any) -> float:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
+from fabric_train.checkpoint import saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.evaluation import loss_table, scores
@@ -24,7 +24,7 @@ from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.requirements import check_package
-from fabric_train.training.early_stopping import parse_early_stopping
+from fabric_train.run_folder.run_folder import RunFolder
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 
@@ -289,7 +289,7 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     texts = WatchedTexts.open(arguments, output_dir) if arguments.texts is not None else None
     watch = Watch(run, output_dir, tasks, models, arguments.batch_size, evaluate, texts)
     pending = watch.pending()
-    may_follow = run is not None and arguments.wait and not run_has_ended(run)
+    may_follow = run is not None and arguments.wait and not RunFolder(run).has_ended
     if tasks and (pending or may_follow):
         _check_tasks(tasks, pending[0].source if pending else "", prints=prints)
 
@@ -333,7 +333,7 @@ def _evaluate_all(watch: Watch, arguments: EvaluateArguments, *, prints: bool) -
     is_waiting = False
     while True:
         # looked at before the checkpoints: one that is saved in between is found in the next round
-        has_ended = watch.run is None or run_has_ended(watch.run)
+        has_ended = watch.run is None or RunFolder(watch.run).has_ended
         if watch.evaluate_next():
             is_waiting = False
             watch.write_table()
@@ -346,25 +346,6 @@ def _evaluate_all(watch: Watch, arguments: EvaluateArguments, *, prints: bool) -
             _print_line(f"waiting for the next checkpoint of {watch.run}; --wait false or Ctrl-C ends this")
         is_waiting = True
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def run_has_ended(run: Path) -> bool:
-    """Return whether the newest checkpoint belongs to the last step, or the step at which early stopping ended it."""
-    checkpoints = list(saved_checkpoints(run).values())
-    if not checkpoints:
-        return False
-    try:
-        newest = read_trainer_json(checkpoints[-1])
-    except InputError:  # damaged: a resumed run writes it again
-        return False
-    state = newest.state
-    if state.step >= newest.num_steps:
-        return True
-    early_stopping = newest.arguments.get("early_stopping")
-    if early_stopping is None:
-        return False
-    sources = [state.progress.source] if state.progress else []
-    return parse_early_stopping(early_stopping, sources).ends(state)
 
 
 def _print_line(line: str) -> None:

@@ -147,10 +147,12 @@ def _all_settings(manifest: Manifest) -> list[Settings]:
 
 
 def read_record(
-    checkpoint: Path, averaged: "Sequence[WeightedCheckpoint]" = (), merges: "MergeInto | None" = None
+    saved: checkpoints.TrainerJson,
+    averaged: "Sequence[WeightedCheckpoint]" = (),
+    merges: "MergeInto | None" = None,
 ) -> ModelRecord:
     """Return what a complete checkpoint says about its model."""
-    saved = checkpoints.read_trainer_json(checkpoint)
+    checkpoint = saved.checkpoint
     manifest = read_manifest(checkpoint)
     return ModelRecord(
         checkpoint=checkpoint,

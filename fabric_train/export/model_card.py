@@ -108,7 +108,7 @@ def write_model_card(
         averaged: The checkpoints whose average is exported; empty if it is the checkpoint itself.
         merges: The weights that its adapter is merged into.
     """
-    record = read_record(checkpoint, averaged, merges)
+    record = read_record(checkpoints.read_trainer_json(checkpoint), averaged, merges)
     name = facts.base_model
     if name:
         origin = record.origin or ModelOrigin(name)
@@ -351,7 +351,7 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
 
     Nothing is drawn if a metrics.csv is missing or damaged. Runs that it branched off may be gone.
     """
-    record = read_record(checkpoint)
+    record = read_record(checkpoints.read_trainer_json(checkpoint))
     run = checkpoints.run_of(checkpoint)
     try:
         table = read_lineage(run, record.saved.lineage, record.saved.state.step)

@@ -41,7 +41,7 @@ def starting_point(
     if start_from.weights_only:
         from fabric_train.export.card_facts import all_stages, read_record  # slow
 
-        return replace(start, stages=all_stages(read_record(checkpoint)))
+        return replace(start, stages=all_stages(read_record(checkpoints.read_trainer_json(checkpoint))))
 
     # the run, or a branch of it, continues with the checkpoint's state
     saved = checkpoints.read_trainer_json(checkpoint)

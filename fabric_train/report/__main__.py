@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         # the JavaScript of the page takes seconds, as the imports do: both at the same time
         script = pool.submit(library)
 
-        from fabric_train.report.run_files import open_runs
+        from fabric_train.report.reported_run import open_runs
         from fabric_train.report.write import PAGE, write_report
 
         runs = open_runs(arguments.runs)

@@ -10,7 +10,7 @@ import numpy as np
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError
 from fabric_train.pages.markdown import Section, code, escaped
-from fabric_train.report.run_files import RunFiles
+from fabric_train.report.reported_run import ReportedRun
 from fabric_train.training.metrics_table import MetricsTable
 
 _MAX_WAIT = 0.05  # for data, of a step's time
@@ -34,7 +34,7 @@ class Finding:
     page: str
 
 
-def health_section(runs: Sequence[tuple[str, RunFiles]]) -> Section:
+def health_section(runs: Sequence[tuple[str, ReportedRun]]) -> Section:
     """Return the section on unusual values of runs, each with the name that its sentences begin with, or ""."""
     markdown_lines = []
     terminal_lines = []
@@ -48,7 +48,7 @@ def health_section(runs: Sequence[tuple[str, RunFiles]]) -> Section:
     return Section("health", "Health", body, terminal_lines=tuple(terminal_lines))
 
 
-def find_unusual(run: RunFiles) -> list[Finding]:
+def find_unusual(run: ReportedRun) -> list[Finding]:
     """Return the unusual values of a run; files that cannot be read are not judged."""
     table = run.metrics
     findings: list[Finding] = []
@@ -191,7 +191,7 @@ _CHECKS_OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
 """In the order of the report."""
 
 
-def _check_near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]:
+def _check_near_uniform(run: ReportedRun, table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if the training loss is about that of a model that guesses: ln of the vocabulary size."""
     try:
         checkpoint = run.record.checkpoint
@@ -211,7 +211,7 @@ def _check_near_uniform(run: RunFiles, table: MetricsTable) -> Iterator[Finding]
         )
 
 
-def _check_lost_time(run: RunFiles) -> Iterator[Finding]:
+def _check_lost_time(run: ReportedRun) -> Iterator[Finding]:
     """Judge saves and failures; the first start, evaluations and the time between two starts are not judged."""
     try:
         times = run.times
@@ -233,7 +233,7 @@ def _check_lost_time(run: RunFiles) -> Iterator[Finding]:
         )
 
 
-def _check_log(run: RunFiles) -> Iterator[Finding]:
+def _check_log(run: ReportedRun) -> Iterator[Finding]:
     """Yield what run.log says about slow steps and lost ranks."""
     try:
         problems = run.problems

@@ -1,5 +1,6 @@
 """Build the sections of a report on one run, each from its own files; a section whose files are damaged says so."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact, visible
@@ -29,7 +31,9 @@ from fabric_train.export.card_facts import ModelRecord
 from fabric_train.files.regular_file import read_json
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, escaped, table
 from fabric_train.report.health import health_section
-from fabric_train.report.run_files import RunFiles, best_step, content_hash
+from fabric_train.report.reported_run import ReportedRun
+from fabric_train.run_folder.config_file import CONFIG
+from fabric_train.run_folder.run_folder import RunFolder
 from fabric_train.training.metric_charts import metric_charts
 from fabric_train.training.run_times import TIMES, describe_seconds
 
@@ -42,9 +46,9 @@ Rows = list[tuple[str, Any]]
 """Names and values of a table."""
 
 
-def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Section]:
+def run_sections(run: ReportedRun, price_per_hour: float | None = None) -> list[Section]:
     """Return the sections on a run; ``price_per_hour`` is the price of one device."""
-    builders: tuple[tuple[str, str, Callable[[RunFiles], Iterator[Section]]], ...] = (
+    builders: tuple[tuple[str, str, Callable[[ReportedRun], Iterator[Section]]], ...] = (
         ("summary", "Summary", partial(_summary_section, price_per_hour=price_per_hour)),
         ("results", "Results", _results_section),
         ("health", "Health", _health_section),
@@ -69,7 +73,7 @@ def run_sections(run: RunFiles, price_per_hour: float | None = None) -> list[Sec
 
 
 def _build_or_report_fault(
-    run: RunFiles, key: str, title: str, build: Callable[[RunFiles], Iterator[Section]]
+    run: ReportedRun, key: str, title: str, build: Callable[[ReportedRun], Iterator[Section]]
 ) -> list[Section]:
     """Return the sections that ``build`` yields, or one with the reason why a file cannot be read."""
     try:
@@ -81,11 +85,11 @@ def _build_or_report_fault(
     return [Section(key, title, fault=redact(reason))]
 
 
-def _summary_section(run: RunFiles, price_per_hour: float | None) -> Iterator[Section]:
+def _summary_section(run: ReportedRun, price_per_hour: float | None) -> Iterator[Section]:
     """Yield a table: the folder, what was trained, and the last metrics."""
     rows: Rows = [("folder", code(redact(str(run.folder))))]
-    if (run.folder / "config.yaml").is_file():
-        rows.append(("started by", _owner(run.folder / "config.yaml")))
+    if run.has_config:
+        rows.append(("started by", _owner(run.folder / CONFIG)))
     rows += _rows_or_fault(lambda: _training_rows(run, price_per_hour))
     rows += _rows_or_fault(lambda: _metric_rows(run))
     yield Section("summary", "Summary", table("what | ", rows))
@@ -106,10 +110,10 @@ def _rows_or_fault(build: Callable[[], Rows]) -> Rows:
         return [("not known", redact(str(error)))]
 
 
-def _training_rows(run: RunFiles, price_per_hour: float | None) -> Rows:
+def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
     """Return what was trained, on what, for how long and by which code."""
     record = run.record
-    trainer = run.saved
+    trainer = run.newest
 
     # the model
     origin = record.origin
@@ -152,7 +156,7 @@ def _describe_sources(record: ModelRecord) -> str:
     return ", ".join(source.name for source in record.stream_sources()[:_MAX_SOURCES])
 
 
-def _metric_rows(run: RunFiles) -> Rows:
+def _metric_rows(run: ReportedRun) -> Rows:
     """Return the last values of the metrics, the best step and the speed."""
     metrics = run.metrics
     rows: Rows = [("last logged step", int(metrics.steps[-1]) if len(metrics.steps) else "none yet")]
@@ -160,9 +164,8 @@ def _metric_rows(run: RunFiles) -> Rows:
         value = metrics.last_value(column)
         if value is not None:
             rows.append((name, f"{value:.4f}"))
-    best = best_step(run)
-    if best:
-        rows.append(("best validation", f"step {best:,}"))
+    if run.best_step:
+        rows.append(("best validation", f"step {run.best_step:,}"))
     row_indices = metrics.measured_rows("tokens_per_second")
     if len(row_indices):
         median_speed = np.median(metrics.columns["tokens_per_second"][row_indices])
@@ -170,7 +173,7 @@ def _metric_rows(run: RunFiles) -> Rows:
     return rows
 
 
-def _results_section(run: RunFiles) -> Iterator[Section]:
+def _results_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the losses of each source in the newest checkpoint, and how they changed."""
     results = card_facts.results_of(run.record)
     if not results["result_rows"]:
@@ -186,22 +189,22 @@ def _results_section(run: RunFiles) -> Iterator[Section]:
     results_table = table(columns, results["result_rows"], num_number_columns)
     unit = f"in nats per {evaluation.whole.unit}"
     if evaluation.whole.has_own_unit:
-        unit = card_facts.unit_of_loss(run.saved)
+        unit = card_facts.unit_of_loss(run.newest)
     body = f"{results_table}\n\n{note}. Loss {unit}."
     yield Section("results", "Results", body)
 
 
-def _health_section(run: RunFiles) -> Iterator[Section]:
+def _health_section(run: ReportedRun) -> Iterator[Section]:
     yield health_section([("", run)])
 
 
-def _curves_section(run: RunFiles) -> Iterator[Section]:
+def _curves_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the curves of the metrics."""
     charts = metric_charts([(run.name, run.metrics)], run.marks)
     yield Section("curves", "Curves", "" if charts else "No step is logged yet.", tuple(charts))
 
 
-def _events_section(run: RunFiles) -> Iterator[Section]:
+def _events_section(run: ReportedRun) -> Iterator[Section]:
     """Yield what happened at which step, and the last lines of run.log about stops and faults."""
     # events on the axis of steps
     event_rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks]
@@ -218,7 +221,7 @@ def _events_section(run: RunFiles) -> Iterator[Section]:
     yield Section("events", "What happened", body)
 
 
-def _time_section(run: RunFiles) -> Iterator[Section]:
+def _time_section(run: ReportedRun) -> Iterator[Section]:
     """Yield how the time of the run was used, and how long saves and starts took."""
     times = run.times
     if times is None:
@@ -244,7 +247,7 @@ def _time_section(run: RunFiles) -> Iterator[Section]:
     yield Section("time", "Where the time went", body)
 
 
-def _evaluation_section(run: RunFiles) -> Iterator[Section]:
+def _evaluation_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the losses of fabric-train evaluate, if it has evaluated the run."""
     folder = run.folder / "evaluation"
     if not (folder / DOCUMENTS).is_file():
@@ -260,7 +263,7 @@ def _evaluation_section(run: RunFiles) -> Iterator[Section]:
     yield Section("evaluation", "Evaluation", f"{losses}\n\n{notes}")
 
 
-def _scores_section(run: RunFiles) -> Iterator[Section]:
+def _scores_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the scores on tasks, if fabric-train evaluate has measured some."""
     file = run.folder / "evaluation" / "scores.csv"
     if file.is_file():
@@ -268,14 +271,14 @@ def _scores_section(run: RunFiles) -> Iterator[Section]:
         yield Section("scores", "Scores on tasks", to_markdown(means), tuple(score_charts(means)))
 
 
-def _changes_section(run: RunFiles) -> Iterator[Section]:
+def _changes_section(run: ReportedRun) -> Iterator[Section]:
     """Yield how the losses of single tokens changed, if fabric-train evaluate has compared them."""
     file = run.folder / "evaluation" / CHANGES
     if file.is_file():
         yield from changes_sections(read_json(file, ShownChanges, "evaluate again"))
 
 
-def _samples_section(run: RunFiles) -> Iterator[Section]:
+def _samples_section(run: ReportedRun) -> Iterator[Section]:
     """Yield some texts that the model wrote for each prompt, evenly spaced over the run."""
     paragraphs = []
     for prompt in dict.fromkeys(sample.prompt for sample in run.samples):
@@ -294,7 +297,7 @@ def _code_block(text: str) -> str:
     return "\n".join(f"    {line}" for line in redact(text).splitlines() or [""])
 
 
-def _data_section(run: RunFiles) -> Iterator[Section]:
+def _data_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the sources, the ledger, the shares and the phases of the data."""
     record = run.record
     paragraphs: list[str] = []
@@ -312,7 +315,7 @@ def _data_section(run: RunFiles) -> Iterator[Section]:
     if mixture_rows:
         paragraphs.append(table("mixture: source | share seen | tokens seen", mixture_rows))
     for option in ("shares", "token_shares"):
-        value = run.saved.arguments.get(option)
+        value = run.newest.arguments.get(option)
         if value:
             paragraphs.append(f"Planned with {code(f'--{option}')}: {escaped(json.dumps(value))}")
     phase_rows = card_facts.phase_rows(record)
@@ -322,7 +325,7 @@ def _data_section(run: RunFiles) -> Iterator[Section]:
     yield Section("data", "Data", body)
 
 
-def _lineage_section(run: RunFiles) -> Iterator[Section]:
+def _lineage_section(run: ReportedRun) -> Iterator[Section]:
     """Yield a tree: the runs before this one, this one, and its branches in the same folder.
 
     Example of a run "b" that branched off "a", and of a branch "c" of "b":
@@ -332,7 +335,7 @@ def _lineage_section(run: RunFiles) -> Iterator[Section]:
           - after step 100: b
             - after step 200: c
     """
-    trainer = run.saved
+    trainer = run.newest
     origin = trainer.base_model.name if trainer.base_model else "random weights"
     lines = [f"- {code(name)}" for name in (origin, *(stage.run for stage in trainer.stages))]
 
@@ -353,13 +356,13 @@ def _lineage_section(run: RunFiles) -> Iterator[Section]:
     yield Section("lineage", "Lineage", body)
 
 
-def _find_branches(run: RunFiles) -> Iterator[tuple[str, int]]:
+def _find_branches(run: ReportedRun) -> Iterator[tuple[str, int]]:
     """Yield the name and the branch step of each run in the same folder that branched off this run."""
     run_folder = run.folder.resolve()
     siblings = sorted(path for path in run_folder.parent.iterdir() if (path / "checkpoints").is_dir())
     for folder in siblings[:_MAX_SIBLING_RUNS]:
         try:
-            lineage = RunFiles(folder).saved.lineage
+            lineage = RunFolder(folder).newest.lineage
         except (InputError, OSError):  # another run's damage is not this run's
             continue
         trunks = [branch for branch in lineage if not branch.is_border_of(folder)]
@@ -367,7 +370,7 @@ def _find_branches(run: RunFiles) -> Iterator[tuple[str, int]]:
             yield folder.name, trunks[-1].step
 
 
-def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
+def _checkpoints_section(run: ReportedRun) -> Iterator[Section]:
     """Yield a table of the checkpoints with their sizes, losses and hashes."""
     steps = run.metrics.steps.tolist()
     losses = dict(zip(steps, run.metrics.columns.get("val_loss", []), strict=False))  # none without an evaluation
@@ -381,15 +384,21 @@ def _checkpoints_section(run: RunFiles) -> Iterator[Section]:
         content = ", ".join(sorted({path.relative_to(folder).parts[0] for path in files}))
         loss = losses.get(step, math.nan)
         loss_cell = "" if math.isnan(loss) else f"{loss:.4f}"
-        rows.append((step, f"{num_bytes / 1e9:,.3f}", loss_cell, content_hash(folder), content))
+        rows.append((step, f"{num_bytes / 1e9:,.3f}", loss_cell, _content_hash(folder), content))
     paragraphs = [
         table("step | GB | validation loss | hash of checksums.json | content", rows),
-        f"Hash of the rows read up to the newest one: {code(str(run.saved.state.rows_hash))}.",
+        f"Hash of the rows read up to the newest one: {code(str(run.newest.state.rows_hash))}.",
     ]
     yield Section("checkpoints", "Checkpoints", "\n\n".join(paragraphs))
 
 
-def _exports_section(run: RunFiles) -> Iterator[Section]:
+def _content_hash(checkpoint: Path) -> str:
+    """Return the first digits of the SHA-256 of checksums.json, which has the hashes of all files of a checkpoint."""
+    checksums = (checkpoint / CHECKSUMS).read_bytes()
+    return hashlib.sha256(checksums).hexdigest()[:SHOWN_DIGITS]
+
+
+def _exports_section(run: ReportedRun) -> Iterator[Section]:
     """Yield a table of the exports of the run and what their verification found, if there are any."""
     rows = []
     for export in card_facts.read_exports(run.folder):
@@ -407,10 +416,10 @@ def _exports_section(run: RunFiles) -> Iterator[Section]:
         yield Section("exports", "Exports", table(columns, rows))
 
 
-def _repeat_section(run: RunFiles) -> Iterator[Section]:
+def _repeat_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the commands that train the run again."""
-    config = run.folder / "config.yaml"
-    if not config.is_file():
+    config = run.folder / CONFIG
+    if not run.has_config:
         raise InputError(f"{config}: no such file")
     devices = run.config.get("devices", "auto")
     commands = (
@@ -422,8 +431,8 @@ def _repeat_section(run: RunFiles) -> Iterator[Section]:
     yield Section("repeat", "How to repeat this run", f"{blocks}\n\n{note}")
 
 
-def _configuration_section(run: RunFiles) -> Iterator[Section]:
+def _configuration_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the content of config.yaml."""
-    text = (run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+    text = (run.folder / CONFIG).read_text(encoding="utf-8", errors="replace")
     run.config  # noqa: B018 - a damaged one is a fault
     yield Section("configuration", "Configuration", Markdown(_code_block(text)), is_folded=True)

@@ -19,7 +19,7 @@ from fabric_train.files.regular_file import check_no_link, write_atomically
 from fabric_train.pages.charts import Chart, draw
 from fabric_train.pages.markdown import Section, WrittenPage, code, escaped, table, to_html, to_markdown
 from fabric_train.report.health import health_section
-from fabric_train.report.run_files import RunFiles
+from fabric_train.report.reported_run import ReportedRun
 from fabric_train.report.sections import run_sections
 from fabric_train.training.metric_charts import metric_charts
 from fabric_train.training.metrics_table import MetricsTable
@@ -32,7 +32,7 @@ _IRRELEVANT_ARGUMENTS = {"output_dir", "resume", "plan", "report"}
 """Arguments that change nothing about what a run computes."""
 
 
-def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | None = None) -> WrittenPage:
+def write_report(runs: Sequence[ReportedRun], page: Path, price_per_hour: float | None = None) -> WrittenPage:
     """Write the report of one run, or the comparison of several.
 
     Args:
@@ -76,7 +76,7 @@ def write_report(runs: Sequence[RunFiles], page: Path, price_per_hour: float | N
     return WrittenPage(page, markdown, [escape_controls(line) for line in lines])
 
 
-def _has_metrics(run: RunFiles) -> bool:
+def _has_metrics(run: ReportedRun) -> bool:
     try:
         return len(run.metrics.steps) > 0
     except (InputError, OSError):
@@ -89,7 +89,7 @@ class _ComparedRun:
 
     name: str
     """Unique in the comparison."""
-    files: RunFiles
+    files: ReportedRun
     config: dict[str, Any] | None
     metrics: MetricsTable | None
     record: ModelRecord | None
@@ -100,7 +100,7 @@ class _ComparedRun:
         return self.record.saved.state.evaluation if self.record else None
 
 
-def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None = None) -> list[Section]:
+def comparison_sections(runs: Sequence[ReportedRun], price_per_hour: float | None = None) -> list[Section]:
     """Return the sections on several runs; ``price_per_hour`` is the price of one device."""
     # read the files; those that cannot be read are sections at the end
     faults: dict[str, str] = {}
@@ -129,7 +129,7 @@ def comparison_sections(runs: Sequence[RunFiles], price_per_hour: float | None =
     return sections
 
 
-def _read_or_note(run: RunFiles, file: str, read: Callable[[RunFiles], T], faults: dict[str, str]) -> T | None:
+def _read_or_note(run: ReportedRun, file: str, read: Callable[[ReportedRun], T], faults: dict[str, str]) -> T | None:
     """Return what ``read`` returns for a run; if it cannot be read, add the reason to ``faults`` and return None."""
     try:
         return read(run)
@@ -138,7 +138,7 @@ def _read_or_note(run: RunFiles, file: str, read: Callable[[RunFiles], T], fault
         return None
 
 
-def _unique_names(runs: Sequence[RunFiles]) -> list[str]:
+def _unique_names(runs: Sequence[ReportedRun]) -> list[str]:
     """Return a name for each run; for runs with the same name, their folders."""
     names = [run.name for run in runs]
     return [run.name if names.count(run.name) == 1 else redact(str(run.folder)) for run in runs]

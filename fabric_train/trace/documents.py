@@ -101,7 +101,7 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
         step=step,
         epoch=data.order.epoch_of(data_step),
         is_taken=step <= history.num_done,
-        run=str(segment.run),
+        run=str(segment.run.folder),
         checkpoint=str(checkpoint),
         num_ranks=ranks.num_ranks,
         num_rows=len(rows),
@@ -335,7 +335,7 @@ def _find_reads(history: RunHistory, segment: RunSegment, documents: list[Indexe
             yield DocumentRead(
                 step=step,
                 epoch=read.epoch,
-                run=str(segment.run),
+                run=str(segment.run.folder),
                 dataset=str(dataset.folder),
                 row=dataset_row,
                 tokens=tokens_by_mixture_row[read.row],

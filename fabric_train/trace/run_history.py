@@ -1,6 +1,5 @@
 """Reconstruct from checkpoints which rows every step of a run read, also the steps of the runs that it branched off."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,12 @@ from pydantic import BaseModel, PositiveInt
 
 from fabric_train.checkpoint import (
     BranchPoint,
+    TrainerJson,
     data_starts_after,
     find_checkpoint,
     read_trainer_json,
     run_of,
-    saved_checkpoints,
 )
-from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.data_order import KEYED, SHUFFLED, DataOrder, StreamOrder
@@ -25,8 +23,8 @@ from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
-from fabric_train.files.regular_file import read_json
 from fabric_train.preflight.steps import order_of_mixture
+from fabric_train.run_folder.run_folder import RunFolder
 from fabric_train.token_dataset.manifest import read_manifest
 
 
@@ -48,7 +46,7 @@ class _SavedArguments(BaseModel):
 
 
 class _SavedRun(BaseModel):
-    """What this module reads of a trainer.json in addition to ``read_trainer_json``."""
+    """What this module reads of a trainer.json in addition to the fields of ``TrainerJson``."""
 
     arguments: _SavedArguments
     mixture_sources: list[str] = []
@@ -77,27 +75,28 @@ class Ranks:
 class RunSegment:
     """Consecutive steps of one run: of the run itself, or of a run that it branched off."""
 
-    run: Path
+    run: RunFolder
     first_step: int
     last_step: float
     """Infinite if the end of the run is not known."""
     data_starts_after: int
     """The step after which the data order begins."""
-    order_checkpoint: Path | None
-    """A checkpoint with the data order; None if the run has no checkpoint any more and later steps read other data."""
+    order_trainer: TrainerJson | None
+    """The trainer.json of a checkpoint with the data order; None if the run has no checkpoint any more and later steps
+    read other data."""
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the checkpoints of the segment by step, damaged ones too."""
-        checkpoints = saved_checkpoints(self.run)
+        checkpoints = self.run.checkpoints
         return {step: path for step, path in checkpoints.items() if self.first_step <= step <= self.last_step}
 
-    def checkpoint_of(self, step: int) -> Path:
-        """Return the first readable checkpoint that contains a step, else the one that has the data order."""
-        for checkpoint_step, checkpoint in _readable_checkpoints(self.run).items():
+    def trainer_of(self, step: int) -> TrainerJson:
+        """Return the trainer.json of the first readable checkpoint that contains a step, else of ``order_trainer``."""
+        for checkpoint_step, trainer in self.run.trainers.items():
             if step <= checkpoint_step <= self.last_step:
-                return checkpoint
-        assert self.order_checkpoint is not None
-        return self.order_checkpoint
+                return trainer
+        assert self.order_trainer is not None
+        return self.order_trainer
 
 
 @dataclass(frozen=True)
@@ -140,21 +139,24 @@ class RunHistory:
         """
         checkpoint = find_checkpoint(path)
         # the newest one: phases that had not begun at an earlier checkpoint may have changed since
-        readable_checkpoints = list(_readable_checkpoints(run_of(checkpoint)).values())
-        self.checkpoint = readable_checkpoints[-1] if readable_checkpoints else checkpoint
+        run = RunFolder(run_of(checkpoint))
+        self.trainer = list(run.trainers.values())[-1] if run.trainers else read_trainer_json(checkpoint)
+        self.checkpoint = self.trainer.checkpoint
         self._data_dirs = data_dirs
-        self.segments = tuple(_read_segments(self.checkpoint))
+        self._data_by_segment: dict[int, RunData] = {}  # by first step
+        self.segments = tuple(_read_segments(run, self.trainer))
         last_segment = self.segments[-1]
-        self.num_done = max(read_trainer_json(self.checkpoint).state.step, *last_segment.checkpoints())
+        self.num_done = max(self.trainer.state.step, *last_segment.checkpoints())
         num_planned = 0 if math.isinf(last_segment.last_step) else int(last_segment.last_step)
         self.num_planned = max(self.num_done, num_planned)
 
     def notes(self) -> list[str]:
         """Return a note for each checkpoint from whose weights a run started: the history does not go back further."""
         start_checkpoints: dict[str | None, None] = {}  # in order, each once
-        for run in dict.fromkeys(segment.run for segment in self.segments):
-            for checkpoint in _readable_checkpoints(run).values():
-                arguments = _read_saved_run(checkpoint).arguments
+        runs = {segment.run.folder: segment.run for segment in self.segments}
+        for run in runs.values():
+            for trainer in run.trainers.values():
+                arguments = trainer.parse_content(_SavedRun).arguments
                 if arguments.weights_only:
                     start_checkpoints[arguments.checkpoint] = None
         notes = []
@@ -174,10 +176,10 @@ class RunHistory:
         It is the newest one, with its sessions. Earlier versions did not list sessions, or not how they split a step;
         then it is the first checkpoint that contains the step.
         """
-        checkpoint = self.segment_of(step).checkpoint_of(step)
-        session = read_trainer_json(self.checkpoint).session_of(step)
+        trainer = self.segment_of(step).trainer_of(step)
+        session = self.trainer.session_of(step)
         if session is None or not session.arguments:
-            return _count_ranks(checkpoint, _read_token_order(checkpoint)), checkpoint
+            return _count_ranks(trainer, _token_order(trainer)), trainer.checkpoint
         arguments = _SavedArguments.model_validate(session.arguments)
         ranks = Ranks(
             num_data_ranks=session.num_devices // arguments.group_size,
@@ -186,43 +188,47 @@ class RunHistory:
         )
         return ranks, self.checkpoint
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 - a program has one history
     def data_of(self, segment: RunSegment) -> RunData:
+        """Return the token datasets of a segment and their order; open them once."""
+        if segment.first_step not in self._data_by_segment:
+            self._data_by_segment[segment.first_step] = self._open_data(segment)
+        return self._data_by_segment[segment.first_step]
+
+    def _open_data(self, segment: RunSegment) -> RunData:
         """Open the token datasets of a segment, and check that its steps read them."""
-        checkpoint = segment.order_checkpoint
-        if checkpoint is None:
+        trainer = segment.order_trainer
+        if trainer is None:
             raise InputError(
-                f"{segment.run}: the run of the steps {segment.first_step} to {segment.last_step:g} has no checkpoint "
-                "any more, and the steps after it read other data; put one of its checkpoints back"
+                f"{segment.run.folder}: the run of the steps {segment.first_step} to {segment.last_step:g} has no "
+                "checkpoint any more, and the steps after it read other data; put one of its checkpoints back"
             )
-        order = _read_token_order(checkpoint)
+        order = _token_order(trainer)
         has_data_of_last_segment = segment.data_starts_after == self.segments[-1].data_starts_after
-        datasets = _open_datasets(checkpoint, order, self._data_dirs if has_data_of_last_segment else None)
-        window_order = _build_window_order(order, datasets, _count_ranks(checkpoint, order), segment.data_starts_after)
+        datasets = _open_datasets(trainer, order, self._data_dirs if has_data_of_last_segment else None)
+        window_order = _build_window_order(order, datasets, _count_ranks(trainer, order), segment.data_starts_after)
 
         # the hash of all rows up to the checkpoint shows whether this version computes the same order
-        state = read_trainer_json(checkpoint).state
+        state = trainer.state
         if state.rows_hash != window_order.rows_hash(state.step - segment.data_starts_after):
             raise InputError(
-                f"{checkpoint}: up to step {state.step} its run took other rows than this version computes; "
+                f"{trainer.checkpoint}: up to step {state.step} its run took other rows than this version computes; "
                 "use the version of fabric_train and numpy that saved it"
             )
         return RunData(datasets, window_order)
 
 
-def _read_segments(checkpoint: Path) -> list[RunSegment]:
-    """Return the segments of a checkpoint's run and of the runs that it branched off, the first steps first."""
-    trainer = read_trainer_json(checkpoint)
+def _read_segments(run: RunFolder, trainer: TrainerJson) -> list[RunSegment]:
+    """Return the segments of a run and of the runs that it branched off, the first steps first."""
     lineage = trainer.lineage
 
     # the run itself
     segments = [
         RunSegment(
-            run=run_of(checkpoint),
+            run=run,
             first_step=lineage[-1].step + 1 if lineage else 1,
             last_step=trainer.num_steps,
             data_starts_after=data_starts_after(lineage),
-            order_checkpoint=checkpoint,
+            order_trainer=trainer,
         )
     ]
 
@@ -231,58 +237,51 @@ def _read_segments(checkpoint: Path) -> list[RunSegment]:
         branch = lineage[index]
         earlier_branches = lineage[:index]
         starts_after = data_starts_after(earlier_branches)
-        later_order_checkpoint = segments[0].order_checkpoint if branch.continues_data else None
+        trunk = RunFolder(Path(branch.run))
+        later_order_trainer = segments[0].order_trainer if branch.continues_data else None
         segment = RunSegment(
-            run=Path(branch.run),
+            run=trunk,
             first_step=earlier_branches[-1].step + 1 if earlier_branches else 1,
             last_step=branch.step,
             data_starts_after=starts_after,
-            order_checkpoint=_find_order_checkpoint(branch, starts_after, later_order_checkpoint),
+            order_trainer=_find_order_trainer(trunk, branch, starts_after, later_order_trainer),
         )
         segments.insert(0, segment)
     return segments
 
 
-def _find_order_checkpoint(branch: BranchPoint, starts_after: int, later_checkpoint: Path | None) -> Path | None:
-    """Return a checkpoint with the data order of the steps up to a branch point.
+def _find_order_trainer(
+    trunk: RunFolder, branch: BranchPoint, starts_after: int, later_trainer: TrainerJson | None
+) -> TrainerJson | None:
+    """Return the trainer.json of a checkpoint with the data order of the steps of ``trunk`` up to a branch point.
 
-    It is the checkpoint at the branch point, else ``later_checkpoint``, which the next segment uses if its data are the
+    It is the checkpoint at the branch point, else ``later_trainer``, which the next segment uses if its data are the
     same, else the newest checkpoint of the run whose data began after the same step.
     """
-    readable_checkpoints = _readable_checkpoints(Path(branch.run))
-    if branch.step in readable_checkpoints:
-        return readable_checkpoints[branch.step]
-    if later_checkpoint is not None:
-        return later_checkpoint
-    for checkpoint in reversed(readable_checkpoints.values()):
-        if data_starts_after(read_trainer_json(checkpoint).lineage) == starts_after:
-            return checkpoint
+    if branch.step in trunk.trainers:
+        return trunk.trainers[branch.step]
+    if later_trainer is not None:
+        return later_trainer
+    for trainer in reversed(trunk.trainers.values()):
+        if data_starts_after(trainer.lineage) == starts_after:
+            return trainer
     return None
 
 
-def _readable_checkpoints(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run whose description is not damaged, by step, the oldest first."""
-    return {step: path for step, path in saved_checkpoints(run).items() if find_unreadable(path) is None}
-
-
-def _read_token_order(checkpoint: Path) -> DataOrder:
+def _token_order(trainer: TrainerJson) -> DataOrder:
     """Return the data order of a run that read token datasets; an InputError for a stream."""
-    order = read_trainer_json(checkpoint).data
+    order = trainer.data
     if isinstance(order, StreamOrder):
         raise InputError(
-            f"{checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be computed "
-            "from a step; tokenize the texts with fabric-train tokenize for runs that can be traced"
+            f"{trainer.checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be "
+            "computed from a step; tokenize the texts with fabric-train tokenize for runs that can be traced"
         )
     return order
 
 
-def _read_saved_run(checkpoint: Path) -> _SavedRun:
-    return read_json(checkpoint / "trainer.json", _SavedRun, "use another checkpoint")
-
-
-def _count_ranks(checkpoint: Path, order: DataOrder) -> Ranks:
+def _count_ranks(trainer: TrainerJson, order: DataOrder) -> Ranks:
     """Count the ranks from the rows of a window, which all of them read together."""
-    arguments = _read_saved_run(checkpoint).arguments
+    arguments = trainer.parse_content(_SavedRun).arguments
     rows_per_data_rank = arguments.micro_batch_size * arguments.gradient_accumulation_steps
     return Ranks(
         num_data_ranks=max(1, order.rows_per_window // rows_per_data_rank),
@@ -291,16 +290,19 @@ def _count_ranks(checkpoint: Path, order: DataOrder) -> Ranks:
     )
 
 
-def _open_datasets(checkpoint: Path, order: DataOrder, data_dirs: Sequence[str] | None) -> TokenDataset | TokenMixture:
+def _open_datasets(
+    trainer: TrainerJson, order: DataOrder, data_dirs: Sequence[str] | None
+) -> TokenDataset | TokenMixture:
     """Open the token datasets that a run read, and check that they have not changed.
 
     Args:
-        checkpoint: A checkpoint of the run.
+        trainer: The trainer.json of a checkpoint of the run.
         order: Its data order.
         data_dirs: The folders of the token datasets, if they are no longer where the run read them.
     """
+    checkpoint = trainer.checkpoint
     # the folders
-    saved_run = _read_saved_run(checkpoint)
+    saved_run = trainer.parse_content(_SavedRun)
     saved_dirs = saved_run.arguments.train_data_dir or []
     if isinstance(saved_dirs, str):
         saved_dirs = [saved_dirs]

@@ -28,8 +28,9 @@ from fabric_train.evaluation.scores import (
     points_of,
     read_score_file,
 )
-from fabric_train.evaluation.watch import Evaluate, Watch, WatchedModel, run_has_ended, watch_run
+from fabric_train.evaluation.watch import Evaluate, Watch, WatchedModel, watch_run
 from fabric_train.files.atomic_folder import hold_lock
+from fabric_train.run_folder.run_folder import RunFolder
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import write_jsonl
@@ -327,13 +328,13 @@ def test_a_task_file_is_another_one_when_its_data_changes(tmp_path: Path, monkey
 def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
     tmp_path: Path, tiny_model_dir: Path, arguments: dict[str, object], progress: object, has_ended: bool
 ) -> None:
-    assert not run_has_ended(tmp_path)
+    assert not RunFolder(tmp_path).has_ended
     checkpoint = write_full(tmp_path / "checkpoints" / "step-00000003", tiny_model_dir, {}, step=3)
     file = checkpoint / "trainer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     content["arguments"] |= arguments
     file.write_text(json.dumps(content | {"progress": progress}), encoding="utf-8")
-    assert run_has_ended(tmp_path) == has_ended
+    assert RunFolder(tmp_path).has_ended == has_ended
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from fabric_train import runs
 from fabric_train.cli.errors import InputError
+from fabric_train.run_folder.run_summary import summarize_run
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, at_point
 
@@ -192,7 +193,7 @@ def test_arguments_of_training_are_columns_and_in_json(found: Found, capsys: pyt
 
 
 def test_the_best_run_is_first_where_higher_is_better_too(found: Found) -> None:
-    done = runs.read_run(found.folder / "done")
+    done = summarize_run(found.folder / "done")
     of_loss = [replace(done, best=loss) for loss in (2.0, 1.0)]
     of_accuracy = [replace(done, best_by="accuracy", best=accuracy) for accuracy in (0.5, 0.9)]
     ordered = sorted([*of_accuracy, *of_loss], key=lambda run: runs._sort_key(run, "best"))

@@ -26,7 +26,7 @@ from fabric_train.pages.charts import Chart, Series, draw, moving_average, sampl
 from fabric_train.pages.markdown import Section, library
 from fabric_train.report.__main__ import main
 from fabric_train.report.health import find_unusual
-from fabric_train.report.run_files import RunFiles, open_runs
+from fabric_train.report.reported_run import ReportedRun, open_runs
 from fabric_train.report.sections import run_sections
 from fabric_train.report.write import comparison_sections
 from fabric_train.training.metric_charts import metric_charts
@@ -41,7 +41,7 @@ KEYS = (
 
 
 def sections_of(run: Path) -> dict[str, Section]:
-    return {section.key: section for section in run_sections(RunFiles(run))}
+    return {section.key: section for section in run_sections(ReportedRun(run))}
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_duration_and_cost_are_of_all_sessions_and_devices(copy: Path) -> None:
         trainer = json.loads((folder / "trainer.json").read_text())
         trainer["sessions"] = [one | {"seconds": 5400.0, "num_devices": 4} for one in trainer["sessions"]]
         (folder / "trainer.json").write_text(json.dumps(trainer))
-    assert len(RunFiles(copy).saved.sessions) == 2
-    summary, results, *_ = run_sections(RunFiles(copy), price_per_hour=2.5)
+    assert len(ReportedRun(copy).newest.sessions) == 2
+    summary, results, *_ = run_sections(ReportedRun(copy), price_per_hour=2.5)
     assert "| duration | 3.00 h of training |" in summary.body
     assert "| cost | 30.00 at 2.5 for an hour of a device |" in summary.body  # of 2 × 1.5 × 4 hours
     assert "before the arrows, after step 0" in results.body
@@ -323,7 +323,7 @@ def test_an_unfair_comparison_is_said_and_why(reported: ReportedRuns, copy: Path
     assert "another tokenizer than trunk: compare bits per byte alone" in body
 
 
-def write_metrics(run: Path, **columns: np.ndarray) -> RunFiles:
+def write_metrics(run: Path, **columns: np.ndarray) -> ReportedRun:
     """Write a run that has only metrics.csv."""
     run.mkdir(exist_ok=True)
     length = len(next(iter(columns.values())))
@@ -334,7 +334,7 @@ def write_metrics(run: Path, **columns: np.ndarray) -> RunFiles:
         file.write(",".join([*table, *names]) + "\n")
         for row in zip(*(values.tolist() for values in table.values()), strict=True):
             file.write(",".join(["" if value != value else str(value) for value in row] + [""] * len(names)) + "\n")
-    return RunFiles(run)
+    return ReportedRun(run)
 
 
 def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path) -> None:

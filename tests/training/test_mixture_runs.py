@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fabric_train.arguments import TrainArguments, TrainingArguments
+from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
@@ -17,7 +18,7 @@ from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.learning_rate import learning_rate
 from fabric_train.preflight.phases import plan_phases, read_stretches
-from fabric_train.report.run_files import RunFiles
+from fabric_train.report.reported_run import ReportedRun
 from fabric_train.report.sections import run_sections
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import differences
@@ -152,14 +153,14 @@ def test_token_shares_are_those_of_every_step(mixing: Mixing) -> None:
     run.finish()
     assert [mixing.state("tokens", step)["rows_of_sources"] for step in (1, 2, 3)] == [[4, 2, 2], [8, 4, 4], [12, 6, 6]]
     assert mixing.state("tokens", 3)["mixture_sources"] == list(NAMES)
-    (stage,) = all_stages(read_record(mixing.folder / "tokens" / "checkpoints" / "step-00000003"))
+    (stage,) = all_stages(read_record(read_trainer_json(mixing.folder / "tokens" / "checkpoints" / "step-00000003")))
     seen = {f"{name}.jsonl": share for name, share in zip(NAMES, (0.5, 0.25, 0.25), strict=True)}
     assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
 
 
 def trained_on(run: Path) -> dict[str, str]:
     """Return the shares of the sources in the summary of a run's report."""
-    text = run_sections(RunFiles(run))[0].body
+    text = run_sections(ReportedRun(run))[0].body
     (line,) = [line for line in text.splitlines() if "trained on" in line]
     return dict(re.findall(r"(\w+)\S* \(([0-9.]+%)\)", line))
 
@@ -187,7 +188,7 @@ def test_sources_of_a_folder_share_what_was_seen_of_it(mixing: Mixing) -> None:
     tokenize(merged, mixing.model, mixing.folder / "va.jsonl", mixing.folder / "es.jsonl")
     run = mixing.start("parts", 1, "--token_shares", 0.5, 0.5, names=("en", "merged"), max_step=1, save_step_interval=1)
     run.finish()
-    (stage,) = all_stages(read_record(mixing.folder / "parts" / "checkpoints" / "step-00000001"))
+    (stage,) = all_stages(read_record(read_trainer_json(mixing.folder / "parts" / "checkpoints" / "step-00000001")))
     tokens = manifest_of(merged).ledger.splits["train"].sources
     of_merged = {Path(name).name: one.tokens_in_rows for name, one in tokens.items()}
     seen = {name: 0.5 * number / sum(of_merged.values()) for name, number in of_merged.items()}
@@ -200,7 +201,7 @@ def test_shares_of_named_sources_are_those_of_the_others_too(mixing: Mixing) -> 
     tokenize(folder, mixing.model, *places)
     run = mixing.start("named-run", 1, "--token_shares", "named:es=0.25", "named=0.75", names=("named",), max_step=1)
     run.finish()
-    (stage,) = all_stages(read_record(mixing.folder / "named-run" / "checkpoints" / "step-00000001"))
+    (stage,) = all_stages(read_record(read_trainer_json(mixing.folder / "named-run" / "checkpoints" / "step-00000001")))
     tokens = {name: one.tokens_in_rows for name, one in manifest_of(folder).ledger.splits["train"].sources.items()}
     seen = {name: 0.75 * tokens[name] / (tokens["va"] + tokens["en"]) for name in ("va", "en")} | {"es": 0.25}
     assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)

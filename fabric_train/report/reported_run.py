@@ -1,0 +1,100 @@
+"""What the report of a run derives from its folder: the model's record, problems in the log, marks, the best step."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fabric_train.checkpoint import TrainerJson
+from fabric_train.cli.errors import InputError
+from fabric_train.export.card_facts import ModelRecord, read_record
+from fabric_train.pages.charts import Mark
+from fabric_train.run_folder.log_lines import LogLine
+from fabric_train.run_folder.run_folder import RunFolder, find_run_folders
+
+_PROBLEM = re.compile(
+    r"warning:|error:|signal|SIG[A-Z0-9]+|stopped|stopping|lost|left out|skipped|early stopping|Traceback"
+)
+
+
+@dataclass(frozen=True)
+class ReportedRun(RunFolder):
+    """A run folder and what its report derives from it; errors are as in :class:`RunFolder`."""
+
+    @cached_property
+    def record(self) -> ModelRecord:
+        """The description of the model in the newest readable checkpoint."""
+        return read_record(self.newest)
+
+    @cached_property
+    def problems(self) -> list[LogLine]:
+        """The lines of run.log about faults and stops."""
+        return [line for line in self.log if _PROBLEM.search(line.text)]
+
+    @cached_property
+    def marks(self) -> list[Mark]:
+        """The events on the axis of steps: sessions, branches, phases, skipped steps, signals, the best step."""
+        try:
+            trainer = self.newest
+        except InputError:
+            return []
+        marks = [*self._marks_of_checkpoint(trainer), *self._marks_of_skipped_steps(trainer), *self._marks_of_log()]
+        return sorted(marks, key=lambda mark: mark.x)
+
+    def _marks_of_checkpoint(self, trainer: TrainerJson) -> Iterator[Mark]:
+        """Yield the sessions, branches and phases, and the best step."""
+        for session in trainer.sessions:
+            if session.after_step:  # the first session begins at step 0, which is no event
+                devices = f"{session.num_devices} × {session.device}"
+                yield Mark(session.after_step, "resume", f"after step {session.after_step:,} on {devices}")
+        for branch in trainer.lineage:
+            if branch.is_border_of(self.folder):
+                first_step = branch.step + 1
+                yield Mark(first_step, "phase", f"a phase with other token datasets begins with step {first_step:,}")
+            else:
+                yield Mark(branch.step, "branch", f"from {Path(branch.run).name} after step {branch.step:,}")
+        for phase in trainer.phase_rows:
+            yield Mark(phase.first_step, "phase", f"a phase begins with step {phase.first_step:,}")
+        if self.best_step:
+            yield Mark(self.best_step, "best", f"best validation loss after step {self.best_step:,}")
+
+    def _marks_of_skipped_steps(self, trainer: TrainerJson) -> Iterator[Mark]:
+        """Yield the logged rows at which the number of skipped steps grew."""
+        table = self.metrics
+        row_indices = table.measured_rows("skipped_steps")
+        if not len(row_indices):
+            return
+        # the column counts from the first step; a branch begins with the count of the run that it continues
+        num_skipped = table.columns["skipped_steps"][row_indices[0]] if trainer.lineage else 0
+        for row_index in row_indices:
+            if table.columns["skipped_steps"][row_index] > num_skipped:
+                step = int(table.steps[row_index])
+                yield Mark(step, "skipped", f"step {step:,} was left out, not finite")
+            num_skipped = table.columns["skipped_steps"][row_index]
+
+    def _marks_of_log(self) -> Iterator[Mark]:
+        """Yield the signals and lost ranks in run.log; none without the file."""
+        try:
+            problems = self.problems
+        except OSError:
+            return
+        for line in problems:
+            if "stopped by" in line.text:
+                yield Mark(line.step, "signal", line.text)
+            elif "lost" in line.text:
+                yield Mark(line.step, "lost rank", line.text)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the lowest validation loss in metrics.csv; None with fewer than two evaluations."""
+        row_indices = self.metrics.measured_rows("val_loss")
+        if len(row_indices) < 2:
+            return None
+        best_index = self.metrics.columns["val_loss"][row_indices].argmin()
+        return int(self.metrics.steps[row_indices[best_index]])
+
+
+def open_runs(names: Sequence[str]) -> list[ReportedRun]:
+    """Open the run folders that paths mean; errors are as in :func:`find_run_folders`."""
+    return [ReportedRun(folder) for folder in find_run_folders(names)]

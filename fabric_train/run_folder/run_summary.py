@@ -1,0 +1,239 @@
+"""Read a run folder tolerantly: its state, progress and best loss, and a line for each file that cannot be read.
+
+A run is a folder with two of config.yaml, metrics.csv and checkpoints/.
+"""
+
+import csv
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
+from fabric_train.files.regular_file import read_json
+from fabric_train.run_folder.config_file import CONFIG, read_config
+from fabric_train.run_folder.log_lines import LOG
+from fabric_train.run_folder.metrics_tail import METRICS, read_last_rows
+from fabric_train.run_folder.run_state import find_state
+
+T = TypeVar("T")
+_CHECKPOINTS = "checkpoints"
+_RUN_ENTRIES = (CONFIG, METRICS, _CHECKPOINTS)
+_CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run; None is not known."""
+
+    run: str
+    """Its folder."""
+    state: str
+    """As :func:`run_state.find_state` returns it."""
+    step: int | None
+    num_steps: int | None
+    best_by: str
+    best: float | None
+    """The best loss or figure of ``best_by``."""
+    best_step: int | None
+    speed: float | None
+    """Tokens per second."""
+    data: str | None
+    model: str | None
+    code: str | None
+    """Version and commit of its newest checkpoint."""
+    changed: float
+    """Seconds since 1970."""
+    damage: tuple[str, ...]
+    """A line for each file that cannot be read."""
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The best value of a loss or figure, and the step of its evaluation."""
+
+    value: float
+    step: int
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yield the run folders at and below a folder; hidden folders and links are left out."""
+    for current, subfolders, files in os.walk(folder):
+        names = {*files, *subfolders}
+        if len(names.intersection(_RUN_ENTRIES)) >= 2:
+            yield Path(current)
+            subfolders.clear()  # ``os.walk`` does not enter them
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+
+
+def summarize_run(run_dir: Path) -> RunSummary:
+    """Return what the files of a run folder say. A damaged file is a line of ``damage``, and raises nothing."""
+    # What the files hold; a trainer.json is read without the checks of ``checkpoint.read_trainer_json``.
+    damage: list[str] = []
+    config: dict[str, Any] = _read_or_note(lambda: read_config(run_dir), {}, CONFIG, damage)
+    rows: list[dict[str, float]] = _read_or_note(lambda: read_last_rows(run_dir), [], METRICS, damage)
+    trainers = _read_trainers(run_dir / _CHECKPOINTS, damage)
+    newest = trainers[-1] if trainers else {"arguments": {}}
+    arguments = config or newest["arguments"]
+
+    # Values of a trainer.json may be damaged although the file can be read.
+    num_steps = _read_or_note(lambda: _plan_steps(arguments, newest), None, _CHECKPOINTS, damage)
+    best_by = str(arguments.get("best_by") or "all")
+    best = _read_or_note(lambda: _find_best(best_by, trainers, rows), None, _CHECKPOINTS, damage)
+    code = _read_or_note(lambda: newest.get("versions", {}).get("fabric-train"), None, _CHECKPOINTS, damage)
+
+    # How far the run is, and how fast.
+    steps = []
+    if rows:
+        steps.append(int(rows[-1]["step"]))
+    if trainers:
+        steps.append(newest["step"])
+    speeds = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
+
+    changed = _find_last_change(run_dir)
+    state = find_state(run_dir, changed)
+    if state.startswith("stopped") and _has_ended(newest, num_steps):
+        state = "done"
+    model_name = arguments.get("model_name")
+    return RunSummary(
+        run=str(run_dir),
+        state=state,
+        step=max(steps, default=None),
+        num_steps=num_steps,
+        best_by=best_by,
+        best=best.value if best else None,
+        best_step=best.step if best else None,
+        speed=speeds[-1] if speeds else None,
+        data=_describe_data(arguments),
+        model=str(model_name) if model_name else model_name,
+        code=code,
+        changed=changed,
+        damage=tuple(dict.fromkeys(damage)),
+        arguments=arguments,
+    )
+
+
+def _read_or_note(read: Callable[[], T], default: T, file_name: str, damage: list[str]) -> T:
+    """Return what ``read`` returns; if it fails, add to ``damage`` why, and return the default."""
+    try:
+        return read()
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        damage.append(f"{file_name}: {_describe(error)}")
+        return default
+
+
+def _describe(error: Exception) -> str:
+    """Return the system's reason for a file that cannot be opened, also if an InputError has it; else "damaged"."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__
+    return "damaged"
+
+
+def _read_trainers(checkpoints_dir: Path, damage: list[str]) -> list[dict[str, Any]]:
+    """Return the content of each trainer.json that can be read, by step."""
+    trainers = []
+    for checkpoint in sorted(checkpoints_dir.glob("step-*")):
+        if not _CHECKPOINT_NAME.fullmatch(checkpoint.name):
+            continue
+        faults: list[str] = []
+        trainer: dict[str, Any] = _read_or_note(
+            partial(_read_trainer, checkpoint / "trainer.json"), {}, "trainer.json", faults
+        )
+        if trainer:
+            trainers.append(trainer)
+        elif checkpoint.is_dir():  # it was not removed meanwhile
+            damage += [f"{checkpoint.name}/{fault}" for fault in faults]
+    return trainers
+
+
+def _read_trainer(file: Path) -> dict[str, Any]:
+    content = read_json(file, dict, "")
+    return content | {"step": int(content["step"]), "arguments": dict(content["arguments"])}
+
+
+def _plan_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | None:
+    """Return the steps that a run has planned, as far as they are known without torch, see ``TrainerJson``."""
+    data = checkpoint.get("data") or {}
+    rows = None
+    if "num_rows" in data and not data.get("phases"):
+        rows = (data["num_rows"], data["rows_per_window"])
+    data_starts_after = 0
+    for branch in checkpoint.get("lineage") or ():
+        if not branch["continues_data"]:
+            data_starts_after = max(data_starts_after, branch["step"])
+    steps = planned_steps(arguments.get("max_step"), arguments.get("number_epochs"), rows, data_starts_after)
+    return None if math.isinf(steps) else int(steps)
+
+
+def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
+    """Return whether a checkpoint is the last step's, or early stopping ends the run there."""
+    if num_steps is not None and checkpoint.get("step") == num_steps:
+        return True
+    early_stopping = str(checkpoint["arguments"].get("early_stopping") or "")
+    patience = early_stopping.rpartition(":")[2]
+    progress = checkpoint.get("progress") or {}
+    return patience.isdigit() and progress.get("num_since", 0) >= int(patience)
+
+
+def _find_best(source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[dict[str, float]]) -> _Best | None:
+    """Return the best loss (or figure) of a source, in checkpoints and the last rows of metrics.csv.
+
+    With ``--save_best``, the best of all rows has a checkpoint. Checkpoints that were validated on other rows than the
+    last one are left out.
+    """
+    evaluations = [checkpoint["evaluation"] for checkpoint in checkpoints if checkpoint.get("evaluation")]
+    comparable = [evaluation for evaluation in evaluations if evaluation.get("rows") == evaluations[-1].get("rows")]
+    figure, _, figure_source = source.partition("/")
+    is_figure = any(figure in evaluation["whole"].get("further", {}) for evaluation in comparable)
+
+    # values of metrics.csv
+    if is_figure:
+        column = f"val_{source}"
+    elif source == "all":
+        column = "val_loss"
+    else:
+        column = f"val_loss/{source}"
+    candidates = [_Best(row[column], int(row["step"])) for row in rows if column in row]
+
+    # values of checkpoints
+    source_name = (figure_source or "all") if is_figure else source
+    for evaluation in comparable:
+        losses = {**evaluation["sources"], "all": evaluation["whole"]}
+        loss = losses.get(source_name)
+        if not loss:
+            continue
+        value = loss["further"][figure] if is_figure else loss["nats"] / loss["num_tokens"]
+        if value is not None:
+            candidates.append(_Best(value, evaluation["step"]))
+
+    finite = [candidate for candidate in candidates if math.isfinite(candidate.value)]
+    sign = -1 if is_figure and figure in HIGHER_IS_BETTER else 1
+    return min(finite, key=lambda candidate: sign * candidate.value, default=None)
+
+
+def _find_last_change(run_dir: Path) -> float:
+    """Return when the newest of the files that a run writes was changed, in seconds since 1970."""
+    files = [run_dir / name for name in (*_RUN_ENTRIES, LOG)]
+    files += (run_dir / _CHECKPOINTS).glob("step-*")
+    newest = run_dir.stat().st_mtime
+    for file in files:
+        with suppress(FileNotFoundError):
+            newest = max(newest, file.stat().st_mtime)
+    return newest
+
+
+def _describe_data(arguments: dict[str, Any]) -> str | None:
+    """Return the places of the data, joined."""
+    sources = arguments.get("streaming_dataset") or arguments.get("train_data_dir")
+    if isinstance(sources, list):
+        return ", ".join(str(source) for source in sources)
+    return str(sources) if sources else sources
