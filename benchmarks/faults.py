@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
 from fabric_train.sample_data import real_data
-from tests.support.forked_runs import ForkedRuns
+from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.kills import (
     AT_RANDOM,
     IN_A_SAVE,
@@ -109,7 +109,7 @@ def measure(work: Path) -> Report:
     trainings = _prepare(folder)
     seed = random.SystemRandom().randrange(2**32)
     print(f"faults: kills are drawn from seed {seed}", flush=True)
-    runs = ForkedRuns(folder / "output")
+    runs = start_forked_runs(folder / "output")
     try:
         results = {name: list(_kill(runs, name, trainings[name], folder, seed)) for name in SYSTEMS}
     finally:

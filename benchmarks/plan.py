@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command
 from benchmarks.report import Report
 from fabric_train.sample_data import real_data
-from tests.support.forked_runs import ForkedRuns
+from tests.support.forked_runs import start_forked_runs
 from tests.support.plan_accuracy import (
     LAYERS,
     LENGTH,
@@ -89,7 +89,7 @@ def measure(work: Path) -> Report:
     small = write_model(folder / "model")
     tokens = write_rows(folder / "tokens")
     models = {case: real_data.smollm2() if case.is_real else small for case in CASES}
-    runs = ForkedRuns(folder / "output")
+    runs = start_forked_runs(folder / "output")
     results = {}
     try:
         for number, case in enumerate(CASES):

@@ -30,9 +30,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from fabric_train.sample_data import real_data
-from tests.support import forked_runs as forks
-from tests.support import short_runs
-from tests.support.forked_runs import ForkedRuns
+from tests.support import ports, short_runs
+from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
 
@@ -304,7 +303,7 @@ def forked_runs(
     """
     folder = tmp_path_factory.mktemp("forked-runs")
     prepares = short_runs.argv(tiny_model_dir, tiny_tokens_dir, folder / "prepared")
-    runs = ForkedRuns(folder, {"TORCHINDUCTOR_VEC_ISA_OK": "0"}, draws=False, prepares=prepares)
+    runs = start_forked_runs(folder, {"TORCHINDUCTOR_VEC_ISA_OK": "0"}, draws=False, prepares=prepares)
     yield runs
     runs.close()
 
@@ -332,4 +331,4 @@ def run_program(tmp_path: Path) -> RunProgram:
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """Return ``free_port()``, a TCP port that nobody listens on: two runs at once must not share ``--main-port``."""
-    return forks.free_port
+    return ports.free_port

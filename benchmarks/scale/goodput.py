@@ -17,7 +17,7 @@ from benchmarks.scale.series import Point, Series
 from fabric_train.cli.errors import STOPPED
 from fabric_train.preflight.save_interval import LLAMA_3_HOURS, Costs
 from fabric_train.training.run_times import RunTimes, read_times
-from tests.support.forked_runs import ForkedRuns
+from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.kills import Training
 from tests.support.plan_accuracy import write_rows
 from tests.support.short_runs import TERMINATE, at_point
@@ -138,7 +138,7 @@ def _killed_runs(folder: Path) -> list[Series]:
     write_tiny_model(model, ["a few words for a tokenizer of a tiny model"] * 4)
     write_rows(tokens, num_rows=8 * NUM_STEPS, length=64)  # one epoch, because its end is saved too
     lengths = _draw_lengths(random.Random(SEED))
-    runs = ForkedRuns(folder / "output", draws=False)
+    runs = start_forked_runs(folder / "output", draws=False)
     try:
         given = {**OPTIONS, "model_name": model, "train_data_dir": tokens}
         costs, step, _ = _costs_of(_train(runs, folder, given, FIRST_INTERVAL, [FIRST_STEPS]))

@@ -21,8 +21,9 @@ from fabric_train.cli import fabric_command
 from fabric_train.cli.commands import PROGRAMS, command_from_here, project_first
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.help import search_help
-from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
+from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import launcher, living_children
+from tests.support.ports import free_port
 from tests.support.programs import ROOT
 
 FAULT = "error: --train_data_dir nowhere: no such folder; make one with fabric-train tokenize --output_dir nowhere"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.first_hour import PARTS
-from tests.support.forked_runs import ROOT
 from tests.support.pretended_cuda.run import environment
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cuda_rehearsal
 _ALLOWED_SECONDS = 3600

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.first_hour_parts import SIZES
-from tests.support.forked_runs import ROOT
 from tests.support.pretended_cuda.run import environment
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.cuda_rehearsal
 _ALLOWED_SECONDS = 3600

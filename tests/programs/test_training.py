@@ -24,7 +24,8 @@ from fabric_train.arguments import TrainingArguments
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.learning_rate import learning_rate
-from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.ports import free_port
 from tests.support.programs import ROOT
 from tests.support.token_datasets import tokenize, write_jsonl
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pyte
 
-from tests.support.forked_runs import OF_CONSOLES, ForkedRun
+from tests.support.forked_runs import ForkedRun
+from tests.support.rank_environment import CONSOLE_VARIABLES
 
 _KIND = "xterm-256color"
 
@@ -27,7 +28,7 @@ def run_in_terminal(
         TimeoutError: it did not end in time; it was killed.
     """
     terminal, program = _open_terminal(columns)
-    inherited = {name: value for name, value in os.environ.items() if name not in OF_CONSOLES}
+    inherited = {name: value for name, value in os.environ.items() if name not in CONSOLE_VARIABLES}
     process = subprocess.Popen(
         command,
         stdin=program,

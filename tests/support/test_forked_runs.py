@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.forked_runs import ForkedRuns, free_port
+from tests.support.forked_runs import ForkedRuns, start_forked_runs
+from tests.support.ports import free_port
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -53,9 +54,7 @@ def test_programs_receive_the_signals_that_a_shell_lets_the_tests_ignore() -> No
 
 
 def test_two_processes_never_get_one_port() -> None:
-    program = (
-        "from tests.support.forked_runs import free_port; print([free_port() for _ in range(50)], flush=True); input()"
-    )
+    program = "from tests.support.ports import free_port; print([free_port() for _ in range(50)], flush=True); input()"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -118,7 +117,7 @@ def test_killed_rank_ends_its_workers_and_leaves_the_others(forked_runs: ForkedR
 
 
 def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
-    runs = ForkedRuns(tmp_path / "output", imports=())
+    runs = start_forked_runs(tmp_path / "output", imports=())
     run = runs.start([], 2, before="import time; time.sleep(600)")
     runs.close()
     deadline = time.monotonic() + 30  # the kernel may still be ending them

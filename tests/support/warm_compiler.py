@@ -1,4 +1,4 @@
-"""Import torch's compiler and use it once, so that the forks of this process need not: see ``ForkedRuns(imports=)``."""
+"""Import torch's compiler and use it once, so that forks of this process need not: see ``ForkedRuns.with_imports``."""
 
 import torch
 import torch._inductor.compile_fx  # and all that it imports

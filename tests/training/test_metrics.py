@@ -39,7 +39,8 @@ from fabric_train.training.metrics import (
 )
 from fabric_train.training.stopwatch import Stopwatch, peak_memory_gb
 from fabric_train.training.trackers import WandbLogger, check_trackers, complete_trackers
-from tests.support.forked_runs import ForkedRuns, free_port
+from tests.support.forked_runs import ForkedRuns
+from tests.support.ports import free_port
 from tests.support.wandb_files import read_history
 
 COLUMNS = [

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.support.forked_runs import ROOT, ForkedRuns
+from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.pretended_cuda.build import BuildError, build
+from tests.support.programs import ROOT
 
 _START = Path(__file__).resolve().parent / "start"
 _BEGIN = "from tests.support.pretended_cuda.install import begin; begin()\n"
@@ -139,6 +140,6 @@ def _folder() -> Path:
 @cache
 def _server() -> ForkedRuns:
     """Return the server of this process's runs: its imports take longer than a run."""
-    runs = ForkedRuns(_folder() / "server", _variables(1), draws=False)
+    runs = start_forked_runs(_folder() / "server", _variables(1), draws=False)
     atexit.register(runs.close)
     return runs
