@@ -11,6 +11,7 @@ from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from tests.checkpoint.test_checkpoint_saves import SETTINGS, checkpoints, named
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import differences, metrics
+from tests.support.programs import option_words
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +67,8 @@ DAMAGES: dict[Callable[[Path], None], str] = {
 }
 
 
-def argv(tokens: Path, model: Path, run: Path, **options: object) -> list[object]:
-    given = {"train_data_dir": tokens, "model_name": model, **SETTINGS, "output_dir": run, **options}
-    return [word for name, value in given.items() for word in (f"--{name}", value)]
+def argv(tokens: Path, model: Path, run: Path, **options: object) -> list[str]:
+    return option_words({"train_data_dir": tokens, "model_name": model, **SETTINGS, "output_dir": run, **options})
 
 
 @pytest.fixture(scope="module")

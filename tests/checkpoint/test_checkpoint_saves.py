@@ -19,6 +19,7 @@ from fabric_train.checkpoint import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.programs import option_words
 from tests.support.rounding import assert_same_checkpoint, num_sums_of_gradient, rounding_tolerance
 from tests.support.two_nodes import on_nodes
 
@@ -53,15 +54,14 @@ def start(forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path) 
     """Return ``start(run, num_ranks, before, **options)``: a run of the tiny model that saves at steps 2, 4 and 6."""
 
     def begin(run: Path, num_ranks: int = 1, before: str = "", **options: object) -> ForkedRun:
-        given = {
+        arguments = {
             "train_data_dir": tiny_tokens_dir,
             "model_name": tiny_model_dir,
             **SETTINGS,
             "output_dir": run,
             **options,
         }
-        words = [word for name, value in given.items() for word in (f"--{name}", value)]
-        return forked_runs.start(words, num_ranks, before=before)
+        return forked_runs.start(option_words(arguments), num_ranks, before=before)
 
     return begin
 

@@ -24,6 +24,7 @@ from fabric_train.tokenization import merge
 from fabric_train.tokenization.chats.formats import read_chat
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support.dirty_texts import OTHER_LANGUAGES
+from tests.support.programs import option_words
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 SYSTEM = (
@@ -171,8 +172,7 @@ def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
     tmp_path: Path, chatml_dir: Path, sources: list[Path]
 ) -> None:
     sizes = ShardSizes(smallest=6_000)
-    flags = [str(part) for name, value in OPTIONS.items() for part in (f"--{name}", value)]
-    flags += ["--dataset", *map(str, sources), "--tokenizer_name", str(chatml_dir)]
+    flags = option_words({**OPTIONS, "dataset": sources, "tokenizer_name": chatml_dir})
     tokenize_dataset.main([*flags, "--num_proc", "2", "--output_dir", str(tmp_path / "one")], sizes)
     for task in "12":
         own = ["--shard", f"{task}/2", "--num_proc", "1", "--output_dir", f"{tmp_path}/{task}"]

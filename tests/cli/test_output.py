@@ -13,7 +13,7 @@ import pytest
 from fabric_train.cli.output import redact
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints
+from tests.support.short_runs import argv, saved_steps
 from tests.support.terminal import run_in_terminal, shown
 
 PRINTS = """
@@ -197,7 +197,7 @@ def test_a_run_whose_output_has_no_reader_trains_to_its_end(
 ) -> None:
     breaks = "import os\nr, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)"
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run"), before=breaks).finish()
-    assert checkpoints(tmp_path / "run")[-1] == 8
+    assert saved_steps(tmp_path / "run")[-1] == 8
 
 
 def test_a_program_ends_without_a_new_thread(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fabric_train.distributed.signals import Heartbeat, Position, StepPhase
 from fabric_train.distributed.watchdog import Watchdog
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
-from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import argv, at_point, metrics, saved_steps
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_a_rank_that_dies_is_named_at_once(
     line = only_line(run)
     assert re.match(rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) died while the run was at step 2,", line)
     assert line.endswith(GO_ON)
-    assert checkpoints(tmp_path / "run") == [1]
+    assert saved_steps(tmp_path / "run") == [1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -290,7 +290,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint(
     undisturbed = forked_runs.start(arguments(whole, **options))
     with Launched([*launcher("torchrun", free_port()), *arguments(run, **options)], tmp_path) as started:
         _wait_for_step(started, run, 6)
-        started.wait_until(lambda: bool(checkpoints(run)))  # the first one is written in the background
+        started.wait_until(lambda: bool(saved_steps(run)))  # the first one is written in the background
         _kill_and_wait_for_restart(started, 0)
         assert started.process.wait(100) == 0, started.output()
         assert started.all_gone(10)
@@ -310,7 +310,7 @@ def test_a_restart_before_the_first_save_starts_again(
     arguments = partial(arguments, max_step=3)
     assert forked_runs.start(arguments(run), 1, before=dies).wait() == [-signal.SIGKILL]
     assert metrics(run)
-    assert not checkpoints(run)
+    assert not saved_steps(run)
     forked_runs.start(arguments(run), 1, env={"TORCHELASTIC_RESTART_COUNT": "1"}).finish()
     forked_runs.start(arguments(whole), 1).finish()
     assert metrics(run) == metrics(whole)

@@ -15,7 +15,7 @@ import pytest
 from fabric_train.checkpoint import read_trainer_json
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
-from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import argv, at_point, metrics, saved_steps
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +92,11 @@ def test_a_signal_saves_the_step_and_the_run_resumes_exactly(
     checkpoint = run / "checkpoints" / f"step-{saved:08d}"
     how = f"stopped by {name} after step {saved} of {LAST_STEP}, saved in {checkpoint}"
     assert said(stopped) == [f"{how}; continue with --resume true"]
-    assert checkpoints(run)[-1] == saved
-    assert read_trainer_json(checkpoint).scheduled == (saved in checkpoints(whole))
+    assert saved_steps(run)[-1] == saved
+    assert read_trainer_json(checkpoint).scheduled == (saved in saved_steps(whole))
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
-    assert checkpoints(run)[-1] == LAST_STEP
+    assert saved_steps(run)[-1] == LAST_STEP
 
 
 def test_after_the_last_step_a_signal_changes_nothing(
@@ -105,7 +105,7 @@ def test_after_the_last_step_a_signal_changes_nothing(
     stops = at_point("os.kill(os.getpid(), signal.SIGTERM)", 2, "SAVING")
     forked_runs.start(arguments(tmp_path / "run", max_step=2, **REPLICAS), before=stops).finish()
     assert len(metrics(tmp_path / "run")) == 2
-    assert checkpoints(tmp_path / "run") == [2]
+    assert saved_steps(tmp_path / "run") == [2]
 
 
 def test_before_training_a_signal_ends_all_ranks_without_a_save(
@@ -153,7 +153,7 @@ RankWriter.run = write_and_be_stopped
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
     assert said(stopped) == ["SIGTERM again: ended at once, without saving; continue with --resume true"]
-    assert checkpoints(run) == [2]  # step 3 was evaluated, and would have been the best so far
+    assert saved_steps(run) == [2]  # step 3 was evaluated, and would have been the best so far
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
@@ -167,7 +167,7 @@ def test_data_workers_leave_signals_to_their_rank(
     stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=1, **REPLICAS), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     assert len(said(stopped)) == 1
-    assert checkpoints(tmp_path / "run") == [1]
+    assert saved_steps(tmp_path / "run") == [1]
     assert not members(stopped)
     killed = forked_runs.start(
         arguments(tmp_path / "killed", num_workers=1, **REPLICAS),
@@ -194,7 +194,7 @@ def test_a_stopped_stream_resumes(
     at_once = forked_runs.start(arguments(tmp_path / "whole", **options))
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     at_once.finish()
-    assert checkpoints(tmp_path / "run") == [2]
+    assert saved_steps(tmp_path / "run") == [2]
     forked_runs.start(arguments(tmp_path / "run", resume="true", **options)).finish()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
@@ -208,7 +208,7 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     (line,) = said(stopped)
     assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 1 ")
-    assert checkpoints(run) == [1]
+    assert saved_steps(run) == [1]
 
 
 @pytest.mark.parametrize("parallelism", [pytest.param("fsdp", marks=pytest.mark.launchers), "fsdp2", "ddp"])
@@ -240,7 +240,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     how = "stopped by SIGINT before the first step was taken, with nothing to save"
     assert said(stopped) == [f"{how}; start it again"]
-    assert checkpoints(tmp_path / "run") == []
+    assert saved_steps(tmp_path / "run") == []
 
 
 def test_a_rank_killed_while_the_run_stops_is_not_out_of_memory(
@@ -309,5 +309,5 @@ def test_a_signal_to_the_launcher_saves_a_checkpoint(
     assert "Traceback" not in started.output()
     (line,) = [line for line in started.output().splitlines() if "stopped by" in line]
     assert line.endswith("continue with --resume true")
-    (step,) = checkpoints(run)
+    (step,) = saved_steps(run)
     assert len(metrics(run)) == step

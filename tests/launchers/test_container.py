@@ -23,7 +23,7 @@ import yaml
 from fabric_train.cli.commands import PROGRAMS
 from fabric_train.files.atomic_folder import complete_folder
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 from tests.support.stand_in_base import (
     CACHE,
     PODMAN,
@@ -135,7 +135,7 @@ def test_stopping_the_container_saves_and_exits_with_75(
     podman("stop", "--time", "120", name)
     state = podman("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", name).stdout
     assert state == "exited 75\n", podman("logs", name).stderr
-    (step,) = checkpoints(mounted / "runs" / "1")
+    (step,) = saved_steps(mounted / "runs" / "1")
     assert step >= 2
 
 

@@ -21,7 +21,7 @@ from fabric_train.cli.errors import STOPPED
 from tests.support.environments import environment_with
 from tests.support.network_namespaces import Node, skip_without_namespaces, two_joined_nodes
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
@@ -161,7 +161,7 @@ def test_pods_find_rank_0_by_name_save_on_sigterm_and_resume(
                 time.sleep(0.1)
             second.terminate()
             assert [first.wait(100), second.wait(100)] == [STOPPED, STOPPED], output()
-            (step,) = checkpoints(tmp_path / "run")
+            (step,) = saved_steps(tmp_path / "run")
             assert 2 <= step < 150
             again = [start_pod(0), start_pod(1)]
             assert [pod.wait(300) for pod in again] == [0, 0], output()

@@ -20,7 +20,7 @@ import pytest
 from tests.support.environments import environment_with
 from tests.support.launched import Launched, launcher
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
@@ -100,7 +100,7 @@ def test_a_signal_to_mpiexec_saves(mpi: Path, tmp_path: Path, tiny_model_dir: Pa
     wait_for_steps(process, tmp_path)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 75, (tmp_path / "output").read_text()
-    (step,) = checkpoints(tmp_path / "run")
+    (step,) = saved_steps(tmp_path / "run")
     assert step >= 2
 
 

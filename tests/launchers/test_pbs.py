@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 from tests.support.two_machines import ADDRESSES, two_machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
@@ -140,7 +140,7 @@ def test_a_deleted_job_saves_and_does_not_come_back(
         os.killpg(job.process.pid, signal.SIGTERM)
         assert job.process.wait(100) == 75, job.output()
         assert not psutil.wait_procs(processes, timeout=20)[1]
-    assert max(checkpoints(run)) >= 2
+    assert max(saved_steps(run)) >= 2
     assert job.resubmissions() == []
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.environments import environment_with
 from tests.support.programs import ROOT
-from tests.support.short_runs import SETTINGS, checkpoints
+from tests.support.short_runs import SETTINGS, saved_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
@@ -73,4 +73,4 @@ def test_the_command_of_the_task_trains(tmp_path: Path, tiny_model_dir: Path, ti
         ["bash", "-c", task["run"]], cwd=project, env=env, text=True, capture_output=True, timeout=300, check=False
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert checkpoints(tmp_path / "run")[-1] == 8
+    assert saved_steps(tmp_path / "run")[-1] == 8

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 from tests.support.slurm_cluster import PROGRAMS, SlurmCluster, slurm_cluster
 from tests.support.stand_in_base import AS_ROOT_OF_A_NAMESPACE, apptainer_folder
 from tests.support.token_datasets import manifest_of, write_jsonl
@@ -122,7 +122,7 @@ def test_a_cancelled_job_saves_and_is_not_started_again(
     cluster.wait_until(lambda: not cluster.command("squeue", "-h").strip())
     assert cluster.state(job) == "CANCELLED"
     assert "Restarts=0" in cluster.command("scontrol", "show", "job", job)
-    (step,) = checkpoints(run)
+    (step,) = saved_steps(run)
     assert step >= 9
     assert f"stopped by SIGTERM after step {step} of 5000" in log_of(cluster, job)
 

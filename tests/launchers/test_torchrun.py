@@ -15,7 +15,7 @@ import pytest
 from tests.support.forked_runs import ForkedRuns
 from tests.support.launched import Launched
 from tests.support.programs import ROOT
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 from tests.support.two_machines import ADDRESSES, two_machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
@@ -62,7 +62,7 @@ def start(
 
 def has_step(run: Path, step: int) -> Callable[[], bool]:
     """Return whether the run has logged a step and saved a checkpoint, to wait for."""
-    return lambda: len(metrics(run)) >= step and bool(checkpoints(run))
+    return lambda: len(metrics(run)) >= step and bool(saved_steps(run))
 
 
 def undisturbed(runs: ForkedRuns, folder: Path, model: Path, tokens: Path, **options: object) -> list[tuple[str, ...]]:
@@ -196,4 +196,4 @@ def test_a_signal_to_one_launcher_saves_on_both_machines(start: Start, tmp_path:
     assert first.process.wait(100) == 75, first.output()
     assert second.process.wait(100) == (75 if number == signal.SIGTERM else -number), second.output()
     assert not psutil.wait_procs(ranks, timeout=20)[1]
-    assert max(checkpoints(tmp_path / "run")) > 5
+    assert max(saved_steps(tmp_path / "run")) > 5

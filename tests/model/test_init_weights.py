@@ -14,6 +14,7 @@ from fabric_train.model.hf_model import DEFAULT_LAYER_CLASS
 from fabric_train.model.init_weights import new_shape, open_new
 from fabric_train.model.weight_files import Weights
 from tests.support.forked_runs import ForkedRuns
+from tests.support.programs import option_words
 from tests.support.unequal_rows import LENGTH, VOCABULARY, argv, metrics, write_rows
 
 SIZES: dict[str, Any] = {
@@ -24,7 +25,7 @@ SIZES: dict[str, Any] = {
     "max_context_width": 64,
     "vocab_size": VOCABULARY,
 }
-LINE = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+LINE = option_words(SIZES)
 
 
 def weights(family: str, seed: int = 0, **sizes: Any) -> tuple[Weights, dict[str, torch.Size]]:

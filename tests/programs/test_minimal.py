@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, option_words
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +31,8 @@ def run_example(
 ) -> list[float]:
     """Run the example on ``num_processes`` and return the losses of the steps that it took."""
     options = {"model_name": model, "train_data_dir": tokens, "output_dir": output_dir, **SETTINGS}
-    words: list[str] = []
-    for name, value in options.items():
-        words += [f"--{name}", str(value)]
     # the ranks have torchrun's environment variables
-    run = forked_runs.start(words, num_processes, before=RUN_EXAMPLE)
+    run = forked_runs.start(option_words(options), num_processes, before=RUN_EXAMPLE)
     run.finish()
     return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", run.stdout(), re.MULTILINE)]
 

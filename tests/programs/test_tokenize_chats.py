@@ -19,6 +19,7 @@ from fabric_train.inspection.report import make_report
 from fabric_train.programs import tokenize_dataset
 from fabric_train.tokenization.chats import chat_template
 from fabric_train.tokenization.merge import merge
+from tests.support.programs import option_words
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(30)]
@@ -51,11 +52,15 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def run(folder: Path, tokenizer: Path, *sources: Path, **options: object) -> datasets.DatasetDict:
-    flags = [
-        part for name, value in {"max_length": 128, "num_proc": 1, **options}.items() for part in (f"--{name}", value)
-    ]
-    argv = ["--dataset", *sources, "--tokenizer_name", tokenizer, "--output_dir", folder, *flags]
-    tokenize_dataset.main([str(part) for part in argv])
+    arguments = {
+        "dataset": list(sources),
+        "tokenizer_name": tokenizer,
+        "output_dir": folder,
+        "max_length": 128,
+        "num_proc": 1,
+        **options,
+    }
+    tokenize_dataset.main(option_words(arguments))
     return datasets.load_from_disk(folder)
 
 

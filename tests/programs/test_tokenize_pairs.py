@@ -20,6 +20,7 @@ from fabric_train.token_dataset.document_search import files_named, find_documen
 from fabric_train.tokenization import merge as merging
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
+from tests.support.programs import option_words
 from tests.support.token_datasets import manifest_of
 
 NUM_PAIRS = 30
@@ -53,11 +54,15 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def run(folder: Path, tokenizer: Path, *sources: object, **options: object) -> datasets.DatasetDict:
-    flags = [
-        part for name, value in {"max_length": 256, "num_proc": 1, **options}.items() for part in (f"--{name}", value)
-    ]
-    argv = ["--dataset", *sources, "--tokenizer_name", tokenizer, "--output_dir", folder, *flags]
-    tokenize_dataset.main([str(part) for part in argv])
+    arguments = {
+        "dataset": list(sources),
+        "tokenizer_name": tokenizer,
+        "output_dir": folder,
+        "max_length": 256,
+        "num_proc": 1,
+        **options,
+    }
+    tokenize_dataset.main(option_words(arguments))
     return datasets.load_from_disk(folder)
 
 

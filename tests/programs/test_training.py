@@ -26,7 +26,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.learning_rate import learning_rate
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.ports import free_port
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, option_words
 from tests.support.token_datasets import tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -62,9 +62,15 @@ class Trainer:
         self._runs = runs
 
     def words(self, run: str, options: dict[str, object]) -> list[str]:
-        given = {"train_data_dir": self.tokens, "model_name": self.model, **SETTINGS, **options}
-        line = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-        return [*line, "--accelerator", "cpu", "--output_dir", str(self.folder / run)]
+        arguments = {
+            "train_data_dir": self.tokens,
+            "model_name": self.model,
+            **SETTINGS,
+            **options,
+            "accelerator": "cpu",
+            "output_dir": self.folder / run,
+        }
+        return option_words({name: value for name, value in arguments.items() if value is not None})
 
     def __call__(self, run: str, num_ranks: int = 2, **options: object) -> Path:
         self.start(run, num_ranks, **options).finish(300)

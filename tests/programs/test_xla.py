@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fabric_train.distributed.xla import NOTE
 from fabric_train.sample_data import real_data
 from tests.support.programs import ROOT, RunProgram
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.xla]
 
@@ -94,7 +94,7 @@ def test_stopped_run_resumes_with_the_same_losses(folder: Path, tiny_model_dir: 
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(300) == 75, (folder / "stopped.log").read_text()
-    assert 0 < checkpoints(run)[-1] < 8
+    assert 0 < saved_steps(run)[-1] < 8
     train(PYTHON, folder, "resumed", *words, "--resume", "true")
     assert metrics(run) == metrics(folder / "xla")
 

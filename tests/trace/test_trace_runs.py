@@ -17,7 +17,7 @@ from fabric_train.trace.documents import find_steps, list_documents
 from fabric_train.trace.run_history import Ranks, RunHistory
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRuns
-from tests.support.short_runs import argv, checkpoints, metrics
+from tests.support.short_runs import argv, metrics, saved_steps
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -185,8 +185,8 @@ def test_steps_of_a_document_are_those_that_list_it(tracing: Tracing, capsys: py
                 listed.setdefault((run, Path(one.file or "").name, one.line or 0), set()).add(step)
     for run in LAST_STEPS:
         history = RunHistory(Path(run))
-        kept = dict.fromkeys([step for step in checkpoints(tracing.folder / "trunk") if step <= 4], "trunk")
-        kept |= dict.fromkeys(checkpoints(tracing.folder / run)[0 if run != "trunk" else len(kept) :], run)
+        kept = dict.fromkeys([step for step in saved_steps(tracing.folder / "trunk") if step <= 4], "trunk")
+        kept |= dict.fromkeys(saved_steps(tracing.folder / run)[0 if run != "trunk" else len(kept) :], run)
         for file, line in list(tracing.texts)[::2]:
             found = find_steps(history, f"{file}:{line}")
             steps = listed.get((run, file, line), set())

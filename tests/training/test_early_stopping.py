@@ -14,7 +14,7 @@ from fabric_train.checkpoint.discovery import prune
 from fabric_train.training.early_stopping import EarlyStopping
 from tests.support.checkpoint_examples import write_checksums, write_full
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints, metrics
+from tests.support.short_runs import TERMINATE, argv, at_point, metrics, saved_steps
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 MAX_STEP = 8
@@ -118,7 +118,7 @@ def test_a_run_ends_after_a_save_when_a_loss_has_stopped_falling(stopping: Stopp
     run.finish()
     wanted = metrics(stopping.folder / "whole")[: end + 1]
     assert metrics(stopping.folder / "early") == wanted
-    assert checkpoints(stopping.folder / "early")[-1] == end
+    assert saved_steps(stopping.folder / "early")[-1] == end
     reason = f"early stopping after step {end}: the validation loss of va has not fallen below "
     assert reason in run.stdout()
     again = stopping.start("early", resume="true", **given)
@@ -202,7 +202,7 @@ def test_interim_checkpoints_are_not_among_the_newest_that_are_kept(tmp_path: Pa
         (folder / "trainer.json").write_text(json.dumps({**content, "val_loss": loss, "interim": interim}))
         write_checksums(folder)
         prune(folder, keep, set())
-        return checkpoints(tmp_path)
+        return saved_steps(tmp_path)
 
     assert save(1, 5.0, interim=True, keep=None) == [1]
     assert save(2, 6.0, interim=False, keep=None) == [1, 2]
@@ -222,7 +222,7 @@ def test_best_checkpoint_is_the_one_of_the_deciding_source(stopping: Stopping) -
     assert best_checkpoint(stopping.folder / "whole") == stopping.folder / f"whole/checkpoints/step-{best:08d}"
     run = stopping.start("kept", best_by="va", keep_checkpoints=1)
     run.finish()
-    assert checkpoints(stopping.folder / "kept") == sorted({best, MAX_STEP})
+    assert saved_steps(stopping.folder / "kept") == sorted({best, MAX_STEP})
     assert f"step-{best:08d}, validation loss of va {losses[best]:.4f}" in "".join(run.stdout().split("\n"))
 
 

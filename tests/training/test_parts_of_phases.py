@@ -18,7 +18,7 @@ from fabric_train.preflight.prepare import prepare
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import argv, at_point, metrics, saved_steps
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def test_each_phase_changes_its_parts_alone(phased: Phased, whole: ForkedRun) -> None:
-    assert checkpoints(phased.folder / "whole") == [3, 5, 6]
+    assert saved_steps(phased.folder / "whole") == [3, 5, 6]
     weights = [load_file(phased.model / "model.safetensors")]
     weights += [phased.tensors("whole", step, "model") for step in (3, 5, 6)]
     assert differing(weights[0], weights[1]) == [EMBEDDING]

@@ -16,7 +16,7 @@ from fabric_train.trace.documents import list_documents
 from fabric_train.trace.run_history import RunHistory
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.rounding import assert_same_checkpoint, num_sums_of_gradient, rounding_tolerance
-from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import argv, at_point, metrics, saved_steps
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ def test_the_rows_and_positions_of_a_phase_are_longer(growing: Growing, whole: F
     lines = whole.stdout()
     assert "256 positions, theta 10,000 -> 512 positions, llama3 factor 2 from 256 positions, theta 500,000" in lines
     assert "from step 3 on long: " in lines
-    assert checkpoints(growing.folder / "whole") == [2, 4, 5]  # each phase ends with one
+    assert saved_steps(growing.folder / "whole") == [2, 4, 5]  # each phase ends with one
     configs = [json.loads((growing.checkpoint("whole", step) / "config.json").read_text()) for step in (2, 4)]
     assert [config["max_position_embeddings"] for config in configs] == [256, 512]
     assert configs[1]["rope_parameters"] == ROPE | {"original_max_position_embeddings": POSITIONS}

@@ -12,7 +12,7 @@ from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.distributed.strategy import device_name, use_threads_of
 from fabric_train.trace.run_history import RunHistory
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.short_runs import argv, checkpoints
+from tests.support.short_runs import argv, saved_steps
 from tests.support.token_datasets import TEXTS, alter_token, manifest_of, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -157,7 +157,7 @@ def test_what_was_removed_from_metrics_csv_is_named(replaying: Replaying) -> Non
 
 
 def test_a_replay_says_what_was_not_compared(replaying: Replaying) -> None:
-    assert checkpoints(replaying.run) == [2, 4, 6]  # step 5 was the best one, and made way for step 6
+    assert saved_steps(replaying.run) == [2, 4, 6]  # step 5 was the best one, and made way for step 6
     facts = check_holds(replaying.replay(replaying.run, "5:6"))
     assert {"val_loss", "train_loss", "grad_norm", "rows_hash"} <= set(facts["compared"].split(", "))
     assert facts["not compared"] == "validation losses of step 5, which no checkpoint has; times, speeds and memory"
@@ -209,7 +209,7 @@ def test_a_branch_with_shares_and_a_phase_is_reproduced(replaying: Replaying) ->
     folders = ["--train_data_dir", replaying.folder / "tokens", replaying.folder / "others", "--shares", 1, 0.5]
     branch = ["--branch", f"{replaying.run}@4", "--lr", 5e-4, "--phases", phases]
     run = replaying.train("branch", 1, *folders, *branch, **{**OPTIONS, "save_step_interval": 9})
-    assert checkpoints(run) == [5, 6]
+    assert saved_steps(run) == [5, 6]
     facts = check_holds(replaying.replay(run, "5:6"))
     assert facts["figures"].startswith("bit for bit")
     assert facts["steps"].startswith("5 to 6, trained from step-00000004")

@@ -33,7 +33,7 @@ from fabric_train.training.step import backpropagate
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRuns
-from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints
+from tests.support.short_runs import TERMINATE, argv, at_point, saved_steps
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 SOURCES = ("es", "va", "en")
@@ -368,7 +368,7 @@ def test_a_signal_in_the_first_evaluation_ends_the_run_and_step_0_is_logged_once
     stopped = runs.start(name, 2, before=at_start)
     assert set(stopped.wait()) == {75}, stopped.report()
     assert "stopped by SIGTERM before the first step was taken" in stopped.stdout()
-    assert checkpoints(runs.folder / name) == []
+    assert saved_steps(runs.folder / name) == []
     assert rows_of(runs.folder / name) == []
     killed = runs.start(name, 1, at_point("os.kill(os.getpid(), signal.SIGKILL)", 2, "DATA"), resume="true")
     assert killed.wait() == [-9]

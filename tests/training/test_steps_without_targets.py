@@ -16,6 +16,7 @@ from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.training.metrics import read_metrics
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
+from tests.support.programs import option_words
 from tests.support.unequal_rows import LENGTH, VOCABULARY, argv, write_model
 
 NUM_ROWS = 40
@@ -172,7 +173,7 @@ def test_a_stream_of_long_prompts_leaves_steps_out(forked_runs: ForkedRuns, tmp_
     given |= {"streaming_dataset": chats, "total_batch_size": 1, "micro_batch_size": 1, "save_step_interval": 8}
     given |= {**sizes, "max_context_width": 16, "eval_iters": "null", "parallelism": "single"}
     assert model.is_dir()
-    run = forked_runs.start([str(word) for name, value in given.items() for word in (f"--{name}", value)], 1)
+    run = forked_runs.start(option_words(given), 1)
     run.finish()
     assert None in losses(tmp_path / "run")
     assert len([line for line in run.lines() if NOTE in line]) == 1
