@@ -36,7 +36,7 @@ def test_rotary_and_reduction_stay_fp32_in_every_precision(
 ) -> None:
     line = ["--train_data_dir", "unused", "--output_dir", "unused", "--model_name", tiny_model_dir]
     line += ["--accelerator", "cpu", "--parallelism", parallelism, "--precision", precision]
-    run = forked_runs.start(line, program="tests.support.two_ranks")
+    run = forked_runs.start(line, program="tests.support.step_dtypes")
     run.finish()
     assert json.loads(run.stdout().splitlines()[-1]) == {
         "rotary": [FP32],

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,12 +28,13 @@ CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message[
 
 
 def trained_weights(model_dir: Path) -> dict[str, torch.Tensor]:
-    """Return weights that all differ from the model's, as after some training; tied weights appear once."""
+    """Return fp32 weights by name that all differ from the model's, as after some training.
+
+    The model's head is its embedding, which appears once.
+    """
     torch.manual_seed(1)
-    weights = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
-    return {
-        name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items() if name != "lm_head.weight"
-    }
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in _untied_weights(model).items()}
 
 
 def run_with_two_checkpoints(session_folder: Path, model_dir: Path, runs: ForkedRuns) -> Path:
@@ -49,7 +51,7 @@ def run_with_two_checkpoints(session_folder: Path, model_dir: Path, runs: Forked
 
 
 def write_full(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int) -> Path:
-    """Write a full checkpoint."""
+    """Write a full checkpoint of these weights, without optimizer states; return its folder."""
     _write_description(folder, model_dir, "full", step)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "optimizer").mkdir()
@@ -58,40 +60,49 @@ def write_full(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], 
 
 
 def write_sharded(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int, runs: ForkedRuns) -> Path:
-    """Write a sharded checkpoint from two ranks that hold the model under FSDP2."""
+    """Write a sharded checkpoint of these weights from two ranks that hold the model under FSDP2; return its folder."""
     _write_description(folder, model_dir, "sharded", step)
     (folder / "optimizer").mkdir()
-    source = folder / "weights-to-shard.safetensors"
-    save_file(weights, source)
-    runs.start([model_dir, source, folder], NUM_RANKS, program=__name__).finish()
-    source.unlink()
+    # each rank reads the full weights from a file, and writes its shards: see ``main``
+    full_weights = folder / "weights-to-shard.safetensors"
+    save_file(weights, full_weights)
+    runs.start([model_dir, full_weights, folder], NUM_RANKS, program=__name__).finish()
+    full_weights.unlink()
     write_checksums(folder)
     return folder
 
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in ``folder``."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS]
-    write_part(folder, 0, {path.relative_to(folder).as_posix(): hash_file(path) for path in files})
+    hashes = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != CHECKSUMS:
+            hashes[path.relative_to(folder).as_posix()] = hash_file(path)
+    write_part(folder, 0, hashes)
     join_parts(folder)
 
 
 def main() -> None:
-    """Write this rank's part of a sharded checkpoint: ``MODEL_DIR WEIGHTS CHECKPOINT``."""
-    model_dir, source, folder = map(Path, sys.argv[1:])
+    """Write this rank's shards of a checkpoint: ``MODEL_DIR WEIGHTS CHECKPOINT``."""
+    model_dir, full_weights, folder = (Path(argument) for argument in sys.argv[1:])
     dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model.load_state_dict(load_file(source), strict=False)
+    model.load_state_dict(load_file(full_weights), strict=False)  # lm_head.weight is not there: it is tied
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True))
+    writer = HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True)
+    dcp.save(_untied_weights(model), storage_writer=writer)
     dist.destroy_process_group()
 
 
+def _untied_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
 def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step: int) -> None:
+    """Write the configuration, the tokenizer with a chat template, and trainer.json."""
     (folder / "tokenizer").mkdir(parents=True)
     for name in ("config.json", "generation_config.json"):
         shutil.copyfile(model_dir / name, folder / name)
@@ -99,7 +110,7 @@ def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step
         shutil.copyfile(model_dir / name, folder / "tokenizer" / name)
     (folder / "tokenizer" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     state = TrainerState(step=step, num_tokens=64 * step, num_samples=step, train_loss=3.25, val_loss=3.5)
-    trainer = {
+    trainer_json = {
         "format": FORMAT,
         **asdict(state),
         "state_dict_type": state_dict_type,
@@ -115,4 +126,4 @@ def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step
         "versions": {"torch": torch.__version__},
         "base_model": asdict(ModelOrigin(model_dir.name)),
     }
-    (folder / "trainer.json").write_text(json.dumps(trainer))
+    (folder / "trainer.json").write_text(json.dumps(trainer_json))

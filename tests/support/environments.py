@@ -16,7 +16,7 @@ from tests.support.programs import ROOT
 
 
 def environment_with(name: str, *packages: str) -> Path:
-    """Return the Python of the environment ``.cache/NAME``; create it with these pinned packages if it is not there."""
+    """Return the Python of the environment ``.cache/NAME``; if it is missing, create it with these pinned packages."""
     target = CACHE / name
     if not target.exists():
         with complete_folder(target) as folder:
@@ -38,10 +38,10 @@ def downstream_environment(name: str, *, without: Sequence[str] = ()) -> Path:
     if not target.exists():
         with complete_folder(target) as folder:
             venv.create(folder)
-            # resolved: .venv may be a link that is removed before the cache is
-            below = Path(sysconfig.get_path("purelib")).resolve()
+            # a .pth file adds the packages of this environment; .venv may be a link that is removed before the cache is
+            base_packages = Path(sysconfig.get_path("purelib")).resolve()
             (site_packages,) = folder.glob("lib/python*/site-packages")
-            (site_packages / "below.pth").write_text(f"{below}\n", encoding="utf-8")
+            (site_packages / "below.pth").write_text(f"{base_packages}\n", encoding="utf-8")
             _install(folder, "-r", str(requirements))
             if without:
                 pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
@@ -50,8 +50,9 @@ def downstream_environment(name: str, *, without: Sequence[str] = ()) -> Path:
 
 
 def run_inside(python: Path | str, program: str, *words: object) -> Any:
-    """Run ``tests/downstream/inside/PROGRAM`` with an environment's Python; return the JSON that it prints last."""
-    command = [str(python), str(ROOT / "tests" / "downstream" / "inside" / program), *map(str, words)]
+    """Run ``tests/downstream/inside/PROGRAM`` with an environment's Python; return the JSON of its last line."""
+    script = ROOT / "tests" / "downstream" / "inside" / program
+    command = [str(python), str(script), *(str(word) for word in words)]
     ended = subprocess.run(command, text=True, capture_output=True, timeout=1200, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(ended.stdout.splitlines()[-1])

@@ -22,11 +22,12 @@ def run_in_fork(runs: ForkedRuns, before: str = "") -> "Callable[..., subprocess
     ) -> "subprocess.CompletedProcess[str]":
         python, option, module, *words = command
         assert (python, option) == (sys.executable, "-m")
-        found = find_spec(module)
-        assert found is not None, module
-        program = f"{module}.__main__" if found.submodule_search_locations else module
-        started = runs.start(words, 1, cwd=cwd, env=env, program=program, before=before)
-        (code,) = started.wait()
-        return subprocess.CompletedProcess(command, code, started.stdout(), started.stderr())
+        spec = find_spec(module)
+        assert spec is not None, module
+        is_package = spec.submodule_search_locations is not None
+        program = f"{module}.__main__" if is_package else module
+        process = runs.start(words, 1, cwd=cwd, env=env, program=program, before=before)
+        (code,) = process.wait()
+        return subprocess.CompletedProcess(command, code, process.stdout(), process.stderr())
 
     return run

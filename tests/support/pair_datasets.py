@@ -1,10 +1,11 @@
 """Write token datasets of preference pairs, and a tiny model with a chat template that they are made with."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fabric_train.programs import tokenize_dataset
+from tests.support.programs import option_words
 from tests.support.tiny_model import write_tiny_model
 
 TEMPLATE = (
@@ -16,30 +17,49 @@ _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 
 
 def write_model(folder: Path) -> Path:
-    """Write a Llama of two small layers whose tokenizer has a chat template."""
+    """Write a Llama of two small layers whose tokenizer has a chat template; return its folder."""
     write_tiny_model(folder, [" ".join(_WORDS), "user assistant: Count to the number of words."])
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
-def write_source(path: Path, numbers: Sequence[int]) -> Path:
-    """Write a JSON Lines file of pairs: an answer counts on from a number, the rejected one backwards, and longer."""
+def write_source(path: Path, pair_numbers: Iterable[int]) -> Path:
+    """Write a JSON Lines file of pairs, and return its path.
+
+    The prompt asks to count on from a word. The chosen answer does so. The rejected answer counts backwards, says "no"
+    at the end, and is longer.
+
+    Args:
+        path: of the file.
+        pair_numbers: decide first word, length and prompt of each pair.
+    """
     with path.open("w") as file:
-        for number in numbers:
-            start = number % 5
-            length = 1 + number % 4
-            prompt = f"Count {'on ' * (number % 3)}from {_WORDS[start]}, {number}."
-            rejected = _WORDS[start : start + length + number % 2][::-1]
-            answers = {"chosen": _WORDS[start : start + length], "rejected": [*rejected, "no"]}
-            row = {name: [{"role": "assistant", "content": " ".join(words)}] for name, words in answers.items()}
-            file.write(json.dumps({"prompt": [{"role": "user", "content": prompt}], **row}) + "\n")
+        for pair_number in pair_numbers:
+            start = pair_number % 5
+            chosen_stop = start + 1 + pair_number % 4
+            rejected_stop = chosen_stop + pair_number % 2
+            prompt = f"Count {'on ' * (pair_number % 3)}from {_WORDS[start]}, {pair_number}."
+            chosen = _WORDS[start:chosen_stop]
+            rejected = [*_WORDS[start:rejected_stop][::-1], "no"]
+            pair = {
+                "prompt": [{"role": "user", "content": prompt}],
+                "chosen": [{"role": "assistant", "content": " ".join(chosen)}],
+                "rejected": [{"role": "assistant", "content": " ".join(rejected)}],
+            }
+            file.write(json.dumps(pair) + "\n")
     return path
 
 
 def tokenize(folder: Path, model: Path, sources: Sequence[Path], **options: object) -> Path:
-    """Make a token dataset of pairs in rows of ``ROW_LENGTH`` tokens."""
-    given = {"max_length": ROW_LENGTH, "num_proc": 1, "validation_split": 0.25, **options}
-    flags = [part for name, value in given.items() for part in (f"--{name}", value)]
-    argv = ["--dataset", *sources, "--tokenizer_name", model, "--output_dir", folder, *flags]
-    tokenize_dataset.main([str(part) for part in argv])
+    """Make a token dataset of pairs in rows of ``ROW_LENGTH`` tokens; return its folder."""
+    arguments = {
+        "dataset": list(sources),
+        "tokenizer_name": model,
+        "output_dir": folder,
+        "max_length": ROW_LENGTH,
+        "num_proc": 1,
+        "validation_split": 0.25,
+        **options,
+    }
+    tokenize_dataset.main(option_words(arguments))
     return folder

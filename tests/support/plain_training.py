@@ -1,7 +1,8 @@
 """Train in plain PyTorch, as a reference for our runs."""
 
 import functools
-from itertools import count
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -18,48 +19,61 @@ LR = 1e-3
 GRAD_CLIP = 0.4
 WEIGHT_DECAY = 1.0
 """So large that the losses show which weights decay."""
+_SEED = 0
 
 
 @functools.cache
 def plain_pytorch(
-    model_dir: Path, tokens: Path, rows_per_window: int, num_steps: int
+    model_dir: Path, tokens_dir: Path, rows_per_window: int, num_steps: int
 ) -> tuple[list[float], list[float]]:
-    """Train on one device, one document at a time; return the losses and the gradient norms before clipping."""
+    """Train a model from a folder in fp32, as :func:`train_plainly` does.
+
+    Returns:
+        The loss of each step, and the gradient norm of each step before clipping.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    return train_plainly(model, tokens, rows_per_window, num_steps)
+    return train_plainly(model, tokens_dir, rows_per_window, num_steps)
 
 
 def train_plainly(
-    model: torch.nn.Module, tokens: Path, rows_per_window: int, num_steps: int, num_ranks: int = 1
+    model: torch.nn.Module, tokens_dir: Path, rows_per_window: int, num_steps: int, num_ranks: int = 1
 ) -> tuple[list[float], list[float]]:
-    """Do as :func:`plain_pytorch` does with the parameters of a model that train.
+    """Train the parameters of a model that require gradients: on one device, one document at a time.
 
-    Dropout draws the numbers of ``num_ranks`` ranks with micro-batches of one row.
+    Args:
+        model: is changed.
+        tokens_dir: a token dataset without a manifest.
+        rows_per_window: rows of an optimizer step.
+        num_steps: optimizer steps.
+        num_ranks: dropout draws the numbers of so many ranks, with micro-batches of one row.
+
+    Returns:
+        The loss of each step, and the gradient norm of each step before clipping.
     """
     model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() == 1]
+    # vectors (norms, biases) do not decay
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    rows = open_dataset(str(tokens)).train.split
-    windows = (
-        order[first : first + rows_per_window].tolist()
-        for order in (np.random.default_rng([0, epoch]).permutation(len(rows)) for epoch in count())  # seed, epoch
-        for first in range(0, len(rows), rows_per_window)
-    )
+
+    rows = open_dataset(str(tokens_dir)).train.split
+    windows = islice(_windows(len(rows), rows_per_window), num_steps)
     losses = []
     norms = []
-    for step, window in zip(range(1, num_steps + 1), windows, strict=False):
+    for step, window in enumerate(windows, 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR))
-        of_rows = []
+        # one mean over all supervised tokens of the window: rows with more of them count more
+        losses_by_row = []
         for rank in range(num_ranks):
-            torch.manual_seed(int(np.random.SeedSequence([0, step, rank]).generate_state(1)[0]))  # seed, step, rank
-            of_rows += [document_losses(model, rows[row]) for row in window[rank::num_ranks]]
-        loss = torch.cat(of_rows).mean()
+            _seed_dropout(step, rank)
+            for row in window[rank::num_ranks]:
+                losses_by_row.append(document_losses(model, rows[row]))
+        loss = torch.cat(losses_by_row).mean()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, GRAD_CLIP)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -67,12 +81,27 @@ def train_plainly(
 
 
 def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
-    """Return the losses of a row's supervised tokens, with a forward pass for each document."""
+    """Return the losses of a row's supervised tokens, fp32 [N], with a forward pass for each document."""
     starts = row["document_starts"][1:]
     documents = torch.tensor(row["input_ids"]).tensor_split(starts)
     labels = torch.tensor(row["labels"]).tensor_split(starts)
-    losses = [
-        F.cross_entropy(model(ids[None]).logits[0, :-1], wanted[1:], ignore_index=IGNORED_LABEL, reduction="none")
-        for ids, wanted in zip(documents, labels, strict=True)
-    ]
-    return torch.cat(losses)[torch.cat([wanted[1:] != IGNORED_LABEL for wanted in labels])]
+    losses = []
+    for document_ids, document_labels in zip(documents, labels, strict=True):
+        logits = model(document_ids[None]).logits[0, :-1]  # [length - 1, vocab]
+        targets = document_labels[1:]
+        token_losses = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="none")
+        losses.append(token_losses[targets != IGNORED_LABEL])
+    return torch.cat(losses)
+
+
+def _windows(num_rows: int, rows_per_window: int) -> Iterator[list[int]]:
+    """Yield the rows of each optimizer step without end; each epoch has another order, and its last window may be short."""
+    for epoch in count():
+        order = np.random.default_rng([_SEED, epoch]).permutation(num_rows)
+        for start in range(0, num_rows, rows_per_window):
+            yield order[start : start + rows_per_window].tolist()
+
+
+def _seed_dropout(step: int, rank: int) -> None:
+    seed_sequence = np.random.SeedSequence([_SEED, step, rank])
+    torch.manual_seed(int(seed_sequence.generate_state(1)[0]))

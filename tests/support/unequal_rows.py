@@ -7,9 +7,11 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from fabric_train.data.batch import IGNORED_LABEL
+from tests.support.programs import option_words
+from tests.support.tiny_model import random_llama
 
 VOCABULARY = 300
 NUM_ROWS = 51
@@ -18,20 +20,24 @@ ROWS_PER_WINDOW = 8  # the last window of an epoch has 3
 
 
 def write_model(folder: Path, spoiled_token: int | None = None, **sizes: int) -> Path:
-    """Write a seeded random Llama, untied; the embedding of ``spoiled_token`` is infinite."""
-    given: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, **sizes}
+    """Write a seeded random Llama in fp32 whose head is not its embedding; return its folder.
+
+    Args:
+        folder: of the model.
+        spoiled_token: a token whose embedding is infinite.
+        sizes: ``hidden_size``, ``intermediate_size`` and other fields of ``LlamaConfig``.
+    """
+    size_settings: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, **sizes}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        **given,
+        **size_settings,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+    model = random_llama(config)
     if spoiled_token is not None:
         with torch.no_grad():
             model.model.embed_tokens.weight[spoiled_token] = torch.inf
@@ -46,35 +52,47 @@ def write_rows(
     num_rows: int = NUM_ROWS,
     packed_every: int = 3,
 ) -> Path:
-    """Write a token dataset: of every four rows one has no supervised token, one has one, one has all, one has half.
+    """Write a token dataset of rows of ``LENGTH`` tokens, without a manifest; return its folder.
 
-    Every ``packed_every``-th row holds three documents, the others one. ``spoiled_rows`` have ``spoiled_token``
-    in their middle.
+    Of every four rows, one has one supervised token, one has all, one has about half, and one has none.
+
+    Args:
+        folder: of the token dataset.
+        spoiled_rows: rows that have ``spoiled_token`` in their middle.
+        spoiled_token: see ``write_model``.
+        num_rows: of the training split, the only one.
+        packed_every: every so many rows, one holds three documents; the others hold one.
     """
     random = np.random.default_rng(0)
     input_ids = random.integers(3, VOCABULARY, (num_rows, LENGTH))
     input_ids[list(spoiled_rows), LENGTH // 2] = spoiled_token
     labels = input_ids.copy()
+    document_starts = []
     for row in range(num_rows):
-        unsupervised = [
-            np.ones(LENGTH, bool),
-            np.arange(LENGTH) != 7,
+        is_supervised_by_kind = [
             np.zeros(LENGTH, bool),
-            random.random(LENGTH) < 0.5,
+            np.arange(LENGTH) == 7,
+            np.ones(LENGTH, bool),
+            random.random(LENGTH) >= 0.5,
         ]
-        labels[row, unsupervised[row % 4]] = IGNORED_LABEL
-    columns = {
-        "input_ids": input_ids.tolist(),
-        "labels": labels.tolist(),
-        "document_starts": [[0, 5, 11] if row % packed_every == 0 else [0] for row in range(num_rows)],
-    }
+        is_supervised = is_supervised_by_kind[row % 4]
+        labels[row, ~is_supervised] = IGNORED_LABEL
+        document_starts.append([0, 5, 11] if row % packed_every == 0 else [0])
+    columns = {"input_ids": input_ids.tolist(), "labels": labels.tolist(), "document_starts": document_starts}
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns)}).save_to_disk(str(folder))
     return folder
 
 
 def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
-    """Return the arguments of a run on CPU in fp32, with ``ROWS_PER_WINDOW`` rows a window."""
-    settings: dict[str, Any] = {
+    """Return the arguments of a run on CPU in fp32, with ``ROWS_PER_WINDOW`` rows a window.
+
+    Args:
+        model: Hugging Face folder of the model.
+        tokens: token dataset.
+        run: output folder.
+        options: other arguments, or other values of these.
+    """
+    arguments = {
         "model_name": model,
         "train_data_dir": tokens,
         "output_dir": run,
@@ -88,7 +106,7 @@ def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
         "loggers": "csv",
         **options,
     }
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return option_words(arguments)
 
 
 def metrics(run: Path) -> list[dict[str, str]]:
