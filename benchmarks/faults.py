@@ -15,17 +15,9 @@ from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
 from fabric_train.sample_data import real_data
 from tests.support.forked_runs import ForkedRuns, start_forked_runs
-from tests.support.kills import (
-    AT_RANDOM,
-    IN_A_SAVE,
-    MOMENTS,
-    Course,
-    Training,
-    differences,
-    metrics,
-    train_at_once,
-    train_through,
-)
+from tests.support.kill_moments import MOMENTS
+from tests.support.kills import AT_RANDOM, IN_A_SAVE, RunTimes, Training, train_uninterrupted, train_with_kills
+from tests.support.run_comparison import differences, metrics
 from tests.support.tiny_model import write_tiny_model
 
 NUM_KILLS = 200
@@ -171,7 +163,7 @@ def _kill(runs: ForkedRuns, name: str, training: Training, folder: Path, seed: i
     """Yield killed runs of one system until it has had its share of the kills."""
     random_ = random.Random(f"{seed} {name}")
     uninterrupted = folder / f"{name}-whole"
-    course = train_at_once(runs, training, uninterrupted)
+    course = train_uninterrupted(runs, training, uninterrupted)
     left = NUM_KILLS // len(SYSTEMS)
     while left > 0:
         killed = _kill_one(runs, training, folder / f"{name}-{left}", uninterrupted, course, random_, left)
@@ -186,14 +178,14 @@ def _kill_one(
     training: Training,
     folder: Path,
     uninterrupted: Path,
-    course: Course,
+    course: RunTimes,
     random_: random.Random,
     max_kills: int,
 ) -> KilledRun:
     moments = [*MOMENTS, IN_A_SAVE, *[AT_RANDOM] * NUM_RANDOM_MOMENTS]
     random_.shuffle(moments)
     started = time.monotonic()
-    kills = train_through(runs, training, folder, moments[:max_kills], random_, course)
+    kills = train_with_kills(runs, training, folder, moments[:max_kills], random_, course)
     return KilledRun(
         kills=[vars(kill) for kill in kills],
         seconds=round(time.monotonic() - started, 1),

@@ -32,8 +32,8 @@ from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.model.flops import peak_flops
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.init_weights import new_shape
-from tests.support.kills import differences
-from tests.support.plan_accuracy import write_rows
+from tests.support.random_inputs import write_rows
+from tests.support.run_comparison import differences
 from tests.support.tiny_model import write_tiny_model, write_tokenizer
 
 PARITY_STEPS = 8

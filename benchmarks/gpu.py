@@ -29,7 +29,7 @@ from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.model.init_weights import new_shape
-from tests.support.plan_accuracy import write_rows
+from tests.support.random_inputs import write_rows
 
 REPETITIONS = 2
 STEPS = 10

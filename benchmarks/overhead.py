@@ -25,7 +25,7 @@ from benchmarks.training import (
     run_peer,
 )
 from fabric_train.sample_data import real_data
-from tests.support.plan_accuracy import write_model, write_rows
+from tests.support.random_inputs import write_model, write_rows
 
 REPETITIONS = 3
 STARTED = "start: fabric_train"

@@ -15,20 +15,8 @@ from benchmarks.measure import ROOT, Command
 from benchmarks.report import Report
 from fabric_train.sample_data import real_data
 from tests.support.forked_runs import start_forked_runs
-from tests.support.plan_accuracy import (
-    LAYERS,
-    LENGTH,
-    RETURN_FREED,
-    STEPS,
-    TOLERANCE,
-    WIDTH,
-    Case,
-    case_argv,
-    plan_of,
-    resident,
-    write_model,
-    write_rows,
-)
+from tests.support.plan_accuracy import RETURN_FREED, STEPS, TOLERANCE, Case, case_argv, planned_bytes, resident_bytes
+from tests.support.random_inputs import LAYERS, LENGTH, WIDTH, write_model, write_rows
 
 CASES = (
     Case("single", 1),
@@ -96,9 +84,9 @@ def measure(work: Path) -> Report:
             print(f"plan: {case}", flush=True)
             case_folder = folder / str(number)
             model = models[case]
-            planned = plan_of(runs, case, model, tokens, case_folder)
+            planned = planned_bytes(runs, case, model, tokens, case_folder)
             measured, usual = (
-                resident(runs, case, model, tokens, case_folder / name, before)
+                resident_bytes(runs, case, model, tokens, case_folder / name, before)
                 for name, before in (("returned", RETURN_FREED), ("usual", ""))
             )
             results[str(case)] = [Resident(planned, measured, usual)]

@@ -19,7 +19,7 @@ from fabric_train.preflight.save_interval import LLAMA_3_HOURS, Costs
 from fabric_train.training.run_times import RunTimes, read_times
 from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.kills import Training
-from tests.support.plan_accuracy import write_rows
+from tests.support.random_inputs import write_rows
 from tests.support.short_runs import TERMINATE, at_point
 from tests.support.tiny_model import write_tiny_model
 

@@ -10,8 +10,8 @@ from fabric_train.checkpoint import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from tests.checkpoint.test_checkpoint_saves import SETTINGS, checkpoints, named
 from tests.support.forked_runs import ForkedRuns
-from tests.support.kills import differences, metrics
 from tests.support.programs import option_words
+from tests.support.run_comparison import differences, metrics
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from fabric_train.reading.hf_datasets import DatasetName, StreamSource
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, GigatokenEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.kills import differences
+from tests.support.run_comparison import differences
 from tests.support.token_datasets import tokenize
 
 

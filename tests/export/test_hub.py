@@ -16,7 +16,8 @@ from fabric_train.export.hub import PushError, PushRequest, _shown_progress, che
 from fabric_train.programs import convert_to_hf
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
-from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
+from tests.support.stand_in_hub import TOKEN, Fault, StandInHub
+from tests.support.stand_in_hub_accounts import account
 from tests.support.stand_in_xet import stored_bytes
 
 TO = PushRequest("alice/model", "model")

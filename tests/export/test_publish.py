@@ -21,7 +21,8 @@ from fabric_train.token_dataset.manifest import write_manifest
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.shards import ShardSizes
 from tests.support import pair_datasets
-from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
+from tests.support.stand_in_hub import TOKEN, Fault, StandInHub
+from tests.support.stand_in_hub_accounts import account
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 PLACE = "datasets/alice/tokens"

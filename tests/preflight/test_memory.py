@@ -26,7 +26,7 @@ from fabric_train.preflight.memory_gpu import compile_for_trace
 from fabric_train.preflight.memory_layout import Layout, Units, collectives_of_step, offloaded_bytes
 from fabric_train.preflight.memory_plan import busiest_rank, faults_of
 from fabric_train.training.prepared_run import StepPlan
-from tests.support import plan_accuracy
+from tests.support import plan_accuracy, random_inputs
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plan_accuracy import Case
 from tests.support.unequal_rows import argv, write_model, write_rows
@@ -366,7 +366,7 @@ def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model that is large beside a process, and rows for it."""
     folder = tmp_path_factory.mktemp("measured")
-    return plan_accuracy.write_model(folder / "model"), plan_accuracy.write_rows(folder / "tokens", length=128)
+    return random_inputs.write_model(folder / "model"), random_inputs.write_rows(folder / "tokens", length=128)
 
 
 MEASURED = [
@@ -393,8 +393,8 @@ MEASURED_MORE = [
 def test_plan_is_within_15_percent_of_resident_memory(
     forked_runs: ForkedRuns, measured: tuple[Path, Path], tmp_path: Path, case: Case
 ) -> None:
-    planned = plan_accuracy.plan_of(forked_runs, case, *measured, tmp_path / "run")
-    resident = plan_accuracy.resident(forked_runs, case, *measured, tmp_path / "run")
+    planned = plan_accuracy.planned_bytes(forked_runs, case, *measured, tmp_path / "run")
+    resident = plan_accuracy.resident_bytes(forked_runs, case, *measured, tmp_path / "run")
     assert planned == pytest.approx(resident, rel=plan_accuracy.TOLERANCE)
 
 

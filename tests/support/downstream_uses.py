@@ -1,4 +1,4 @@
-"""Use a model folder in other software: the same text and question everywhere."""
+"""Use a model in other software, each in an environment of its own: the same text and question everywhere."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ NUM_TOKENS = 40
 
 
 @dataclass(frozen=True)
-class Used:
-    """What software makes of a model.
+class ModelOutputs:
+    """What software computes with a model.
 
     Attributes:
         version: of the software.
-        ids: of TEXT.
-        logits: [T, V], fp32.
-        text: the NUM_TOKENS tokens after TEXT, taken greedily.
+        ids: token ids of TEXT, T of them.
+        logits: at each token of TEXT, fp32 [T, vocab].
+        text: the NUM_TOKENS tokens after TEXT, decoded greedily.
         reply: the answer to QUESTION through the chat template.
         ended: whether the reply has an end before NUM_TOKENS tokens.
         template: the chat template.
@@ -39,39 +39,48 @@ class Used:
     template: str | None
 
 
-def use_in_transformers(python: Path | str, folder: Path, text: str = TEXT) -> Used:
+def use_in_transformers(python: Path | str, folder: Path, text: str = TEXT) -> ModelOutputs:
     """Use a Hugging Face folder through ``pipeline``, with ``text`` in place of TEXT."""
     return _use(python, "in_transformers.py", folder, text)
 
 
-def use_in_llama_cpp(python: Path, file: Path, *adapter: Path, text: str = TEXT) -> Used:
-    """Use a GGUF file, with an adapter's on it if there is one, and ``text`` in place of TEXT."""
+def use_in_llama_cpp(python: Path, file: Path, *adapter: Path, text: str = TEXT) -> ModelOutputs:
+    """Use a GGUF file, with the GGUF file of an adapter if there is one, and ``text`` in place of TEXT."""
     return _use(python, "in_llama_cpp.py", file, text, *adapter)
 
 
-def use_in_vllm(python: Path, folder: Path, *adapter: Path, text: str = TEXT) -> Used:
-    """Use a Hugging Face folder in vLLM, with an adapter if there is one; ``logits`` has :func:`of_the_text` of it."""
+def use_in_vllm(python: Path, folder: Path, *adapter: Path, text: str = TEXT) -> ModelOutputs:
+    """Use a Hugging Face folder in vLLM, with an adapter if there is one.
+
+    vLLM gives no logits: ``logits`` has what :func:`text_log_probabilities` returns for other software.
+    """
     return _use(python, "in_vllm.py", folder, text, *adapter)
 
 
-def of_the_text(used: Used) -> np.ndarray:
-    """Return the log-probability of each token of the text but the first, from the logits: float [T - 1]."""
-    logits = used.logits[:-1].astype(np.float64)
+def text_log_probabilities(outputs: ModelOutputs) -> np.ndarray:
+    """Return the log-probability of each token of the text but the first, from the logits: float64 [T - 1]."""
+    logits = outputs.logits[:-1].astype(np.float64)
+    # less the largest logit, so that exp does not overflow
     shifted = logits - logits.max(axis=1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    picked: np.ndarray = log_probabilities[np.arange(len(logits)), used.ids[1:]]
-    return picked
+    positions = np.arange(len(logits))
+    next_ids = outputs.ids[1:]
+    selected: np.ndarray = log_probabilities[positions, next_ids]
+    return selected
 
 
-def assert_same(found: Used, expected: Used, tolerance: float) -> None:
-    """Check that two kinds of software make the same of a model; ``tolerance`` is for a logit."""
-    assert found.ids == expected.ids
-    np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=tolerance)
-    assert (found.text, found.reply, found.ended) == (expected.text, expected.reply, expected.ended)
-    assert found.template == expected.template
+def assert_same(outputs: ModelOutputs, expected: ModelOutputs, tolerance: float) -> None:
+    """Check that two kinds of software compute the same with a model; ``tolerance`` is for a logit."""
+    assert outputs.ids == expected.ids
+    np.testing.assert_allclose(outputs.logits, expected.logits, rtol=0, atol=tolerance)
+    assert outputs.text == expected.text
+    assert outputs.reply == expected.reply
+    assert outputs.ended == expected.ended
+    assert outputs.template == expected.template
 
 
-def _use(python: Path | str, program: str, model: Path, text: str, *more: Path) -> Used:
-    logits = model.parent / f"{model.name}-{program}.npy"
-    found = run_inside(python, program, model, text, QUESTION, NUM_TOKENS, logits, *more)
-    return Used(logits=np.load(logits), **found)
+def _use(python: Path | str, program: str, model: Path, text: str, *adapter: Path) -> ModelOutputs:
+    # logits are many numbers, so the program writes them into a file
+    logits_file = model.parent / f"{model.name}-{program}.npy"
+    printed = run_inside(python, program, model, text, QUESTION, NUM_TOKENS, logits_file, *adapter)
+    return ModelOutputs(logits=np.load(logits_file), **printed)

@@ -95,7 +95,10 @@ def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.
 
 
 def _windows(num_rows: int, rows_per_window: int) -> Iterator[list[int]]:
-    """Yield the rows of each optimizer step without end; each epoch has another order, and its last window may be short."""
+    """Yield the rows of each optimizer step, without end.
+
+    An epoch has an order of its own, and its last window may be short.
+    """
     for epoch in count():
         order = np.random.default_rng([_SEED, epoch]).permutation(num_rows)
         for start in range(0, num_rows, rows_per_window):

@@ -7,18 +7,13 @@ in which glibc returns freed blocks at once.
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.programs import option_words
 
-LAYERS = 8
-WIDTH = 512
-VOCABULARY = 8192
-LENGTH = 256
 STEPS = 2
 TOLERANCE = 0.15
+"""Of the plan, relative to the measured peak."""
 RETURN_FREED = """
 import ctypes, fabric_train.training.run as program
 program.reuse_freed_memory = lambda: ctypes.CDLL(None).mallopt(-3, 1 << 16)
@@ -28,10 +23,10 @@ _MEASURE_LAST_STEP = f"""
 from pathlib import Path
 from fabric_train.training import step
 seed_step = step.seed_step
-def begin_step(seed, number, *more):
-    if number == {STEPS}:
+def begin_step(seed, step_number, *arguments):
+    if step_number == {STEPS}:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
-    seed_step(seed, number, *more)
+    seed_step(seed, step_number, *arguments)
 step.seed_step = begin_step
 """
 """Code for a rank: forget the peak of what came before the last step, such as the loading of the model."""
@@ -47,87 +42,80 @@ class Case:
     is_real: bool = False
 
     def __str__(self) -> str:
-        given = [word.removeprefix("--") for word in self.options]
-        return " ".join([f"{self.parallelism} × {self.num_ranks}", *given, *(["SmolLM2-135M"] * self.is_real)])
+        words = [f"{self.parallelism} × {self.num_ranks}"]
+        words += [word.removeprefix("--") for word in self.options]
+        if self.is_real:
+            words.append("SmolLM2-135M")
+        return " ".join(words)
 
 
-def write_model(folder: Path, **sizes: int) -> Path:
-    """Write a seeded random Llama with tied embeddings: of about 30 million parameters, or of the given ``sizes``."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    given: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCABULARY}
-    given |= {"num_attention_heads": 8, "num_key_value_heads": 4, **sizes}
-    config = LlamaConfig(
-        **given,
-        intermediate_size=11 * given["hidden_size"] // 4,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def write_rows(folder: Path, num_rows: int = 64, length: int = LENGTH) -> Path:
-    """Write a token dataset of random rows, each of one document."""
-    import datasets
-
-    rows = np.random.default_rng(0).integers(3, 100, (num_rows, length)).tolist()
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})}).save_to_disk(str(folder))
-    return folder
-
-
-def plan_of(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path) -> int:
+def planned_bytes(runs: ForkedRuns, case: Case, model: Path, tokens: Path, output_dir: Path) -> int:
     """Return the peak resident bytes that the plan predicts for a rank."""
-    run = runs.start([*case_argv(case, model, tokens, work), "--plan", "true"], 1)
+    run = runs.start([*case_argv(case, model, tokens, output_dir), "--plan", "true"], 1)
     run.finish()
-    found = re.search(r"at most\s+([\d.,]+) GB", run.stdout())
-    assert found, run.stdout()
-    return round(float(found[1].replace(",", "")) * 1e9)
+    gigabytes = re.search(r"at most\s+([\d.,]+) GB", run.stdout())
+    assert gigabytes, run.stdout()
+    return round(float(gigabytes[1].replace(",", "")) * 1e9)
 
 
-def resident(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path, before: str = RETURN_FREED) -> int:
+def resident_bytes(
+    runs: ForkedRuns, case: Case, model: Path, tokens: Path, output_dir: Path, before: str = RETURN_FREED
+) -> int:
     """Train and return the peak resident bytes of any rank in the last step."""
-    run = runs.start(case_argv(case, model, tokens, work), case.num_ranks, before=before + _MEASURE_LAST_STEP)
-    return max(_peaks(run, work / "metrics.csv"))
+    argv = case_argv(case, model, tokens, output_dir)
+    run = runs.start(argv, case.num_ranks, before=before + _MEASURE_LAST_STEP)
+    return max(_peak_bytes(run, output_dir / "metrics.csv"))
 
 
-def case_argv(case: Case, model: Path, tokens: Path, work: Path) -> list[str]:
+def case_argv(case: Case, model: Path, tokens: Path, output_dir: Path) -> list[str]:
     """Return the arguments of a run in the way of ``case``."""
-    words = "--accelerator cpu --precision 32-true --gradient_accumulation_steps 1 --num_workers 0 --loggers csv"
-    words += f" --parallelism {case.parallelism} --devices {case.num_ranks} --max_step {STEPS}"
-    words += f" --model_name {model} --train_data_dir {tokens} --output_dir {work}"
-    given = [*words.split(), *case.options]
-    last_of_each = dict(zip(given[::2], given[1::2], strict=True))
-    return [word for pair in last_of_each.items() for word in pair]
+    arguments: dict[str, object] = {
+        "accelerator": "cpu",
+        "precision": "32-true",
+        "gradient_accumulation_steps": 1,
+        "num_workers": 0,
+        "loggers": "csv",
+        "parallelism": case.parallelism,
+        "devices": case.num_ranks,
+        "max_step": STEPS,
+        "model_name": model,
+        "train_data_dir": tokens,
+        "output_dir": output_dir,
+    }
+    names = [word.removeprefix("--") for word in case.options[::2]]
+    values = case.options[1::2]
+    arguments.update(zip(names, values, strict=True))
+    return option_words(arguments)
 
 
-def _peaks(run: ForkedRun, metrics: Path) -> list[int]:
+def _peak_bytes(run: ForkedRun, metrics_file: Path) -> list[int]:
     """Return each rank's peak resident bytes in its last step, as the kernel counts them."""
-    peaks = [0] * len(run.pids)
+    peak_bytes = [0] * len(run.pids)
 
-    def is_done() -> bool:
-        for index, pid in enumerate(run.pids):
-            peaks[index] = _high_water(pid) or peaks[index]  # before its last step a rank's is another peak
-        return _num_rows(metrics) >= STEPS
+    def has_trained() -> bool:
+        # a peak that was read before the last step is read again: the rank resets it when that step begins
+        for rank, pid in enumerate(run.pids):
+            peak_bytes[rank] = _high_water_bytes(pid) or peak_bytes[rank]
+        return _num_logged_steps(metrics_file) >= STEPS
 
-    if not run.wait_until(is_done):
+    if not run.wait_until(has_trained):
         raise ChildProcessError(run.report())
     run.kill()  # its last save would take longer than its steps
     run.wait()
-    return peaks
+    return peak_bytes
 
 
-def _num_rows(metrics: Path) -> int:
-    return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
-
-
-def _high_water(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status")
-    try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-    except OSError:  # the rank has ended
+def _num_logged_steps(metrics_file: Path) -> int:
+    if not metrics_file.exists():
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return len(metrics_file.read_text().splitlines()) - 1  # without the header
+
+
+def _high_water_bytes(pid: int) -> int:
+    """Return the peak resident bytes of a process, 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    kibibytes = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(kibibytes[1]) * 1024 if kibibytes else 0

@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from fabric_train.tokenization import merge
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.programs import ROOT
-from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
+from tests.support.stand_in_hub import TOKEN, Fault, StandInHub
+from tests.support.stand_in_hub_accounts import account
 from tests.support.tiny_model import write_tiny_model
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 

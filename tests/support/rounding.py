@@ -30,12 +30,16 @@ def rounding_tolerance(num_sums: int, dtype: torch.dtype = torch.float32) -> flo
 
 
 def num_sums_of_loss(config: PretrainedConfig, row_length: int) -> int:
-    """Return how many terms are added on the way from a token to its loss in a decoder as Llama's."""
-    head = config.hidden_size // config.num_attention_heads
-    attention = 2 * config.hidden_size + head + 2 * row_length + config.hidden_size  # norm, q, scores, softmax, v, o
-    network = 2 * config.hidden_size + config.intermediate_size  # norm, up, down
-    logits = 2 * config.hidden_size + config.vocab_size  # norm, head, log-sum-exp
-    return config.num_hidden_layers * (attention + network) + logits
+    """Return how many terms are added on the way from a token to its loss, in a decoder such as Llama."""
+    width = config.hidden_size
+    head_width = width // config.num_attention_heads
+    # norm, projection of queries, scores, softmax, mean of values, projection of outputs
+    attention = width + width + head_width + row_length + row_length + width
+    # norm, up projection, down projection
+    mlp = width + width + config.intermediate_size
+    # norm, head, log-sum-exp
+    loss = width + width + config.vocab_size
+    return config.num_hidden_layers * (attention + mlp) + loss
 
 
 def num_sums_of_gradient(config: PretrainedConfig, row_length: int, num_tokens: int) -> int:
@@ -46,13 +50,13 @@ def num_sums_of_gradient(config: PretrainedConfig, row_length: int, num_tokens: 
     return 2 * num_sums_of_loss(config, row_length) + num_tokens
 
 
-def assert_equal_up_to_rounding(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def assert_equal_up_to_rounding(tensor: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Assert that no element differs by more than ``tolerance`` times the largest element of ``expected``."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+    torch.testing.assert_close(tensor, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
 def assert_same_training(
-    found: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     lr: float,
     num_steps: int,
@@ -66,14 +70,14 @@ def assert_same_training(
     largest difference is a matter of chance, but not the mean one: the sum over all t is ``lr`` · ``tolerance`` · (1 +
     log(1 / ``tolerance``)) in each step. A tensor that trains in another way differs by ``lr`` throughout.
     """
-    assert found.keys() == expected.keys()
-    differences = torch.cat([(found[name] - tensor).abs().flatten() for name, tensor in expected.items()])
-    allowed = num_steps * lr * tolerance * (1 + math.log(1 / tolerance))
-    assert float(differences.mean()) <= allowed
+    assert tensors.keys() == expected.keys()
+    differences = torch.cat([(tensors[name] - expected[name]).abs().flatten() for name in expected])
+    allowed_mean = num_steps * lr * tolerance * (1 + math.log(1 / tolerance))
+    assert float(differences.mean()) <= allowed_mean
 
 
 def assert_same_checkpoint(
-    found: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     lr: float,
     num_steps: int,
@@ -83,16 +87,19 @@ def assert_same_checkpoint(
 
     The moments are means of gradients and of their squares, whose relative error is twice as large.
     """
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     weights = {}
-    for name, tensor in expected.items():
+    expected_weights = {}
+    for name, expected_tensor in expected.items():
+        tensor = tensors[name]
         kind = name.rpartition(".")[2]
         if kind == "step":
-            assert torch.equal(found[name], tensor)
+            assert torch.equal(tensor, expected_tensor)
         elif kind == "exp_avg":
-            assert_equal_up_to_rounding(found[name], tensor, tolerance)
+            assert_equal_up_to_rounding(tensor, expected_tensor, tolerance)
         elif kind == "exp_avg_sq":
-            assert_equal_up_to_rounding(found[name], tensor, 2 * tolerance)
+            assert_equal_up_to_rounding(tensor, expected_tensor, 2 * tolerance)
         else:
             weights[name] = tensor
-    assert_same_training({name: found[name] for name in weights}, weights, lr, num_steps, tolerance)
+            expected_weights[name] = expected_tensor
+    assert_same_training(weights, expected_weights, lr, num_steps, tolerance)

@@ -12,7 +12,9 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.support.stand_in_hub_accounts import Account, account
 from tests.support.stand_in_hub_calls import HubCalls
+from tests.support.stand_in_hub_files import sha256
 from tests.support.stand_in_xet import read_file
 
 TOKEN = "hf_standInTokenOfAlice"
@@ -20,12 +22,15 @@ TOKEN = "hf_standInTokenOfAlice"
 
 @dataclass
 class Repository:
-    """The files of each commit, the commit of each branch, tag and pull request, and who may see it."""
+    """A repository of models or datasets."""
 
     commits: dict[str, dict[str, bytes]]
+    """The files of each commit: their content by path."""
     branches: dict[str, str]
+    """The commit of each branch, tag and pull request."""
     private: bool = False
     messages: list[str] = field(default_factory=list)
+    """The first lines of the commits' messages, in order."""
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         """Return the files of a branch, tag, pull request or commit."""
@@ -33,8 +38,8 @@ class Repository:
 
     def commit(self, revision: str, files: dict[str, bytes]) -> str:
         """Add a commit to a branch and return its name."""
-        listed = sorted((path, hashlib.sha256(content).hexdigest()) for path, content in files.items())
-        oid = hashlib.sha1(repr((listed, len(self.commits))).encode()).hexdigest()
+        hashes = sorted((path, sha256(content)) for path, content in files.items())
+        oid = hashlib.sha1(repr((hashes, len(self.commits))).encode()).hexdigest()
         self.commits[oid] = files
         self.branches[revision] = oid
         return oid
@@ -72,11 +77,12 @@ class StandInHub(ThreadingHTTPServer):
         self.lock = threading.RLock()
         self.repositories: dict[str, Repository] = {}
         """By models/OWNER/NAME or datasets/OWNER/NAME."""
-        self.accounts: dict[str, dict[str, Any]] = {TOKEN: account("alice")}
-        """What whoami answers, by token."""
+        self.accounts: dict[str, Account] = {TOKEN: account("alice")}
+        """By token."""
         self.objects: dict[str, bytes] = {}
         """Content of large files by SHA-256."""
         self.parts: dict[tuple[str, int], bytes] = {}
+        """Parts of large files that are being uploaded, by SHA-256 of the file and number of the part."""
         self.xet_storage: Path | None = None
         """The folder that clients with hf_xet upload large files to."""
         self.faults: list[Fault] = []
@@ -108,35 +114,13 @@ class StandInHub(ThreadingHTTPServer):
         return read_file(self.xet_storage, oid)
 
     def fault_of(self, call: str) -> Fault | None:
-        """Return the fault that a call has, and count it."""
+        """Return the fault that a call has, and count the call."""
         with self.lock:
             for fault in self.faults:
-                if re.search(fault.call, call):
-                    fault.after -= 1
-                    if fault.after < 0 < fault.times:
-                        fault.times -= 1
-                        return fault
+                if not re.search(fault.call, call):
+                    continue
+                fault.after -= 1
+                if fault.after < 0 and fault.times > 0:
+                    fault.times -= 1
+                    return fault
         return None
-
-
-def account(
-    name: str, role: str = "write", orgs: dict[str, str] | None = None, scopes: dict[str, list[str]] | None = None
-) -> dict[str, Any]:
-    """Return what whoami answers for a token.
-
-    Args:
-        name: of the account.
-        role: of the token: read, write or fineGrained.
-        orgs: role of the account in each organization.
-        scopes: permissions of a fine-grained token by account, organization or repository.
-    """
-    token: dict[str, Any] = {"displayName": f"token-of-{name}", "role": role}
-    if scopes is not None:
-        scoped = [{"entity": {"name": entity}, "permissions": given} for entity, given in scopes.items()]
-        token["fineGrained"] = {"global": [], "scoped": scoped}
-    return {
-        "type": "user",
-        "name": name,
-        "orgs": [{"type": "org", "name": org, "roleInOrg": given} for org, given in (orgs or {}).items()],
-        "auth": {"type": "access_token", "accessToken": token},
-    }

@@ -14,7 +14,7 @@ from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.learning_rate import learning_rate
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.kills import counters, differences
+from tests.support.run_comparison import counters, differences
 from tests.support.short_runs import argv, at_point, metrics
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from fabric_train.preflight.phases import plan_phases, read_stretches
 from fabric_train.report.reported_run import ReportedRun
 from fabric_train.report.sections import run_sections
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.kills import differences
+from tests.support.run_comparison import differences
 from tests.support.short_runs import argv, at_point, metrics
 from tests.support.token_datasets import TEXTS, manifest_of, tokenize, write_jsonl
 

@@ -20,18 +20,9 @@ from fabric_train.preflight.resume_check import OWN_VERSIONS, Change, _decides, 
 from fabric_train.training.metrics import grouped_name
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.kills import (
-    AT_RANDOM,
-    IN_A_SAVE,
-    MOMENTS,
-    Course,
-    Kill,
-    Training,
-    differences,
-    metrics,
-    train_at_once,
-    train_through,
-)
+from tests.support.kill_moments import MOMENTS
+from tests.support.kills import AT_RANDOM, IN_A_SAVE, Kill, RunTimes, Training, train_uninterrupted, train_with_kills
+from tests.support.run_comparison import differences, metrics
 from tests.support.short_runs import at_point
 from tests.support.wandb_files import read_history
 
@@ -69,15 +60,15 @@ class Killing:
         self.given = given
         self.random = random.Random(seed := random.SystemRandom().randrange(2**32))
         print(f"kills are drawn from seed {seed}")
-        self._whole: dict[str, tuple[Path, Course]] = {}
+        self._whole: dict[str, tuple[Path, RunTimes]] = {}
 
-    def whole(self, options: Options, num_ranks: int) -> tuple[Path, Course]:
+    def whole(self, options: Options, num_ranks: int) -> tuple[Path, RunTimes]:
         """Return a run that nobody killed, and how long it took; it is trained once."""
         training = Training({**self.given, **options}, num_ranks)
         key = f"{num_ranks} {sorted(options.items())}"
         if key not in self._whole:
             run = self.folder / f"whole-{len(self._whole)}"
-            self._whole[key] = run, train_at_once(self.runs, training, run)
+            self._whole[key] = run, train_uninterrupted(self.runs, training, run)
         return self._whole[key]
 
     def __call__(self, name: str, moments: list[str], num_ranks: int, options: Options) -> list[Kill]:
@@ -85,7 +76,7 @@ class Killing:
         killed = self.folder / name
         whole, course = self.whole(options, num_ranks)
         for attempt in range(5):  # the run may end before a moment that is drawn at random
-            kills = train_through(self.runs, training, killed, moments, self.random, course)
+            kills = train_with_kills(self.runs, training, killed, moments, self.random, course)
             for kill in kills:
                 print(kill)
             assert differences(killed, whole) == []
@@ -180,7 +171,7 @@ def test_step_whose_validation_a_signal_ended_is_logged_once(killing: Killing) -
     training = Training({**killing.given, **ONE_RANK, "max_step": 6, "eval_step_interval": 2}, 1)
     whole = killing.folder / "signalled-whole"
     run = killing.folder / "signalled"
-    train_at_once(killing.runs, training, whole)
+    train_uninterrupted(killing.runs, training, whole)
     assert killing.runs.start(training.line(run), 1, before=STOP_IN_A_VALIDATION).wait() == [75]
     assert metrics(run) == metrics(whole)[:1]  # step 2 is saved, and not logged before it is evaluated
     assert killing.runs.start(training.line(run), 1, before=DIE_BEFORE_A_STEP).wait() == [-9]
