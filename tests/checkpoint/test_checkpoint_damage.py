@@ -1,7 +1,7 @@
 """A damaged checkpoint is named and not used: the one before it is."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -126,7 +126,7 @@ def test_every_program_refuses_a_damaged_checkpoint_given_by_name(
     targets = [damaged.parent / name for name in ("run 2", "export")]
     damage(newest)
     train = argv(tiny_tokens_dir, tiny_model_dir, targets[0], max_step=6, checkpoint=newest)
-    programs = {
+    programs: dict[str, Sequence[object]] = {
         "fabric_train.__main__": train,
         "fabric_train.programs.convert_to_hf": ["--checkpoint", newest, "--output_dir", targets[1]],
         "fabric_train.programs.generate": ["--model_name", newest, "--prompt", "To be"],

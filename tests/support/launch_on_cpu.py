@@ -14,39 +14,50 @@ CPU = torch.device("cpu")
 
 def launch(table: TensorTable) -> None:
     """Update the parameters of a table chunk by chunk, as the programs of the kernel do."""
-    rows = [Row._make(row) for row in table.rows.tolist()]
-    for program, owner in enumerate(table.owners.tolist()):
-        _run_program(table, rows[owner], table.factors[owner], program - rows[owner].first_program)
+    rows = [Row._make(fields) for fields in table.rows.tolist()]
+    for program, parameter in enumerate(table.owners.tolist()):
+        row = rows[parameter]
+        _update_chunk(table, row, table.factors[parameter], chunk=program - row.first_program)
 
 
-def _run_program(table: TensorTable, row: Row, factors: torch.Tensor, chunk: int) -> None:
+def _update_chunk(table: TensorTable, row: Row, factors: torch.Tensor, chunk: int) -> None:
+    """Update chunk number ``chunk`` of a parameter; ``factors`` are fp32 [7]."""
     begin = chunk * CHUNK
     count = min(CHUNK, row.numel - begin)
-    weights = _at(row.weights, row.numel, table.storage.weights)[begin : begin + count]
-    gradient = _at(row.gradient, row.numel, table.storage.gradient)[begin : begin + count]
+    elements = slice(begin, begin + count)
+    storage = table.storage
+    weights = _tensor_at(row.weights, row.numel, storage.weights)[elements]
+    gradient = _tensor_at(row.gradient, row.numel, storage.gradient)[elements]
     indices = None
-    if table.storage.rounds_stochastically:
+    if storage.rounds_stochastically:
         indices = LocalElements(row.begin, row.width, row.width + row.gap).indices(begin, count, CPU)
     key = torch.tensor(row.key, dtype=torch.int32)
-    if table.storage.moments != torch.uint8:
-        moments = [_at(each, row.numel, table.storage.moments) for each in (row.exp_avg, row.exp_avg_sq)]
-        adamw_step([weights, *(each[begin : begin + count] for each in moments)], gradient, factors, indices, key)
+
+    if storage.moments != torch.uint8:
+        exp_avg = _tensor_at(row.exp_avg, row.numel, storage.moments)[elements]
+        exp_avg_sq = _tensor_at(row.exp_avg_sq, row.numel, storage.moments)[elements]
+        adamw_step([weights, exp_avg, exp_avg_sq], gradient, factors, indices, key)
         return
-    stored = [_in_8bit(row.exp_avg, row.exp_avg_scales, row.numel, signed=True)]
-    stored += [_in_8bit(row.exp_avg_sq, row.exp_avg_sq_scales, row.numel, signed=False)]
-    read = [each.read(begin, count) for each in stored]
-    adamw_step([weights, *read], gradient, factors, indices, key)
-    for each, values in zip(stored, read, strict=True):
-        each.write(begin, values)
+
+    # moments in 8 bits are decoded for the step, and encoded again after it
+    exp_avg_8bit = _blockwise_8bit_at(row.exp_avg, row.exp_avg_scales, row.numel, signed=True)
+    exp_avg_sq_8bit = _blockwise_8bit_at(row.exp_avg_sq, row.exp_avg_sq_scales, row.numel, signed=False)
+    exp_avg = exp_avg_8bit.read(begin, count)
+    exp_avg_sq = exp_avg_sq_8bit.read(begin, count)
+    adamw_step([weights, exp_avg, exp_avg_sq], gradient, factors, indices, key)
+    exp_avg_8bit.write(begin, exp_avg)
+    exp_avg_sq_8bit.write(begin, exp_avg_sq)
 
 
-def _at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor [count] at an address."""
-    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+def _tensor_at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor [count] at an address; it shares the memory."""
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
-def _in_8bit(codes: int, scales: int, count: int, *, signed: bool) -> Blockwise8Bit:
-    stored = Blockwise8Bit(count, signed=signed, device=CPU)
-    stored.codes = _at(codes, count, torch.uint8)
-    stored.scales = _at(scales, len(stored.scales), torch.float32)
-    return stored
+def _blockwise_8bit_at(codes_address: int, scales_address: int, count: int, *, signed: bool) -> Blockwise8Bit:
+    """Return the ``count`` values in 8 bits whose codes and scales are at these addresses."""
+    values = Blockwise8Bit(count, signed=signed, device=CPU)
+    values.codes = _tensor_at(codes_address, count, torch.uint8)
+    values.scales = _tensor_at(scales_address, len(values.scales), torch.float32)
+    return values

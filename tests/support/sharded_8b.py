@@ -11,32 +11,39 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _WIDTH = 4096
-_KEYS = 1024
-_INNER = 14336
+_KEY_WIDTH = 1024
+_MLP_WIDTH = 14336
 _VOCABULARY = 128256
-_LAYERS = 32
-_LAYER = {
+_NUM_LAYERS = 32
+_LAYER_SHAPES = {
     "input_layernorm": (_WIDTH,),
     "self_attn.q_proj": (_WIDTH, _WIDTH),
-    "self_attn.k_proj": (_KEYS, _WIDTH),
-    "self_attn.v_proj": (_KEYS, _WIDTH),
+    "self_attn.k_proj": (_KEY_WIDTH, _WIDTH),
+    "self_attn.v_proj": (_KEY_WIDTH, _WIDTH),
     "self_attn.o_proj": (_WIDTH, _WIDTH),
     "post_attention_layernorm": (_WIDTH,),
-    "mlp.gate_proj": (_INNER, _WIDTH),
-    "mlp.up_proj": (_INNER, _WIDTH),
-    "mlp.down_proj": (_WIDTH, _INNER),
+    "mlp.gate_proj": (_MLP_WIDTH, _WIDTH),
+    "mlp.up_proj": (_MLP_WIDTH, _WIDTH),
+    "mlp.down_proj": (_WIDTH, _MLP_WIDTH),
 }
-SHAPES: dict[str, tuple[int, ...]] = {
-    "model.embed_tokens.weight": (_VOCABULARY, _WIDTH),
-    **{f"model.layers.{n}.{name}.weight": shape for n in range(_LAYERS) for name, shape in _LAYER.items()},
-    "model.norm.weight": (_WIDTH,),
-    "lm_head.weight": (_VOCABULARY, _WIDTH),
-}
-"""By parameter: there are 291."""
+
+
+def _parameter_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, _WIDTH)}
+    for layer in range(_NUM_LAYERS):
+        for name, shape in _LAYER_SHAPES.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    shapes["model.norm.weight"] = (_WIDTH,)
+    shapes["lm_head.weight"] = (_VOCABULARY, _WIDTH)
+    return shapes
+
+
+SHAPES = _parameter_shapes()
+"""The full shape of each of the 291 parameters."""
 
 RANKS = 8
 NUM_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values()) // RANKS
-"""Of this rank."""
+"""Of all parameters of this rank: every number of rows is a multiple of 8."""
 
 
 @contextmanager
@@ -48,12 +55,15 @@ def eight_ranks() -> Iterator[None]:
 
 
 def sharded_parameters(fsdp2: bool) -> dict[str, nn.Parameter]:
-    """Return this rank's bf16 parameters, with gradients: vectors as FSDP1 has them, or DTensors."""
+    """Return this rank's bf16 parameters by name, with gradients: vectors as FSDP1 has them, or DTensors of FSDP2."""
     mesh = init_device_mesh("cpu", (RANKS,)) if fsdp2 else None
     parameters = {}
     for name, shape in SHAPES.items():
-        local = torch.empty(shape[0] // RANKS, *shape[1:], dtype=torch.bfloat16, device="meta")
-        shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False) if mesh else local.flatten()
-        parameters[name] = nn.Parameter(shard)
-        parameters[name].grad = torch.empty_like(shard)
+        local_shard = torch.empty(shape[0] // RANKS, *shape[1:], dtype=torch.bfloat16, device="meta")
+        if mesh:
+            parameter = nn.Parameter(DTensor.from_local(local_shard, mesh, [Shard(0)], run_check=False))
+        else:
+            parameter = nn.Parameter(local_shard.flatten())
+        parameter.grad = torch.empty_like(parameter)
+        parameters[name] = parameter
     return parameters

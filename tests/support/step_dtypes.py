@@ -66,7 +66,8 @@ def dtypes_inside(options: list[str]) -> dict[str, list[str]]:
     if arguments.fsdp.parallelism == "ddp" and arguments.model.precision != "bf16-true":
         # DDP all-reduces the gradients in C++ threads, which a dispatch mode does not see; it does not cast them
         loss = accumulate(fabric, model, window)
-        dtypes["reduced"] = {str(parameter.grad.dtype) for parameter in model.parameters()}
+        gradients = [parameter.grad for parameter in model.parameters()]
+        dtypes["reduced"] = {str(gradient.dtype) for gradient in gradients if gradient is not None}
     else:
         with ReducedDtypes() as reduced:
             loss = accumulate(fabric, model, window)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -10,14 +11,14 @@ from transformers import AutoTokenizer
 
 from fabric_train.programs import tokenize_dataset
 from fabric_train.token_dataset.manifest import Manifest, read_manifest
-from fabric_train.tokenization.shards import SIZES, ShardSizes
+from fabric_train.tokenization.shards import SIZES
 from tests.support.programs import option_words
 
 TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]
 
 
 def tokenize(
-    folder: Path, tokenizer: Path, *sources: object, sizes: ShardSizes = SIZES, **options: object
+    folder: Path, tokenizer: Path, *sources: object, sizes: Any = SIZES, **options: object
 ) -> dict[str, list[list[int]]]:
     """Make a token dataset with the program, in this process.
 
@@ -25,7 +26,7 @@ def tokenize(
         folder: the output folder.
         tokenizer: folder or file of the tokenizer.
         sources: files, folders, or ``NAME=FILE``.
-        sizes: of the shards of the work.
+        sizes: ``ShardSizes`` of the work; not its type, because callers unpack dictionaries of other options.
         options: other arguments of the program; by default rows have 16 tokens, and no other process is started.
 
     Returns:

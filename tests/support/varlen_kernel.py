@@ -3,12 +3,13 @@
 It computes from the borders alone, one sequence after the other, with the formulas of attention. Everything above it is
 torch's own: ``varlen_attn``, its checks, its autograd formula and its registration for fake tensors.
 
-Shapes: N tokens of all sequences, H heads of queries, K of keys and values, D head size.
+Shapes: N tokens of all sequences, H heads of queries, K heads of keys and values, D head size; Q queries and T keys of
+one sequence. Sequence ``i`` has the tokens ``borders[i]`` to ``borders[i + 1]``. A sequence has at least as many keys
+as queries: its queries are the last ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -18,94 +19,6 @@ register_attention()  # transformers finds the attention of a configuration by i
 
 CALLS: list[tuple[list[int], int]] = []
 """The borders and the longest length of each forward call in :func:`varlen_kernel_on_cpu`."""
-
-
-def _weights(query: torch.Tensor, key: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """Return what each query of a sequence gives each key, [H, queries, keys]; ``window`` earlier tokens, -1: all."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
-    return scores.masked_fill(~(seen if window < 0 else seen.triu(-window)), float("-inf")).float().softmax(-1)
-
-
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    borders_of_keys: torch.Tensor,
-    longest: int,
-    longest_of_keys: int,
-    dropout: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    **_: Any,
-) -> tuple[torch.Tensor, ...]:
-    assert borders.dtype == borders_of_keys.dtype == torch.int32
-    assert (longest, longest_of_keys) == (int(borders.diff().max()), int(borders_of_keys.diff().max()))
-    assert (borders_of_keys.diff() >= borders.diff()).all()
-    assert (int(borders[0]), int(borders[-1]), int(borders_of_keys[-1])) == (0, len(query), len(key))
-    assert window_size_left < 0 or torch.equal(borders, borders_of_keys)
-    assert query.dtype == key.dtype == value.dtype
-    assert window_size_right == 0
-    assert is_causal == (window_size_left < 0)
-    assert not dropout
-    assert not return_debug_mask
-    CALLS.append((borders.tolist(), longest))
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        weights = _weights(query, key, scale or query.shape[2] ** -0.5, window_size_left).to(value.dtype)
-        return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(query.shape[1] // value.shape[1], dim=1))
-
-    log_sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
-    empty = torch.empty(0, dtype=torch.uint64)
-    lengths = borders.diff(), borders_of_keys.diff(), borders_of_keys.diff()
-    return torch.cat(_of_each(attend, lengths, query, key, value)), log_sums, empty, empty, query.new_empty(0)
-
-
-def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    log_sums: torch.Tensor,
-    borders: torch.Tensor,
-    borders_of_keys: torch.Tensor,
-    *_: Any,
-    scale: float | None = None,
-    window_size_left: int = -1,
-    **__: Any,
-) -> tuple[torch.Tensor, ...]:
-    def gradients(
-        grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        factor = scale or query.shape[2] ** -0.5
-        group = query.shape[1] // key.shape[1]
-        weights = _weights(query, key, factor, window_size_left)
-        of_weights = torch.einsum("qhd,khd->hqk", grad, value.repeat_interleave(group, dim=1)).float()
-        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * factor
-        of_scores = of_scores.to(query.dtype)
-        weights = weights.to(query.dtype)
-        of_query = torch.einsum("hqk,khd->qhd", of_scores, key.repeat_interleave(group, dim=1))
-        of_key = torch.einsum("hqk,qhd->khd", of_scores, query).unflatten(1, (-1, group)).sum(2)
-        of_value = torch.einsum("hqk,qhd->khd", weights, grad).unflatten(1, (-1, group)).sum(2)
-        return of_query, of_key, of_value
-
-    of_queries = borders.diff()
-    of_keys = borders_of_keys.diff()
-    each = _of_each(gradients, (of_queries, of_queries, of_keys, of_keys), grad, query, key, value)
-    return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
-
-
-def _of_each(function: Callable[..., Any], lengths: Sequence[torch.Tensor], *tensors: torch.Tensor) -> list[Any]:
-    """Return the function's results for each sequence of tensors [N, ...]; each tensor has ``lengths`` of its own."""
-    split = (tensor.split(each.tolist()) for tensor, each in zip(tensors, lengths, strict=True))
-    return [function(*parts) for parts in zip(*split, strict=True)]
 
 
 @contextmanager
@@ -119,3 +32,140 @@ def varlen_kernel_on_cpu() -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_borders: torch.Tensor,
+    key_borders: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    dropout: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    **_: object,
+) -> tuple[torch.Tensor, ...]:
+    """Check the arguments and return the output [N, H, D], and four tensors that the GPU kernel's backward needs."""
+    query_lengths = query_borders.diff()
+    key_lengths = key_borders.diff()
+    assert query_borders.dtype == key_borders.dtype == torch.int32
+    assert longest_query == int(query_lengths.max())
+    assert longest_key == int(key_lengths.max())
+    assert (key_lengths >= query_lengths).all()
+    assert int(query_borders[0]) == 0
+    assert int(query_borders[-1]) == len(query)
+    assert int(key_borders[-1]) == len(key)
+    assert window_size_left < 0 or torch.equal(query_borders, key_borders)
+    assert query.dtype == key.dtype == value.dtype
+    assert window_size_right == 0
+    assert is_causal == (window_size_left < 0)
+    assert not dropout
+    assert not return_debug_mask
+    CALLS.append((query_borders.tolist(), longest_query))
+
+    outputs = []
+    sequences = zip(
+        _sequences(query, query_borders), _sequences(key, key_borders), _sequences(value, key_borders), strict=True
+    )
+    for sequence_query, sequence_key, sequence_value in sequences:
+        probabilities = _probabilities(sequence_query, sequence_key, scale, window_size_left).to(value.dtype)
+        outputs.append(torch.einsum("hqt,thd->qhd", probabilities, _repeat_heads(sequence_value, query)))
+
+    log_sum_exp = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+    rng_state = torch.empty(0, dtype=torch.uint64)
+    debug_mask = query.new_empty(0)
+    return torch.cat(outputs), log_sum_exp, rng_state, rng_state, debug_mask
+
+
+def _backward(
+    output_grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    query_borders: torch.Tensor,
+    key_borders: torch.Tensor,
+    *_: object,
+    scale: float | None = None,
+    window_size_left: int = -1,
+    **__: object,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of query [N, H, D], key and value [N, K, D]."""
+    query_grads = []
+    key_grads = []
+    value_grads = []
+    sequences = zip(
+        _sequences(output_grad, query_borders),
+        _sequences(query, query_borders),
+        _sequences(key, key_borders),
+        _sequences(value, key_borders),
+        strict=True,
+    )
+    for sequence_output_grad, sequence_query, sequence_key, sequence_value in sequences:
+        query_grad, key_grad, value_grad = _sequence_gradients(
+            sequence_output_grad, sequence_query, sequence_key, sequence_value, scale, window_size_left
+        )
+        query_grads.append(query_grad)
+        key_grads.append(key_grad)
+        value_grads.append(value_grad)
+    return torch.cat(query_grads), torch.cat(key_grads), torch.cat(value_grads)
+
+
+def _sequence_gradients(
+    output_grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query [Q, H, D], key and value [T, K, D] of one sequence."""
+    factor = scale or query.shape[2] ** -0.5
+    probabilities = _probabilities(query, key, scale, window)  # [H, Q, T]
+
+    # gradient of the softmax: each probability times the difference of its gradient from the mean one
+    probability_grad = torch.einsum("qhd,thd->hqt", output_grad, _repeat_heads(value, query)).float()
+    mean_grad = (probabilities * probability_grad).sum(-1, keepdim=True)
+    score_grad = (probabilities * (probability_grad - mean_grad) * factor).to(query.dtype)
+
+    # heads of queries that share a head of keys and values add their gradients
+    num_sharing_heads = query.shape[1] // key.shape[1]
+    query_grad = torch.einsum("hqt,thd->qhd", score_grad, _repeat_heads(key, query))
+    key_grad = torch.einsum("hqt,qhd->thd", score_grad, query).unflatten(1, (-1, num_sharing_heads)).sum(2)
+    value_grad = torch.einsum("hqt,qhd->thd", probabilities.to(query.dtype), output_grad)
+    value_grad = value_grad.unflatten(1, (-1, num_sharing_heads)).sum(2)
+    return query_grad, key_grad, value_grad
+
+
+def _probabilities(query: torch.Tensor, key: torch.Tensor, scale: float | None, window: int) -> torch.Tensor:
+    """Return how much each query of a sequence attends to each key, fp32 [H, Q, T].
+
+    Args:
+        query: [Q, H, D].
+        key: [T, K, D].
+        scale: of the scores; None for 1/√D.
+        window: a query sees itself and so many earlier keys; all of them if it is negative.
+    """
+    scores = torch.einsum("qhd,thd->hqt", query, _repeat_heads(key, query)) * (scale or query.shape[2] ** -0.5)
+    num_earlier_keys = scores.shape[2] - scores.shape[1]
+    is_seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(num_earlier_keys)
+    if window >= 0:
+        is_seen = is_seen.triu(-window)
+    return scores.masked_fill(~is_seen, float("-inf")).float().softmax(-1)
+
+
+def _repeat_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return keys or values [T, K, D] as [T, H, D], for the H heads of the query."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+def _sequences(tensor: torch.Tensor, borders: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split a tensor [N, ...] into its sequences."""
+    return tensor.split(borders.diff().tolist())
