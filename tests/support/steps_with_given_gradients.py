@@ -59,7 +59,7 @@ def main() -> None:
         first_step += checkpoints.read_trainer_json(checkpoint).state.step
 
     # the steps
-    set_learning_rate(optimizer, arguments.training.lr)
+    set_learning_rate(optimizer.optimizer, arguments.training.lr)
     last_step = first_step + (arguments.training.max_step or 1) - 1
     for step in range(first_step, last_step + 1):
         gradients = Gradients(step, full_shapes, dtype)
