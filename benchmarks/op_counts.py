@@ -213,9 +213,10 @@ class StepCounter(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if name == "_local_scalar_dense" and _on_device(given):
-            self.note_wait("item")
-            return 0.0 if args[0].dtype.is_floating_point else 0
+        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            if _on_device(given):
+                self.note_wait("item")
+            return 0.0 if args[0].dtype.is_floating_point else 0  # also on the host: a fake copy has no content
         if (name in _WAIT and _on_device(given)) or name == "barrier":
             self.note_wait(name)
         result = func(*args, **kwargs)
