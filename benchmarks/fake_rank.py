@@ -201,7 +201,8 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     from fabric_train.optim.adamw import LowPrecisionAdamW
     from fabric_train.optim.tensor_table import Row, Storage, TensorTable
     from fabric_train.preflight.memory_gpu import attention_on_gpu
-    from fabric_train.training import build_run
+    from fabric_train.training import build_run, step
+    from fabric_train.training.step_exchange import StepReport, exchange_step
 
     counter = StepCounter()
     # without a kernel for CUDA, autograd would compute this one by several operations
@@ -232,6 +233,10 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         with unset_fake_temporarily():  # it computes numbers with CPU tensors
             return offset_of(*args, **kwargs)
 
+    def exchange_with_targets(*args: Any) -> StepReport:
+        # all counts are read as zeros, and a step without targets would not update the weights
+        return replace(exchange_step(*args), count=1)
+
     swap_tensors = torch.utils.swap_tensors
 
     def swap(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -249,6 +254,8 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
             (torch.utils, "swap_tensors", swap),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (build_run, "use_triton", use_triton),
+            (build_run, "first_text", lambda _, text: text),  # the other ranks have the same fault, or none
+            (step, "exchange_step", exchange_with_targets),
             (adamw, "tensor_table", make_table),
             (F, "scaled_dot_product_attention", attention_on_gpu),
             (parallelize, "read_weights", lambda model, weights: None),
