@@ -311,11 +311,16 @@ def test_the_documented_lines_count_in_an_array_before_one_encodes(
     write_jsonl(cluster.folder / "corpus" / "a.jsonl", texts)
     document = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
     (recipe,) = (block for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL) if "AFTER=$counts" in block)
-    here = {"cpu-settings.sh": str(settings), "launch/slurm": str(SCRIPTS), "python tokenize_dataset.py":
-            f"{sys.executable} {ROOT}/tokenize_dataset.py", "python -m": f"{sys.executable} -m", "64": "3",
-            "models/llama-3-8b": str(tiny_model_dir), "8k": "64"}  # fmt: skip
-    for documented, own in here.items():
-        recipe = recipe.replace(documented, own)
+    replacements = {
+        "cpu-settings.sh": str(settings),
+        "launch/slurm": str(SCRIPTS),
+        "fabric-train ": f"{Path(sys.executable).parent / 'fabric-train'} ",
+        "64": "3",
+        "models/llama-3-8b": str(tiny_model_dir),
+        "8k": "64",
+    }
+    for documented, replacement in replacements.items():
+        recipe = recipe.replace(documented, replacement)
     last = int(cluster.command("bash", "-euc", recipe))
     cluster.wait_until(lambda: cluster.state(last) in ENDED)
     assert cluster.state(last) == "COMPLETED", cluster.report()
