@@ -27,6 +27,7 @@ from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.model import hf_model
+from fabric_train.model.computed_settings import leave_code_out
 from fabric_train.model.generation_settings import checkpoint_generation_config, write_generation_config
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
@@ -146,6 +147,7 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
 
     # config.json and generation_config.json
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    leave_code_out(config)
     config.dtype = dtype
     config.use_cache = True  # training turns it off; generation without it is quadratic
     if not config.architectures:

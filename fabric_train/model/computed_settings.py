@@ -1,8 +1,14 @@
-"""What a config.json asks for and this program does not compute: quantized weights, a router's loss, later tokens."""
+"""What a config.json asks for and this program does not compute.
+
+That is quantized weights, a router's loss, tokens that see later ones, Python code, and settings of another model.
+"""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, PretrainedConfig
 
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
@@ -17,6 +23,14 @@ _BIDIRECTIONAL: Mapping[str, tuple[Any, ...]] = {
     "causal": (False,),  # XLM, FlauBERT
 }
 """Settings with the values by which a token sees the tokens after it, which it is trained to predict."""
+_CODE = "auto_map"
+"""The setting that names Python code beside the config.json."""
+_WITHOUT_EFFECT = ("_", "unsloth_", "transformers", "tokenizer_", "task_specific_params", "is_llama_config")
+"""How names of settings begin that programs note in a config.json, and that change no model."""
+_CONTROL_TOKEN = "_token_id"
+"""How names of control tokens end, such as ``unk_token_id``."""
+_MAX_SHOWN = 10  # settings in a note
+_MAX_CHARACTERS = 40  # of a setting's value in a note
 
 
 def fault_of_quantization(config: PretrainedConfig) -> str | None:
@@ -66,6 +80,59 @@ def bidirectional_setting(config: PretrainedConfig) -> str | None:
     if is_encoder and not has_decoder and getattr(config, "is_decoder", True) is False:
         return "is_decoder false"
     return None
+
+
+def leave_code_out(config: PretrainedConfig) -> bool:
+    """Remove the names of Python code from a configuration, which would lead nowhere in a copy; return if it had any.
+
+    Such code is never run. transformers' class of the same name may compute something else.
+    """
+    return config.__dict__.pop(_CODE, None) is not None
+
+
+def describe_unknown(config: PretrainedConfig) -> str | None:
+    """Return the settings that transformers' class does not have, with their values; None if there are none.
+
+    transformers keeps them in silence. They may belong to a model that another program computes.
+    """
+    configs = [config]
+    with suppress(ValueError):  # it has several models of text, and is refused elsewhere
+        text_config = config.get_text_config()
+        if text_config is not config:
+            configs.append(text_config)
+    settings = []
+    for part in configs:
+        for name, value in part.to_dict().items():
+            if not has_setting(part, name) and not _is_without_effect(name, value):
+                settings.append(f"{name} {_in_json(value)[:_MAX_CHARACTERS]}")
+    if not settings:
+        return None
+    shown = ", ".join(settings[:_MAX_SHOWN])
+    num_more = len(settings) - _MAX_SHOWN
+    return f"{shown} and {num_more} more" if num_more > 0 else shown
+
+
+def has_setting(config: PretrainedConfig, name: str) -> bool:
+    """Return whether the class of a configuration has a setting, and not only its config.json."""
+    config_class: Any = type(config)
+    return hasattr(config_class, name) or name in config.attribute_map or name in _own_settings(config_class)
+
+
+@cache
+def _own_settings(config_class: type[PretrainedConfig]) -> frozenset[str]:
+    """Return the settings that a class gives to every configuration, also those that it computes from others."""
+    default: PretrainedConfig
+    try:
+        default = config_class()
+    except (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError, ValueError):
+        default = PretrainedConfig()  # it needs arguments
+    return frozenset(default.to_dict())
+
+
+def _is_without_effect(name: str, value: Any) -> bool:
+    """Return whether an unknown setting is off, or changes no model by its name."""
+    is_off = value is None or value is False or value in ("", [], {})
+    return is_off or name.startswith(_WITHOUT_EFFECT) or name.endswith(_CONTROL_TOKEN)
 
 
 def _in_json(value: Any) -> str:

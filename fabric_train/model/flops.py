@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fabric_train.distributed.precision import compute_dtype
+from fabric_train.model.computed_settings import has_setting
 
 _EXPERT = re.compile(r"\.experts\.")
 
@@ -148,7 +149,10 @@ def _count_attention(config: Any, num_layers_below: int) -> tuple[Attention, ...
         if not num_heads:
             continue
         head_size = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // num_heads
-        window = getattr(layer_config, "sliding_window", None) if kind == "sliding_attention" else None
+        window = None
+        # a class without this setting has no sliding layers, whatever its config.json says
+        if kind == "sliding_attention" and has_setting(layer_config, "sliding_window"):
+            window = layer_config.sliding_window
         layers_by_kind.setdefault((num_heads * head_size, window or None), []).append(index)
     attention = []
     for (width, window), indices in layers_by_kind.items():

@@ -22,10 +22,10 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.model.adapter import Adapter, attach
-from fabric_train.model.computed_settings import fault_of_quantization
+from fabric_train.model.computed_settings import describe_unknown, fault_of_quantization, leave_code_out
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.model_folder import check_model_folder
 from fabric_train.model.trained_parts import (
@@ -272,6 +272,17 @@ def _read_config(source: str) -> PretrainedConfig:
     fault = fault_of_quantization(config)
     if fault:
         raise InputError(f"{name}: {fault}")
+    if leave_code_out(config):
+        note(
+            f"{name}: its config.json names Python code (auto_map), which is never run; transformers' own "
+            f"{config.model_type} takes its place"
+        )
+    unknown_settings = describe_unknown(config)
+    if unknown_settings:
+        note(
+            f"{name}: its config.json has settings that transformers' {type(config).__name__} does not have, so they "
+            f"change nothing: {unknown_settings}"
+        )
     return config
 
 

@@ -24,6 +24,7 @@ from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, 
 from fabric_train.files.regular_file import read_json
 from fabric_train.files.requirements import check_room
 from fabric_train.model import hf_model
+from fabric_train.model.computed_settings import leave_code_out
 from fabric_train.model.generation_settings import read_generation_config, write_generation_config
 from fabric_train.model.load_weights import build_on_meta, open_stored
 from fabric_train.model.origin import find_origin
@@ -289,6 +290,7 @@ def _write(
 ) -> None:
     """Write the model folder, and verify its weights, before it gets its name."""
     config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
+    leave_code_out(config)
     tensors = extension.extended(new, arguments.seed if arguments.init == "normal" else None)
     with complete_folder(target) as folder:
         write_weights(tensors, folder, None, arguments.max_shard_size, f"writing {target.name}")

@@ -15,7 +15,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.models import find_model
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.merge_models.models import find_folder
+from fabric_train.model.computed_settings import describe_unknown
+from fabric_train.model.hf_model import read_shape
 from fabric_train.preflight.prepare import prepare
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.extend import Extension
 from tests.support.short_runs import argv
 
@@ -139,3 +142,47 @@ def test_tensors_that_a_model_does_not_take_are_named_with_their_sizes(
         f"note: {model}: the model does not take 10 tensors of its files, which are left out of what is trained, "
         "computed and saved: vision_tower (9 tensors, 9.4 MB), score (512 bytes)"
     ]
+
+
+def test_settings_that_transformers_does_not_have_are_named_once(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"logit_softcap": 30.0, "sliding_window": 64, "qk_norm": False, "sep_token_id": 3, "unsloth_fixed": True}
+    model = with_settings(tiny_model_dir, tmp_path / "model", **settings)
+    shape = read_shape(str(model))
+    read_shape(str(model))
+    read_shape(str(tiny_model_dir))
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: --model_name {model}: its config.json has settings that transformers' LlamaConfig does not have, so "
+        "they change nothing: logit_softcap 30.0, sliding_window 64"
+    ]
+    assert [layers.window for layers in shape.flops.attention] == [None]  # a Llama's layers do not slide
+
+
+def test_many_unknown_settings_are_one_short_line(tmp_path: Path, tiny_model_dir: Path) -> None:
+    settings = {f"setting_{index}": "x" * 10_000 for index in range(1000)}
+    described = describe_unknown(read_shape(str(with_settings(tiny_model_dir, tmp_path / "m", **settings))).config)
+    assert described is not None
+    assert described.endswith(" and 990 more")
+    assert len(described) < 1000
+
+
+def test_names_of_python_code_are_noted_and_not_copied(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"AutoModelForCausalLM": "modeling_own.OwnModel"}
+    model = with_settings(tiny_model_dir, tmp_path / "model", auto_map=names)
+    tokenizer_file = model / "tokenizer_config.json"
+    settings = json.loads(tokenizer_file.read_text())
+    tokenizer_file.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["code.Own", None]}}))
+
+    read_shape(str(model)).config.save_pretrained(tmp_path / "copy")
+    load_tokenizer(str(model)).save(tmp_path / "copy")
+
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: --model_name {model}: its config.json names Python code (auto_map), which is never run; "
+        "transformers' own llama takes its place",
+        f"note: --tokenizer_name {model}: its tokenizer_config.json names Python code (auto_map), which is never run",
+    ]
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in (tmp_path / "copy" / name).read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, note
 from fabric_train.files.regular_file import check_not_pointer
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast, panics_as_errors
 from fabric_train.tokenization.tokenizers.llama3_ranks import is_rank_file, load_llama3_ranks
@@ -80,6 +80,8 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
         raise InputError(f"--tokenizer_name {folder}: it has no fast version; give a folder with tokenizer.json")
     if has_json:
         _check_named_tokens(folder, tokenizer)
+    if tokenizer.init_kwargs.pop("auto_map", None) is not None:  # it would lead nowhere in the copy of a token dataset
+        note(f"--tokenizer_name {folder}: its tokenizer_config.json names Python code (auto_map), which is never run")
     return tokenizer
 
 
