@@ -20,7 +20,7 @@ import pytest
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, metrics, saved_steps
 from tests.support.slurm_cluster import PROGRAMS, SlurmCluster, slurm_cluster
-from tests.support.stand_in_base import AS_ROOT_OF_A_NAMESPACE, apptainer_folder
+from tests.support.stand_in_base import AS_ROOT_OF_A_NAMESPACE, apptainer_folder, need_packages
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
@@ -331,8 +331,7 @@ def test_the_documented_lines_count_in_an_array_before_one_encodes(
 @pytest.fixture
 def podman_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An image with nothing but links to /usr, in a storage of its own, and settings that a plain machine takes."""
-    if not shutil.which("podman") or not shutil.which("runc"):
-        pytest.skip("no podman and runc here: apt-get install podman runc")
+    need_packages(podman="podman", runc="runc")
     texts = {
         "CONTAINERS_CONF": '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "runc"\n'
         '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]\n',

@@ -74,6 +74,8 @@ def apptainer_folder() -> Path:
     if not target.exists():
         with complete_folder(target) as folder:
             debootstrap("sid", folder, "apptainer")
+            # Apptainer mounts the node's, and Debian's base system has none of its own.
+            (folder / "etc" / "hosts").write_text("127.0.0.1 localhost\n", encoding="utf-8")
     return target
 
 
