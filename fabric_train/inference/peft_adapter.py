@@ -3,14 +3,17 @@
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from fabric_train.checkpoint.adapter_folder import CONFIG, check_files
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.checkpoint.peft_settings import SAVE_ADVICE, uncomputed_settings
+from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
+from fabric_train.files.regular_file import check_no_pipes, read_json
 from fabric_train.files.requirements import check_package
 from fabric_train.model.adapter import ALL_LINEAR
 from fabric_train.model.patterns import NamePattern
@@ -33,18 +36,24 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
 
     module_names = [name for name, _ in model.named_modules()]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as caught_warnings:
+            warnings.simplefilter("always")
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers is about to remove
             config = _peft_config(folder, module_names)
-            return PeftModel.from_pretrained(model, str(folder), config=config).eval()
+            adapted_model = PeftModel.from_pretrained(model, str(folder), config=config).eval()
     except InputError:
         raise
+    except ImportError as error:  # such as megatron, which megatron_config asks for
+        raise InputError(f"{folder}: its adapter needs a package: {first_line(error)}; install it") from error
     except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".:")
         raise InputError(
             f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"
         ) from error
+    for warning in caught_warnings:
+        note(f"{folder}: {first_line(warning.message)}")
+    return adapted_model
 
 
 def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
@@ -55,8 +64,16 @@ def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
     """
     from peft import PeftConfig
 
-    config = PeftConfig.from_pretrained(str(folder))
     file = folder / CONFIG
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of settings that peft does not know, which are refused below
+        config = PeftConfig.from_pretrained(str(folder))
+    unknown_settings = _find_unknown_settings(file, config)
+    if unknown_settings:
+        raise InputError(
+            f"{file}: {', '.join(unknown_settings)} is a setting that the installed peft {version('peft')} does not "
+            "have; upgrade peft"
+        )
 
     def match_modules(setting: str, pattern: str) -> set[str]:
         return NamePattern(f"{file}: {setting}", pattern, "q_proj").matching_whole(module_names)
@@ -78,11 +95,20 @@ def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
                 values_by_module.setdefault(re.escape(name), value)  # of several patterns, the first one counts
         setattr(config, setting, values_by_module)
 
-    # names of the module lists that hold the layers, which peft puts into an expression
-    layers_pattern = getattr(config, "layers_pattern", None) or []
-    if isinstance(layers_pattern, str):
-        layers_pattern = [layers_pattern]
-    for name in layers_pattern:
-        if not re.fullmatch(r"[\w.]+", str(name)):
-            raise InputError(f"{file}: layers_pattern {name}: no plain name; give names such as layers")
+    # names of modules, of lists of layers and of modules that train whole, which peft puts into an expression
+    for setting, example in (("layers_pattern", "layers"), ("modules_to_save", "lm_head")):
+        names = getattr(config, setting, None) or []
+        if isinstance(names, str):
+            names = [names]
+        for name in names:
+            if not re.fullmatch(r"[\w.]+", str(name)):
+                raise InputError(f"{file}: {setting} {name}: no plain name; give names such as {example}")
     return config
+
+
+def _find_unknown_settings(file: Path, config: Any) -> list[str]:
+    """Return the settings in an adapter_config.json that peft's class ``config`` lacks and that are not off."""
+    known_names = {field.name for field in fields(config)}
+    content = read_json(file, dict, SAVE_ADVICE)
+    unknown_content = {name: value for name, value in content.items() if name not in known_names}
+    return uncomputed_settings(unknown_content)

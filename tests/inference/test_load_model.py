@@ -99,9 +99,43 @@ def test_expressions_of_an_adapter_are_matched_as_by_peft_and_in_time(tmp_path: 
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         with suppress(InputError):  # or there is nothing that it matches
             add_adapter(plain, tmp_path / "lora", "base")
-    file.write_text(json.dumps(content | {"target_modules": ["q_proj"], "layers_pattern": SLOW}))
-    with pytest.raises(InputError, match="layers_pattern"):
-        add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora", "base")
+    for setting, value in (("layers_pattern", SLOW), ("modules_to_save", [SLOW])):
+        file.write_text(json.dumps(content | {"target_modules": ["q_proj"], setting: value}))
+        with pytest.raises(InputError, match=setting):
+            add_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora", "base")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"setting_of_tomorrow": 2}, r"setting_of_tomorrow 2 is a setting that the installed peft .* does not have"),
+        ({"megatron_config": {"a": 1}}, "needs a package: No module named 'megatron'"),
+        ({"target_parameters": ["experts.none"]}, None),
+        ({"setting_of_tomorrow": None, "lora_dtype": "bfloat16"}, None),
+    ],
+)
+def test_settings_of_another_peft_are_refused_or_noted(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, object],
+    fault: str | None,
+) -> None:
+    peft = pytest.importorskip("peft")
+    folder = tmp_path / "adapter"
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), config).save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    if fault is None:
+        add_adapter(model, folder, "base")
+    else:
+        with pytest.raises(InputError, match=fault):
+            add_adapter(model, folder, "base")
+    noted = capsys.readouterr().err
+    assert ("target_parameters" in noted) == ("target_parameters" in settings)
+    assert "site-packages" not in noted
 
 
 def test_whole_modules_of_an_adapter_do_not_reach_the_next_model(tmp_path: Path) -> None:
