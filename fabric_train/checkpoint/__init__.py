@@ -20,6 +20,8 @@ from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,
     branch_point,
+    check_exists,
+    check_model_exists,
     checkpoint_from,
     checkpoints_of_all,
     choose_checkpoint,

@@ -17,6 +17,7 @@ from fabric_train.checkpoint.trainer_json import FORMAT, TrainerJson, find_unrea
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
+from fabric_train.model.model_folder import check_model_folder
 
 if TYPE_CHECKING:
     from lightning import Fabric
@@ -82,6 +83,19 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     raise InputError(
         f"{path}: {reason}; checkpoints are RUN/checkpoints/step-... (docs/reference/errors.md#no-checkpoint)"
     )
+
+
+def check_exists(path: Path) -> None:
+    """Raise an InputError if no file, folder or checkpoint of a run has this name. Needs no torch."""
+    if not (os.path.lexists(path) or is_short_name(path) or means_all(path)):
+        find_checkpoint(path)  # says where checkpoints are
+
+
+def check_model_exists(name: str) -> None:
+    """Raise an InputError if a name can be no hub name, and no folder or checkpoint has it. Needs no torch."""
+    path = Path(name)
+    if not (os.path.lexists(path) or is_short_name(path)):
+        check_model_folder(name)
 
 
 def branch_point(branch: str) -> Path:

@@ -19,7 +19,8 @@ def check_model_folder(source: str) -> tuple[str, str]:
     if folder.is_file():
         raise InputError(f"{name}: this is a file; give the folder that holds the model's config.json and weights")
     if not folder.is_dir():
-        if source.startswith(("/", ".", "~")) or source.count("/") > 1:  # no hub name looks like this
+        # no hub name looks like this
+        if source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1:
             raise InputError(f"{name}: no such folder")
         return name, advice
     if not (folder / "config.json").is_file():

@@ -100,6 +100,10 @@ class ExportPlan:
 def main() -> None:
     """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
     arguments = parse_arguments(ConvertArguments)
+    from fabric_train.checkpoint import check_exists
+
+    for checkpoint in arguments.checkpoint:
+        check_exists(Path(checkpoint))  # before torch is imported, which takes seconds
     plan = plan_exports(arguments)
 
     failed = []

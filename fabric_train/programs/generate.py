@@ -11,6 +11,12 @@ from fabric_train.inference.arguments import GenerateArguments
 def main() -> None:
     """Continue a prompt, chat, or write texts for a file of prompts."""
     arguments = parse_arguments(GenerateArguments)
+    from fabric_train.checkpoint import check_model_exists
+
+    # before torch is imported, which takes seconds
+    for name in (arguments.model_name, arguments.base_model):
+        if name is not None:
+            check_model_exists(name)
 
     from fabric_train.inference.conversation import Conversation, chat_in_terminal, continue_prompt  # slow, like these
     from fabric_train.inference.load_model import load_to_generate

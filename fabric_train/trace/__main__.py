@@ -50,11 +50,15 @@ class TraceArguments:
 def main(argv: list[str] | None = None) -> None:
     """Print the documents of a step, or the steps and checkpoints that read a document, or both as JSON."""
     arguments = parse_arguments(TraceArguments, argv)
+    from fabric_train.checkpoint import check_exists
+
+    run = Path(arguments.run).expanduser()
+    check_exists(run)  # before torch is imported, which takes seconds
 
     from fabric_train.trace import documents, print_results
     from fabric_train.trace.run_history import RunHistory  # slow
 
-    history = RunHistory(Path(arguments.run).expanduser(), arguments.train_data_dir)
+    history = RunHistory(run, arguments.train_data_dir)
     result: documents.DocumentSteps | documents.StepDocuments
     if arguments.document is not None:
         result = documents.find_steps(history, arguments.document)

@@ -54,6 +54,22 @@ def test_help_names_the_program_and_imports_nothing_slow(words: str) -> None:
     assert imported.isdisjoint(SLOW)
 
 
+WITH_MISSING_PATH = {
+    "fabric_train.programs.convert_to_hf": "--checkpoint nowhere --output_dir nowhere/out",
+    "fabric_train.programs.generate": "--model_name ./nowhere --prompt Hello",
+    "fabric_train.trace": "nowhere --step 1",
+}
+
+
+@pytest.mark.parametrize("module", WITH_MISSING_PATH)
+def test_a_missing_path_is_reported_before_slow_imports(module: str) -> None:
+    finished = run("-m", module, *WITH_MISSING_PATH[module].split())
+    assert finished.returncode == 2
+    assert "nowhere: no such folder" in finished.stderr
+    imported = set(re.findall(r"\| +(\w+)$", finished.stderr, re.MULTILINE))
+    assert imported.isdisjoint(SLOW)
+
+
 # a child for each program, as a new Python would start it
 WITH_WRONG_ARGUMENT = """
 import os, runpy, sys
