@@ -236,34 +236,44 @@ def _read_segments(run: RunFolder, trainer: TrainerJson) -> list[RunSegment]:
     for index in reversed(range(len(lineage))):
         branch = lineage[index]
         earlier_branches = lineage[:index]
-        starts_after = data_starts_after(earlier_branches)
+        step_before_data = data_starts_after(earlier_branches)
         trunk = RunFolder(Path(branch.run))
-        later_order_trainer = segments[0].order_trainer if branch.continues_data else None
+        later_segment = segments[0]
         segment = RunSegment(
             run=trunk,
             first_step=earlier_branches[-1].step + 1 if earlier_branches else 1,
             last_step=branch.step,
-            data_starts_after=starts_after,
-            order_trainer=_find_order_trainer(trunk, branch, starts_after, later_order_trainer),
+            data_starts_after=step_before_data,
+            order_trainer=_find_order_trainer(trunk, branch, step_before_data, later_segment),
         )
         segments.insert(0, segment)
     return segments
 
 
 def _find_order_trainer(
-    trunk: RunFolder, branch: BranchPoint, starts_after: int, later_trainer: TrainerJson | None
+    trunk: RunFolder, branch: BranchPoint, step_before_data: int, later_segment: RunSegment
 ) -> TrainerJson | None:
     """Return the trainer.json of a checkpoint with the data order of the steps of ``trunk`` up to a branch point.
 
-    It is the checkpoint at the branch point, else ``later_trainer``, which the next segment uses if its data are the
-    same, else the newest checkpoint of the run whose data began after the same step.
+    None if there is no such checkpoint any more.
+
+    Args:
+        trunk: The run that was branched off.
+        branch: The branch point.
+        step_before_data: The step after which the data order of these steps begins.
+        later_segment: The steps after the branch point.
     """
+    # the checkpoint from which the branch started, if it is still there
     if branch.step in trunk.trainers:
         return trunk.trainers[branch.step]
-    if later_trainer is not None:
-        return later_trainer
+
+    # a branch that continued with the same data has the same order in its own checkpoints
+    if branch.continues_data and later_segment.order_trainer is not None:
+        return later_segment.order_trainer
+
+    # the newest checkpoint of the run whose data begin after the same step
     for trainer in reversed(trunk.trainers.values()):
-        if data_starts_after(trainer.lineage) == starts_after:
+        if data_starts_after(trainer.lineage) == step_before_data:
             return trainer
     return None
 
@@ -347,15 +357,15 @@ def _open_datasets(
 
 
 def _build_window_order(
-    order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, starts_after: int
+    order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, step_before_data: int
 ) -> WindowOrder:
-    """Return the rows of each step as the run has computed them; its data begin after the step ``starts_after``."""
+    """Return the rows of each step as the run has computed them; its data begin after ``step_before_data``."""
     if order.version not in (SHUFFLED, Mixture.VERSION, KEYED):
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
     mixture_order = None
     if isinstance(data, TokenMixture) and order.rows_per_epoch is not None:
         mixture_order = order_of_mixture(
-            data, order.rows_per_epoch, order.rows_per_window, order.seed, order.phases, starts_after
+            data, order.rows_per_epoch, order.rows_per_window, order.seed, order.phases, step_before_data
         )
     return WindowOrder(
         num_rows=order.num_rows,

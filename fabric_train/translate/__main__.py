@@ -99,7 +99,7 @@ def translate(arguments: TranslateArguments, template_file: str) -> Translated:
     translate_intervals(translation)
     translate_tokenizing(translation, objective, arguments.train_data_dir)
     if translation.templates:
-        translation.tokenize("chat_template", template_file)
+        translation.set_tokenizing("chat_template", template_file)
     translate_remaining(translation)
     _compute_by_length(translation, arguments.train_data_dir, devices)
     _check(translation)

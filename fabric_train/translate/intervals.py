@@ -39,35 +39,37 @@ def translate_intervals(translation: Translation) -> None:
     file = translation.file
     output = file.get("output_dir", "checkpointer.output_dir")
     if isinstance(output, str):
-        translation.train("output_dir", output, *file.names("output_dir", "checkpointer.output_dir"))
+        translation.set_training("output_dir", output, *file.names("output_dir", "checkpointer.output_dir"))
     translation.ignore(*file.names("logging_dir", "metric_logger.log_dir", "overwrite_output_dir"))
 
 
 def _translate_evaluation(translation: Translation) -> None:
     file = translation.file
-    size = file.names("per_device_eval_batch_size", "eval_batch_size", "batch_size_val")
-    if size:
-        translation.train("eval_batch_size", file.get(*size), *size)
+    batch_names = file.names("per_device_eval_batch_size", "eval_batch_size", "batch_size_val")
+    if batch_names:
+        translation.set_training("eval_batch_size", file.get(*batch_names), *batch_names)
+
+    # how often: a number in an epoch, an interval in steps, or only at the end of an epoch
     strategy_names = file.names("eval_strategy", "evaluation_strategy")
     strategy = str(file.get("eval_strategy", "evaluation_strategy"))
     interval_names = file.names("eval_steps", "run_val_every_n_steps")
     interval = file.get("eval_steps", "run_val_every_n_steps")
     per_epoch = translation.number("evals_per_epoch")
     if per_epoch:
-        _train_per_epoch(translation, "eval_step_interval", per_epoch, "evals_per_epoch")
+        _set_interval_by_epochs(translation, "eval_step_interval", per_epoch, "evals_per_epoch")
     elif interval not in _OFF and strategy not in ("no", "epoch"):
-        _train_interval(translation, "eval_step_interval", interval, *interval_names, *strategy_names)
+        _set_interval(translation, "eval_step_interval", interval, *interval_names, *strategy_names)
     elif strategy == "epoch":
-        translation.train("eval_step_interval", _NEVER, *strategy_names, comment="at the end of each epoch")
-    elif strategy == "steps":  # every logging_steps there
+        translation.set_training("eval_step_interval", _NEVER, *strategy_names, comment="at the end of each epoch")
+    elif strategy == "steps":  # without eval_steps, transformers evaluates every logging_steps
         logging_steps = file.get("logging_steps") or 500
-        _train_interval(translation, "eval_step_interval", logging_steps, *strategy_names)
+        _set_interval(translation, "eval_step_interval", logging_steps, *strategy_names)
     else:
         words = "no evaluation in between; one at the end of each epoch"
-        translation.train("eval_step_interval", _NEVER, *strategy_names, comment=words)
+        translation.set_training("eval_step_interval", _NEVER, *strategy_names, comment=words)
     translation.ignore(*interval_names, "evals_per_epoch")
     if file.names("eval_on_start"):
-        translation.train("eval_at_start", file.is_on("eval_on_start"), "eval_on_start")
+        translation.set_training("eval_at_start", file.is_on("eval_on_start"), "eval_on_start")
     translation.ignore(*file.names("do_eval", "do_train"))
 
 
@@ -79,20 +81,20 @@ def _translate_saving(translation: Translation) -> None:
     per_epoch = translation.number("saves_per_epoch")
     ends = "at the end of each epoch and of the run"
     if per_epoch:
-        _train_per_epoch(translation, "save_step_interval", per_epoch, "saves_per_epoch")
+        _set_interval_by_epochs(translation, "save_step_interval", per_epoch, "saves_per_epoch")
     elif strategy in ("no", "epoch", "best"):
-        translation.train("save_step_interval", _NEVER, *interval_names, comment=ends)
+        translation.set_training("save_step_interval", _NEVER, *interval_names, comment=ends)
     elif interval not in _OFF:
-        _train_interval(translation, "save_step_interval", interval, *interval_names)
+        _set_interval(translation, "save_step_interval", interval, *interval_names)
     elif file.program in ("axolotl", "torchtune"):
-        translation.default("save_step_interval", _NEVER, ends)
+        translation.set_default("save_step_interval", _NEVER, ends)
     else:
-        translation.default("save_step_interval", 500)
+        translation.set_default("save_step_interval", 500)
     translation.ignore(*interval_names, "saves_per_epoch")
     if translation.number("save_total_limit"):
-        translation.train("keep_checkpoints", file.get("save_total_limit"), "save_total_limit")
+        translation.set_training("keep_checkpoints", file.get("save_total_limit"), "save_total_limit")
     if file.names("load_best_model_at_end"):
-        translation.train("save_best", file.is_on("load_best_model_at_end"), "load_best_model_at_end")
+        translation.set_training("save_best", file.is_on("load_best_model_at_end"), "load_best_model_at_end")
     if file.get("metric_for_best_model") in ("loss", "eval_loss"):
         translation.ignore("metric_for_best_model")
 
@@ -101,28 +103,31 @@ def _translate_log_interval(translation: Translation) -> None:
     file = translation.file
     names = file.names("logging_steps", "log_every_n_steps")
     if names and file.get("logging_strategy") not in ("no", "epoch"):
-        _train_interval(translation, "log_step_interval", file.get(*names), *names)
+        _set_interval(translation, "log_step_interval", file.get(*names), *names)
     if file.get("logging_strategy") in ("steps", "no", "epoch"):
         translation.ignore("logging_strategy")
 
 
-def _train_interval(translation: Translation, argument: str, interval: Any, *origins: str) -> None:
+def _set_interval(translation: Translation, argument: str, interval: Any, *origins: str) -> None:
     """Set an interval in steps; below 1 it is a share of all steps, as in transformers."""
-    steps = translation.as_number(origins[0], interval)
-    if steps <= 0:
-        raise InputError(f"{translation.file.path}: {origins[0]}: expected a number above 0, got {steps:g}")
-    is_share = steps < 1 or origins[0] in ("evals_per_epoch", "saves_per_epoch")
+    name = origins[0]
+    steps_or_share = translation.as_number(name, interval)
+    if steps_or_share <= 0:
+        raise InputError(f"{translation.file.path}: {name}: expected a number above 0, got {steps_or_share:g}")
+    # once in one epoch is the share 1
+    is_share = steps_or_share < 1 or name in ("evals_per_epoch", "saves_per_epoch")
     if is_share:
-        compute = functools.partial(_share_of_steps, share=steps)
-        translation.train_by_length(argument, f"ceil({steps:g} × steps)", compute, *origins)
+        compute = functools.partial(_share_of_steps, share=steps_or_share)
+        translation.set_training_by_length(argument, f"ceil({steps_or_share:g} × steps)", compute, *origins)
     else:
-        translation.train(argument, math.ceil(steps), *origins)
+        translation.set_training(argument, math.ceil(steps_or_share), *origins)
 
 
-def _train_per_epoch(translation: Translation, argument: str, times: float, origin: str) -> None:
-    """Set an interval for so many ``times`` in an epoch, which is a share of all steps, as axolotl computes it."""
-    epochs = translation.number("num_epochs") or 1
-    _train_interval(translation, argument, 1 / (times * epochs), origin)
+def _set_interval_by_epochs(translation: Translation, argument: str, times_per_epoch: float, origin: str) -> None:
+    """Set the interval of what happens ``times_per_epoch``: a share of all steps, as axolotl computes it."""
+    num_epochs = translation.number("num_epochs") or 1
+    share_of_steps = 1 / (times_per_epoch * num_epochs)
+    _set_interval(translation, argument, share_of_steps, origin)
 
 
 def _share_of_steps(length: RunLength, *, share: float) -> int:
@@ -168,7 +173,7 @@ def _translate_loggers(translation: Translation) -> None:
     loggers = list(dict.fromkeys(loggers))
     if listed_loggers or len(loggers) > 1:
         other_loggers = [logger for logger in loggers if logger != "csv"]
-        translation.train("loggers", other_loggers or ["csv"], *names)
+        translation.set_training("loggers", other_loggers or ["csv"], *names)
 
     # what the trackers are told
     uses_tracker = bool({"wandb", "mlflow", "trackio"} & set(loggers))
@@ -180,6 +185,6 @@ def _translate_loggers(translation: Translation) -> None:
     }
     for argument, keys in names_by_argument.items():
         if keys and uses_tracker:
-            translation.train(argument, file.get(*keys), *keys)
+            translation.set_training(argument, file.get(*keys), *keys)
         else:
             translation.ignore(*keys)

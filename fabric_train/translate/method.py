@@ -22,6 +22,10 @@ _OBJECTIVES = {
 _PREFERENCES = "dpo, ipo, simpo, orpo, apo_zero and dpop"
 _LOSSES_OF_TORCHTUNE = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
 _OTHER_LOSSES_OF_TORCHTUNE = ("RSOLoss", "PPOLoss", "GRPO", "ForwardKL", "ReverseKL", "SymmetricKL", "JensenShannon")
+_BETA_NAMES = ("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
+_SMOOTHING_NAMES = ("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
+_CROSS_ENTROPY_NAMES = ("rpo_alpha", "pref_ftx", "cpo_alpha")
+"""The weight of the cross entropy of the chosen answers."""
 _KEYS_OF_PAIRS = (
     *("beta", "max_prompt_length", "max_prompt_len", "precompute_ref_log_probs", "ref_model", "sync_ref_model"),
     *("f_divergence_type", "rpo_alpha", "disable_dropout", "loss_weights", "dataset_splits"),
@@ -48,6 +52,9 @@ _LORA_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama-factory": {"lora_rank": 8, "lora_dropout": 0.0},
     "torchtune": {"lora_rank": 8, "lora_alpha": 16.0, "lora_dropout": 0.0},
 }
+_RANK_NAMES = ("lora_r", "lora_rank", "model.lora_rank")
+_ALPHA_NAMES = ("lora_alpha", "model.lora_alpha")
+_DROPOUT_NAMES = ("lora_dropout", "model.lora_dropout")
 _OF_ADAPTERS = (
     *("lora_r", "lora_alpha", "lora_rank", "lora_dropout", "lora_target", "lora_target_linear", "lora_target_modules"),
     *("lora_modules_to_save", "lora_fan_in_fan_out", "lora_model_dir", "peft_use_dora", "peft_use_rslora", "use_dora"),
@@ -71,15 +78,16 @@ def _translate_objective(translation: Translation) -> str:
     if objective == "sft":
         translation.ignore(*origins)
         return objective
-    translation.train("objective", objective, *origins)
+    translation.set_training("objective", objective, *origins)
     if "sigmoid_norm" in translation.texts("loss_type"):
-        translation.train("length_normalised", True, "loss_type")
-    beta = translation.number("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
-    beta_names = file.names("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
+        translation.set_training("length_normalised", True, "loss_type")
+    beta = translation.number(*_BETA_NAMES)
     if beta is not None:
-        translation.train("dpo_beta", beta, *beta_names)
+        translation.set_training("dpo_beta", beta, *file.names(*_BETA_NAMES))
+    elif file.program == "torchtune" and objective == "simpo":
+        translation.set_default("dpo_beta", 2.0)
     else:
-        translation.default("dpo_beta", 2.0 if file.program == "torchtune" and objective == "simpo" else 0.1)
+        translation.set_default("dpo_beta", 0.1)
     _translate_extras_of_pairs(translation, objective)
     return objective
 
@@ -153,18 +161,18 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
     file = translation.file
 
     # label smoothing
-    smoothing = translation.number("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
-    smoothing_names = file.names("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
+    smoothing = translation.number(*_SMOOTHING_NAMES)
+    smoothing_names = file.names(*_SMOOTHING_NAMES)
     if smoothing and objective in ("dpo", "simpo"):
-        translation.train("label_smoothing", smoothing, *smoothing_names)
+        translation.set_training("label_smoothing", smoothing, *smoothing_names)
     elif smoothing:
         translation.leave_out(f"--objective {objective} has no label smoothing", *smoothing_names)
     else:
         translation.ignore(*smoothing_names)
 
-    # the weight of the cross entropy of the chosen answers
-    weight_names = file.names("rpo_alpha", "pref_ftx", "cpo_alpha")
-    weight = translation.number("rpo_alpha", "pref_ftx", "cpo_alpha")
+    # the weight of the cross entropy of the chosen answers, which TRL may list as a loss of its own, sft
+    weight_names = file.names(*_CROSS_ENTROPY_NAMES)
+    weight = translation.number(*_CROSS_ENTROPY_NAMES)
     losses = translation.texts("loss_type")
     if "sft" in losses:
         weights = file.get("loss_weights") or [1.0] * len(losses)
@@ -173,23 +181,25 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
         weight = translation.as_number("loss_weights", weights[losses.index("sft")])
         weight_names = ["loss_type", "loss_weights"]
     if weight and objective != "orpo":
-        translation.train("sft_weight", weight, *weight_names)
+        translation.set_training("sft_weight", weight, *weight_names)
     elif weight:
         translation.leave_out("--objective orpo has the cross entropy with factor 1", *weight_names)
     elif objective == "simpo" and file.program == "axolotl":
-        translation.default("sft_weight", 1.0, "TRL's cpo_alpha")
+        translation.set_default("sft_weight", 1.0, "TRL's cpo_alpha")
 
-    # SimPO's margin, and the reference model
+    # SimPO's margin
     margin_names = file.names("simpo_gamma", "loss.gamma")
     if objective == "simpo":
         margin = translation.number("simpo_gamma", "loss.gamma")
         if margin is not None:
-            translation.train("simpo_gamma", margin, *margin_names)
+            translation.set_training("simpo_gamma", margin, *margin_names)
     else:
         translation.ignore(*margin_names)
+
+    # the reference model, for objectives that compare with one
     reference = file.get("ref_model")
     if reference and objective in ("dpo", "ipo", "apo_zero"):
-        translation.train("reference", reference, "ref_model")
+        translation.set_training("reference", reference, "ref_model")
 
 
 def _translate_model(translation: Translation) -> None:
@@ -198,7 +208,9 @@ def _translate_model(translation: Translation) -> None:
     model = file.get(*names)
     if not isinstance(model, str):
         raise InputError(f"{file.path}: {' or '.join(names[:3])} is missing: the model to train")
-    translation.train("model_name", model, *file.names(*names))
+    translation.set_training("model_name", model, *file.names(*names))
+
+    # a revision on the hub
     revision = file.get("model_revision", "revision_of_model")
     if revision not in (None, "main"):
         folder = f"models/{PurePath(model).name}"
@@ -207,6 +219,8 @@ def _translate_model(translation: Translation) -> None:
         translation.leave_out(words, "model_revision", "revision_of_model")
     else:
         translation.ignore(*file.names("model_revision", "revision_of_model"))
+
+    # random weights
     from_scratch_names = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]
     if from_scratch_names:
         advice = (
@@ -214,6 +228,8 @@ def _translate_model(translation: Translation) -> None:
         )
         translation.leave_out(advice, *from_scratch_names)
         translation.notes.append(f"{from_scratch_names[0]}: {advice}")
+
+    # what the model's folder says itself
     translation.ignore(*file.names("base_model_config", "tokenizer_type", "checkpointer.model_type"))
     if file.program != "llama-factory":
         translation.ignore(*file.names("model_type"))
@@ -236,7 +252,7 @@ def _translate_attention(translation: Translation) -> None:
         if value in ("auto", "disabled"):
             translation.ignore(name)
         elif takes_value("attention", value):
-            translation.train("attention", value, name)
+            translation.set_training("attention", value, name)
         else:
             translation.leave_out("attention is sdpa, flash_attention_2, flex_attention or eager", name)
 
@@ -245,34 +261,40 @@ def _translate_adapter(translation: Translation) -> bool:
     """Translate the adapter and its frozen weights; return whether one trains."""
     file = translation.file
     is_adapter, origins = _adapter_of(translation)
-    four_bits = file.names("load_in_4bit", "quantization_bit", "model.quantize_base", "adapter")
     if not is_adapter:
         translation.ignore(*origins, *file.names(*_OF_ADAPTERS))
         if file.is_on("load_in_4bit", "load_in_8bit") or file.get("quantization_bit"):
             reason = "frozen weights in 4 bits need an adapter here: --adapter lora"
             translation.leave_out(reason, *file.names("load_in_4bit", "load_in_8bit", "quantization_bit"))
         return False
-    kind = "dora" if file.is_on("use_dora", "peft_use_dora", "model.use_dora") else "lora"
-    translation.train("adapter", kind, *origins, *file.names("use_dora", "peft_use_dora", "model.use_dora"))
-    bits = file.get("quantization_bit")
+    dora_names = ("use_dora", "peft_use_dora", "model.use_dora")
+    kind = "dora" if file.is_on(*dora_names) else "lora"
+    translation.set_training("adapter", kind, *origins, *file.names(*dora_names))
+
+    # the type of the frozen weights
     component = str(file.settings.get("model._component_", ""))
     if _is_in_4_bits(file, component):
-        translation.train("base_weights", "nf4", *four_bits, comment="" if four_bits else "model._component_")
-    elif file.is_on("load_in_8bit") or bits is not None:
+        origins_of_bits = file.names("load_in_4bit", "quantization_bit", "model.quantize_base", "adapter")
+        comment = "" if origins_of_bits else "model._component_"  # torchtune's qlora_… models
+        translation.set_training("base_weights", "nf4", *origins_of_bits, comment=comment)
+    elif file.is_on("load_in_8bit") or file.get("quantization_bit") is not None:
         reason = "the frozen weights are in bfloat16 here, which takes more memory; --base_weights nf4 takes less"
         translation.leave_out(reason, *file.names("load_in_8bit", "quantization_bit"))
     _translate_quantization(translation)
+
+    # the adapter itself: its size, where it is, and what it begins with
     _translate_rank(translation)
     _translate_targets(translation)
-    rslora = file.names("use_rslora", "peft_use_rslora")
     if file.is_on("use_rslora", "peft_use_rslora"):
-        translation.train("lora_rslora", True, *rslora)
+        rslora_names = file.names("use_rslora", "peft_use_rslora")
+        translation.set_training("lora_rslora", True, *rslora_names)
     full_module_names = file.names("lora_modules_to_save", "additional_target")
     if full_module_names:
-        translation.train("train_also", translation.texts(full_module_names[0]), *full_module_names)
+        full_modules = translation.texts(full_module_names[0])
+        translation.set_training("train_also", full_modules, *full_module_names)
     init_names = file.names("lora_model_dir", "adapter_name_or_path")
     if init_names:
-        translation.train("init_adapter", file.get(*init_names), *init_names)
+        translation.set_training("init_adapter", file.get(*init_names), *init_names)
         translation.notes.append("init_adapter: rank, alpha and targets come from that adapter")
     _translate_lora_plus(translation)
     translation.ignore(*file.names("lora_task_type", "lora_fan_in_fan_out", "peft.lora_fan_in_fan_out"))
@@ -324,22 +346,23 @@ def _translate_quantization(translation: Translation) -> None:
 
 
 def _translate_rank(translation: Translation) -> None:
+    """Translate rank, alpha and dropout of LoRA, or set the other program's defaults."""
     file = translation.file
-    program = translation.file.program
-    rank = translation.number("lora_r", "lora_rank", "model.lora_rank")
-    rank_names = file.names("lora_r", "lora_rank", "model.lora_rank")
+    rank = translation.whole_number(*_RANK_NAMES)
     if rank is not None:
-        translation.train("lora_rank", int(rank) if rank == int(rank) else rank, *rank_names)
-    alpha = translation.number("lora_alpha", "model.lora_alpha")
+        translation.set_training("lora_rank", rank, *file.names(*_RANK_NAMES))
+    alpha = translation.number(*_ALPHA_NAMES)
     if alpha is not None:
-        translation.train("lora_alpha", alpha, *file.names("lora_alpha", "model.lora_alpha"))
-    dropout = translation.number("lora_dropout", "model.lora_dropout")
+        translation.set_training("lora_alpha", alpha, *file.names(*_ALPHA_NAMES))
+    dropout = translation.number(*_DROPOUT_NAMES)
     if dropout is not None:
-        translation.train("lora_dropout", dropout, *file.names("lora_dropout", "model.lora_dropout"))
-    for argument, value in _LORA_DEFAULTS[program].items():
-        translation.default(argument, value)
-    if program == "llama-factory" and "lora_alpha" not in translation.training:
-        translation.default("lora_alpha", 2.0 * translation.training["lora_rank"].value, "twice the rank")
+        translation.set_training("lora_dropout", dropout, *file.names(*_DROPOUT_NAMES))
+
+    for argument, value in _LORA_DEFAULTS[file.program].items():
+        translation.set_default(argument, value)
+    if file.program == "llama-factory":
+        rank_here = translation.training["lora_rank"].value
+        translation.set_default("lora_alpha", 2.0 * rank_here, "twice the rank")
 
 
 def _translate_targets(translation: Translation) -> None:
@@ -351,16 +374,18 @@ def _translate_targets(translation: Translation) -> None:
     targets: list[str] = []
     for name in file.names("lora_target_modules", "lora_target"):
         value = file.get(name)
-        is_pattern = isinstance(value, str) and any(char in value for char in "\\|*[]()^$")
-        targets += [value] if is_pattern else translation.texts(name)
+        if isinstance(value, str) and any(char in value for char in "\\|*[]()^$"):
+            targets.append(value)  # a regular expression, which is not divided at its commas
+        else:
+            targets += translation.texts(name)
     if file.is_on("lora_target_linear") or targets in (["all"], ["all-linear"]):
-        translation.train("lora_targets", ["all-linear"], *names)
+        translation.set_training("lora_targets", ["all-linear"], *names)
     elif targets:
-        translation.train("lora_targets", targets, *names)
+        translation.set_training("lora_targets", targets, *names)
     elif file.program == "llama-factory":
-        translation.default("lora_targets", ["all-linear"])
+        translation.set_default("lora_targets", ["all-linear"])
     else:
-        translation.default(
+        translation.set_default(
             "lora_targets", ["q_proj", "v_proj"], "peft's choice for a Llama; other families have others"
         )
 
@@ -373,18 +398,19 @@ def _translate_targets_of_torchtune(translation: Translation) -> None:
         targets += _MLP
     if file.is_on("model.apply_lora_to_output"):
         targets.append("lm_head")
-    translation.train("lora_targets", targets or ["all-linear"], *names)
+    translation.set_training("lora_targets", targets or ["all-linear"], *names)
 
 
 def _translate_lora_plus(translation: Translation) -> None:
-    file = translation.file
+    """Translate LoRA+: a learning rate of its own for B, by its ratio to that of A."""
     ratio = translation.number("loraplus_lr_ratio")
-    lr = translation.number("learning_rate")
-    if ratio is not None and lr is not None:
-        lr_of_b = f"lora_B={ratio * lr:g}"
-        translation.train("lr_of", [lr_of_b], "loraplus_lr_ratio", comment="the ratio times lr")
     if ratio is None:
-        translation.ignore(*file.names("loraplus_lr_embedding"))
+        translation.ignore("loraplus_lr_embedding")  # counts only with the ratio
+        return
+    lr = translation.number("learning_rate")
+    if lr is not None:
+        lr_of_b = f"lora_B={ratio * lr:g}"
+        translation.set_training("lr_of", [lr_of_b], "loraplus_lr_ratio", comment="the ratio times lr")
 
 
 def _translate_precision(translation: Translation, trains_adapter: bool) -> None:
@@ -404,15 +430,16 @@ def _translate_precision(translation: Translation, trains_adapter: bool) -> None
         translation.ignore("tf32")
         names.remove("tf32")
     if uses_16_bits and not uses_bf16:
-        translation.train("precision", "16-mixed", *names)
+        translation.set_training("precision", "16-mixed", *names)
         return
     if not uses_bf16:
-        translation.train("precision", "32-true", *names, comment="" if names else "no bf16")
+        comment = "" if names else "no bf16"  # names of the file say it themselves
+        translation.set_training("precision", "32-true", *names, comment=comment)
         return
     if not trains_adapter and _keeps_fp32_weights(file, dtype):
-        translation.train("precision", "bf16-mixed", *names, comment="trained weights stay in fp32 there")
+        translation.set_training("precision", "bf16-mixed", *names, comment="trained weights stay in fp32 there")
     else:
-        translation.train("precision", "bf16-true", *names)
+        translation.set_training("precision", "bf16-true", *names)
 
 
 def _keeps_fp32_weights(file: ForeignFile, dtype: str) -> bool:

@@ -54,6 +54,7 @@ _SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
     "cosine_warmup_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
@@ -77,14 +78,16 @@ def translate_optimization(translation: Translation, objective: str, devices: in
     _translate_schedule(translation)
     _translate_warmup(translation)
     _translate_optimizer(translation)
-    clip = translation.number("max_grad_norm", "clip_grad_norm")
-    if clip is not None:
-        translation.train("grad_clip", max(clip, 0.0), *translation.file.names("max_grad_norm", "clip_grad_norm"))
-    seeds = translation.file.names("seed", "data_seed")
-    if seeds:
-        translation.train("seed", translation.file.get(*seeds), *seeds)
-    for argument, value in _DEFAULTS[translation.file.program].items():
-        translation.default(argument, value)
+    file = translation.file
+    max_norm = translation.number("max_grad_norm", "clip_grad_norm")
+    if max_norm is not None:
+        grad_clip = max(max_norm, 0.0)  # 0 turns clipping off here
+        translation.set_training("grad_clip", grad_clip, *file.names("max_grad_norm", "clip_grad_norm"))
+    seed_names = file.names("seed", "data_seed")
+    if seed_names:
+        translation.set_training("seed", file.get(*seed_names), *seed_names)
+    for argument, value in _DEFAULTS[file.program].items():
+        translation.set_default(argument, value)
 
 
 def _translate_batch(translation: Translation, devices: int | None) -> None:
@@ -95,19 +98,19 @@ def _translate_batch(translation: Translation, devices: int | None) -> None:
         batch_names = ["batch_size"]
     elif file.program == "axolotl" and file.names("batch_size"):
         translation.leave_out("micro_batch_size × gradient_accumulation_steps × devices decides it", "batch_size")
-    micro_batch = _whole_number(translation, *batch_names)
+    micro_batch = translation.whole_number(*batch_names)
     if micro_batch is not None:
-        translation.train("micro_batch_size", micro_batch, *file.names(*batch_names))
-    accumulation = _whole_number(translation, "gradient_accumulation_steps")
+        translation.set_training("micro_batch_size", micro_batch, *file.names(*batch_names))
+    accumulation = translation.whole_number("gradient_accumulation_steps")
     if accumulation is not None:
-        translation.train("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
+        translation.set_training("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
     defaults = _DEFAULTS[file.program]
-    translation.default("micro_batch_size", defaults["micro_batch_size"])
-    translation.default("gradient_accumulation_steps", defaults["gradient_accumulation_steps"])
+    translation.set_default("micro_batch_size", defaults["micro_batch_size"])
+    translation.set_default("gradient_accumulation_steps", defaults["gradient_accumulation_steps"])
     if devices is not None:
         rows = rows_per_step(translation, devices)
         words = f"micro_batch_size × gradient_accumulation_steps × {devices} devices"
-        translation.train("total_batch_size", rows, comment=words)
+        translation.set_training("total_batch_size", rows, comment=words)
 
 
 def rows_per_step(translation: Translation, devices: int) -> int:
@@ -132,38 +135,37 @@ def _translate_length(translation: Translation) -> None:
     """Translate the number of epochs, which may be a fraction, and the largest number of steps."""
     file = translation.file
     epochs = translation.number(*_EPOCHS)
-    names = file.names(*_EPOCHS)
-    max_step = _max_step(translation)
+    epoch_names = file.names(*_EPOCHS)
     if epochs is not None and epochs <= 0:
-        raise InputError(f"{file.path}: {names[0]}: expected a number above 0, got {epochs:g}")
-    if epochs is not None:
-        num_epochs = math.ceil(epochs)
-        is_fraction = num_epochs != epochs
-        translation.train("number_epochs", num_epochs, *names, comment=f"{epochs:g} there" if is_fraction else "")
-        if is_fraction and max_step is None:
-            formula = f"ceil({epochs:g} × ceil(rows / rows of a step))"
-            translation.train_by_length("max_step", formula, lambda length: length.steps, *names)
+        raise InputError(f"{file.path}: {epoch_names[0]}: expected a number above 0, got {epochs:g}")
+
+    max_step = _read_max_step(translation)
     if max_step is not None:
         # The other programs repeat epochs until that step; here both numbers are limits.
-        translation.training.pop("number_epochs", None)
-        _train_max_step(translation, max_step)
+        comment = "max_step ends the run, whatever the epochs"
+        translation.set_training("number_epochs", _MANY_EPOCHS, *epoch_names, comment=comment)
+        translation.set_training("max_step", max_step, *file.names(*_MAX_STEPS))
+    elif epochs is not None:
+        num_epochs = math.ceil(epochs)
+        is_fraction = num_epochs != epochs
+        comment = f"{epochs:g} there" if is_fraction else ""
+        translation.set_training("number_epochs", num_epochs, *epoch_names, comment=comment)
+        if is_fraction:  # a step ends the last epoch
+            formula = f"ceil({epochs:g} × ceil(rows / rows of a step))"
+            translation.set_training_by_length("max_step", formula, lambda length: length.steps, *epoch_names)
+
     if file.program == "torchtune" and file.get("max_steps_per_epoch") is not None:
-        per_epoch = _whole_number(translation, "max_steps_per_epoch") or 1
-        words = "max_steps_per_epoch × epochs; each epoch begins with other rows there"
-        translation.train("max_step", per_epoch * math.ceil(epochs or 1), "max_steps_per_epoch", comment=words)
+        steps_per_epoch = translation.whole_number("max_steps_per_epoch") or 1
+        torchtune_max_step = steps_per_epoch * math.ceil(epochs or 1)
+        comment = "max_steps_per_epoch × epochs; each epoch begins with other rows there"
+        translation.set_training("max_step", torchtune_max_step, "max_steps_per_epoch", comment=comment)
 
 
-def _train_max_step(translation: Translation, max_step: int) -> None:
-    epochs = translation.file.names(*_EPOCHS)
-    translation.train("number_epochs", _MANY_EPOCHS, *epochs, comment="max_step ends the run, whatever the epochs")
-    translation.train("max_step", max_step, *translation.file.names(*_MAX_STEPS))
-
-
-def _max_step(translation: Translation) -> int | None:
+def _read_max_step(translation: Translation) -> int | None:
     """Return the number of steps; None if it is missing, 0 or -1, and the epochs decide."""
     if not translation.file.names(*_MAX_STEPS):
         return None
-    steps = _whole_number(translation, *_MAX_STEPS)
+    steps = translation.whole_number(*_MAX_STEPS)
     if steps is None or steps <= 0:
         translation.ignore(*_MAX_STEPS)
         return None
@@ -174,18 +176,18 @@ def _translate_rate(translation: Translation, objective: str) -> None:
     file = translation.file
     rate = translation.number("learning_rate", "optimizer.lr")
     if rate is not None:
-        translation.train("lr", rate, *file.names("learning_rate", "optimizer.lr"))
+        translation.set_training("lr", rate, *file.names("learning_rate", "optimizer.lr"))
     elif file.program == "trl":
-        translation.default("lr", 2e-5 if objective == "sft" else 1e-6)
+        translation.set_default("lr", 2e-5 if objective == "sft" else 1e-6)
     elif file.program == "torchtune":
         raise InputError(f"{file.path}: optimizer.lr is missing: the learning rate")
     elif file.program == "axolotl":
         raise InputError(f"{file.path}: learning_rate is missing")
     decay = translation.number("weight_decay", "optimizer.weight_decay")
     if decay is not None:
-        translation.train("weight_decay", decay, *file.names("weight_decay", "optimizer.weight_decay"))
+        translation.set_training("weight_decay", decay, *file.names("weight_decay", "optimizer.weight_decay"))
     elif file.program == "torchtune":
-        translation.default("weight_decay", 0.01)
+        translation.set_default("weight_decay", 0.01)
 
 
 def _translate_schedule(translation: Translation) -> None:
@@ -195,20 +197,21 @@ def _translate_schedule(translation: Translation) -> None:
     schedule = str(file.get(*names) or "").rpartition(".")[2].lower()
     options = _schedule_options(translation)
     power = translation.as_number("lr_scheduler_kwargs", options.get("power", 1.0))
-    default_cycles = 1.0 if schedule == "cosine_with_restarts" else 0.5
-    cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", default_cycles))
+    half_wave = 1.0 if schedule == "cosine_with_restarts" else 0.5  # the num_cycles of a cosine that only falls
+    num_cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", half_wave))
+    has_counterpart = schedule in _SCHEDULES
+    if _SCHEDULES.get(schedule) == "cosine" and num_cycles != half_wave:
+        has_counterpart = False  # a cosine that rises again
 
     if schedule == "polynomial" and power == 1.0:
-        translation.train("lr_schedule", "linear", *names)
+        translation.set_training("lr_schedule", "linear", *names)
         options.setdefault("lr_end", 1e-7)  # the default of transformers
-    elif schedule == "cosine_with_restarts" and cycles == 1.0:  # which is a single half wave
-        translation.train("lr_schedule", "cosine", *names)
-    elif schedule in _SCHEDULES and (cycles == 0.5 or _SCHEDULES[schedule] != "cosine"):
-        translation.train("lr_schedule", _SCHEDULES[schedule], *names)
+    elif has_counterpart:
+        translation.set_training("lr_schedule", _SCHEDULES[schedule], *names)
     elif schedule:
         translation.leave_out("lr_schedule is cosine, linear, constant, step, exponential or wsd; cosine here", *names)
         translation.notes.append(f"{names[0]}: {file.get(*names)}: there is no such schedule; the result has cosine")
-        translation.default("lr_schedule", "cosine", "")
+        translation.set_default("lr_schedule", "cosine")
     _translate_lowest_rate(translation, options)
     if schedule == "warmup_stable_decay":
         _translate_decay(translation, options)
@@ -218,29 +221,36 @@ def _schedule_options(translation: Translation) -> dict[str, Any]:
     """Return the arguments of the schedule, such as min_lr_rate."""
     file = translation.file
     options = file.get("lr_scheduler_kwargs", "lr_scheduler_args")
-    if options is None:
-        nested = {name: value for name, value in file.settings.items() if name.startswith("lr_scheduler.")}
-        options = {name.partition(".")[2]: value for name, value in nested.items() if value is not None}
-        translation.ignore("lr_scheduler.num_cycles")
-    elif not isinstance(options, dict):
-        raise InputError(f"{file.path}: lr_scheduler_kwargs: expected names with values")
-    return dict(options)
+    if options is not None:
+        if not isinstance(options, dict):
+            raise InputError(f"{file.path}: lr_scheduler_kwargs: expected names with values")
+        return dict(options)
+
+    # torchtune's are settings of their own
+    translation.ignore("lr_scheduler.num_cycles")
+    prefix = "lr_scheduler."
+    options = {}
+    for name, value in file.settings.items():
+        if name.startswith(prefix) and value is not None:
+            options[name.removeprefix(prefix)] = value
+    return options
 
 
 def _translate_lowest_rate(translation: Translation, options: dict[str, Any]) -> None:
+    """Translate where the schedule ends: a learning rate, or its ratio to the highest one."""
     file = translation.file
-    rate = translation.number("learning_rate", "optimizer.lr")
-    if rate is None:
+    max_lr = translation.number("learning_rate", "optimizer.lr")
+    if max_lr is None:
         default = translation.training.get("lr")
-        rate = default.value if default else _DEFAULTS[file.program].get("lr", 2e-5)
+        max_lr = default.value if default else _DEFAULTS[file.program].get("lr", 2e-5)
     ratio = options.get("min_lr_rate", options.get("min_lr_ratio", file.get("cosine_min_lr_ratio")))
-    lowest = options.get("min_lr", options.get("lr_end", file.get("min_lr")))
+    min_lr = options.get("min_lr", options.get("lr_end", file.get("min_lr")))
     origins = file.names("lr_scheduler_kwargs", "lr_scheduler_args", "cosine_min_lr_ratio", "min_lr")
     if ratio is not None:
         ratio = translation.as_number(origins[0], ratio)
-        translation.train("min_lr", ratio * rate, *origins, comment=f"{ratio:g} × lr")
-    elif lowest is not None:
-        translation.train("min_lr", translation.as_number("min_lr", lowest), *origins)
+        translation.set_training("min_lr", ratio * max_lr, *origins, comment=f"{ratio:g} × lr")
+    elif min_lr is not None:
+        translation.set_training("min_lr", translation.as_number("min_lr", min_lr), *origins)
     elif origins:
         translation.ignore(*origins)
     if translation.number("cosine_constant_lr_ratio"):
@@ -254,10 +264,10 @@ def _translate_decay(translation: Translation, options: dict[str, Any]) -> None:
     origins = translation.file.names("lr_scheduler_kwargs", "lr_scheduler_args")
     if "num_decay_steps" not in options:
         raise InputError(f"{translation.file.path}: lr_scheduler_kwargs: num_decay_steps is missing")
-    translation.train("decay_steps", options["num_decay_steps"], *origins)
+    translation.set_training("decay_steps", options["num_decay_steps"], *origins)
     decay_type = str(options.get("decay_type", "cosine"))
     if decay_type in ("linear", "cosine", "1-sqrt"):
-        translation.train("decay_form", decay_type, *origins)
+        translation.set_training("decay_form", decay_type, *origins)
     else:
         translation.leave_out("decay_form is 1-sqrt, linear or cosine", *origins)
 
@@ -267,18 +277,19 @@ def _translate_warmup(translation: Translation) -> None:
     file = translation.file
     step_names = file.names("warmup_steps", "lr_scheduler.num_warmup_steps")
     steps = translation.number("warmup_steps", "lr_scheduler.num_warmup_steps")
-    ratio = translation.number("warmup_ratio")
     ratio_names = file.names("warmup_ratio")
+    ratio = translation.number("warmup_ratio")
     if file.get("lr_scheduler_type", "lr_scheduler") == "constant" and (steps or ratio):
         words = "the schedule constant has no warm-up there; here it has one with warmup_steps above 0"
         translation.leave_out(words, *step_names, *ratio_names)
         return
-    if steps is not None and 0 < steps < 1:  # transformers 5 has both in one name
+    if steps is not None and 0 < steps < 1:  # a share: transformers 5 has both in one name
         ratio = steps
         ratio_names = step_names
         steps = None
+
     if steps:
-        translation.train("warmup_steps", int(steps), *step_names)
+        translation.set_training("warmup_steps", int(steps), *step_names)
         if ratio is not None:
             translation.leave_out("warmup_steps counts", *ratio_names)
     elif ratio:
@@ -287,10 +298,10 @@ def _translate_warmup(translation: Translation) -> None:
         rounds_up = file.program != "axolotl"
         rounding = "ceil" if rounds_up else "floor"
         compute = functools.partial(_share_of_steps, share=ratio, rounds_up=rounds_up)
-        translation.train_by_length("warmup_steps", f"{rounding}({ratio:g} × steps)", compute, *ratio_names)
+        translation.set_training_by_length("warmup_steps", f"{rounding}({ratio:g} × steps)", compute, *ratio_names)
     elif file.program == "axolotl" and steps is None and not ratio_names:
         comment = "the default of axolotl"
-        translation.train_by_length(
+        translation.set_training_by_length(
             "warmup_steps", "min(floor(0.03 × steps), 100)", _warmup_of_axolotl, comment=comment
         )
     else:
@@ -313,30 +324,20 @@ def _translate_optimizer(translation: Translation) -> None:
     if optimizer in _ADAMW:
         translation.ignore(*names)
     elif optimizer in _ADAMW_IN_FP32:
-        translation.train("optimizer_states", "float32", *names)
+        translation.set_training("optimizer_states", "float32", *names)
     elif optimizer in _ADAMW_IN_8_BITS:
-        translation.train("optimizer_states", "8bit", *names)
+        translation.set_training("optimizer_states", "8bit", *names)
     elif optimizer:
         translation.leave_out("the optimizer is AdamW here; another one may need another learning rate", *names)
         translation.notes.append(f"{names[0]}: {file.get(*names)}: the optimizer is AdamW here, with the same lr")
     for name, argument in (("adam_beta1", "beta1"), ("adam_beta2", "beta2")):
         if file.get(name) is not None:
-            translation.train(argument, translation.number(name), name)
+            translation.set_training(argument, translation.number(name), name)
     betas = file.get("optimizer.betas")
     if isinstance(betas, list) and len(betas) == 2:
-        translation.train("beta1", betas[0], "optimizer.betas")
-        translation.train("beta2", betas[1], "optimizer.betas")
+        translation.set_training("beta1", betas[0], "optimizer.betas")
+        translation.set_training("beta2", betas[1], "optimizer.betas")
     epsilon = translation.number("adam_epsilon", "optimizer.eps")
     if epsilon == 1e-8:
         translation.ignore(*file.names("adam_epsilon", "optimizer.eps"))
     translation.ignore(*file.names("optimizer.fused"))
-
-
-def _whole_number(translation: Translation, *names: str) -> int | None:
-    number = translation.number(*names)
-    if number is None:
-        return None
-    if number != int(number):
-        name = translation.file.names(*names)[0]
-        raise InputError(f"{translation.file.path}: {name}: expected a whole number, got {number:g}")
-    return int(number)

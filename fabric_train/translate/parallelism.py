@@ -27,8 +27,8 @@ def translate_parallelism(translation: Translation) -> None:
     elif _fsdp_settings(translation):
         _translate_fsdp(translation)
     if file.program == "torchtune" and file.is_on("fsdp_cpu_offload"):
-        translation.train("parallelism", "fsdp2", comment="what torchtune's distributed recipes use")
-        translation.train("cpu_offload", True, "fsdp_cpu_offload")
+        translation.set_training("parallelism", "fsdp2", comment="what torchtune's distributed recipes use")
+        translation.set_training("cpu_offload", True, "fsdp_cpu_offload")
     _translate_sizes(translation)
     _translate_recomputation(translation)
     compile_names = file.names("torch_compile", "compile")
@@ -36,7 +36,7 @@ def translate_parallelism(translation: Translation) -> None:
     if isinstance(compile_value, bool | str):
         if compile_value != "auto":
             compile_value = as_bool(compile_value)
-        translation.train("compile", compile_value, *compile_names)
+        translation.set_training("compile", compile_value, *compile_names)
 
 
 def _fsdp_settings(translation: Translation) -> dict[str, str]:
@@ -69,33 +69,34 @@ def _translate_fsdp(translation: Translation) -> None:
 
     # which FSDP
     is_fsdp2 = str(values.get("version", "1")) == "2"
-    translation.train("parallelism", "fsdp2" if is_fsdp2 else "fsdp", *origins_of("fsdp", "version"))
+    translation.set_training("parallelism", "fsdp2" if is_fsdp2 else "fsdp", *origins_of("fsdp", "version"))
 
     # what is sharded
     strategy = _find_sharding_strategy(values, words)
     strategy_origins = origins_of("sharding_strategy", "reshard_after_forward")
     if strategy == "NO_SHARD":
-        translation.train("parallelism", "ddp", *strategy_origins)
+        translation.set_training("parallelism", "ddp", *strategy_origins)
     elif strategy:
-        translation.train("sharding_strategy", strategy, *strategy_origins)
+        translation.set_training("sharding_strategy", strategy, *strategy_origins)
     if as_bool(values.get("offload_params")) or "offload" in words:
-        translation.train("cpu_offload", True, *origins_of("offload_params"))
+        translation.set_training("cpu_offload", True, *origins_of("offload_params"))
 
     # how checkpoints are written, layers wrapped and recomputed
     state_dict_type = str(values.get("state_dict_type", "")).upper()
     if state_dict_type == "FULL_STATE_DICT":
-        translation.train("state_dict_type", "full", origins["state_dict_type"])
+        translation.set_training("state_dict_type", "full", origins["state_dict_type"])
     elif state_dict_type == "SHARDED_STATE_DICT":
-        translation.train("state_dict_type", "sharded", origins["state_dict_type"])
+        translation.set_training("state_dict_type", "sharded", origins["state_dict_type"])
     layer_class = values.get("transformer_layer_cls_to_wrap")
     if isinstance(layer_class, list) and len(layer_class) == 1:
         layer_class = layer_class[0]
     if isinstance(layer_class, str):
-        translation.train("auto_wrap_policy", layer_class, origins["transformer_layer_cls_to_wrap"])
+        translation.set_training("auto_wrap_policy", layer_class, origins["transformer_layer_cls_to_wrap"])
     if as_bool(values.get("activation_checkpointing")):
-        translation.train("activation_checkpointing", "full", origins["activation_checkpointing"])
+        translation.set_training("activation_checkpointing", "full", origins["activation_checkpointing"])
     if "limit_all_gathers" in values and not is_fsdp2:  # fsdp2 has no such limit
-        translation.train("limit_all_gathers", as_bool(values["limit_all_gathers"]), origins["limit_all_gathers"])
+        limits_all_gathers = as_bool(values["limit_all_gathers"])
+        translation.set_training("limit_all_gathers", limits_all_gathers, origins["limit_all_gathers"])
 
     # settings that are always so here, and those that are off
     translation.ignore(*origins_of("auto_wrap_policy", "sync_module_states", "use_orig_params"))
@@ -135,16 +136,16 @@ def _translate_deepspeed(translation: Translation) -> None:
         translation.notes.append(f"deepspeed: {config}: {advice}")
         return
     if stage == 0:
-        translation.train("parallelism", "ddp", "deepspeed", comment="ZeRO 0")
+        translation.set_training("parallelism", "ddp", "deepspeed", comment="ZeRO 0")
         return
-    translation.train("parallelism", "fsdp", "deepspeed", comment=f"ZeRO {stage}")
+    translation.set_training("parallelism", "fsdp", "deepspeed", comment=f"ZeRO {stage}")
     strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
     words = f"ZeRO {stage}"
     if stage == 1:
         words += " divides optimizer states only; the nearest one here divides gradients too"
-    translation.train("sharding_strategy", strategy, "deepspeed", comment=words)
+    translation.set_training("sharding_strategy", strategy, "deepspeed", comment=words)
     if offloads:
-        translation.train("cpu_offload", True, "deepspeed")
+        translation.set_training("cpu_offload", True, "deepspeed")
 
 
 def _read_zero_stage(config: Any) -> tuple[int | None, bool]:
@@ -178,6 +179,7 @@ def _read_zero_stage(config: Any) -> tuple[int | None, bool]:
 
 
 def _translate_sizes(translation: Translation) -> None:
+    """Translate the sizes of tensor and context parallelism; 1 is off."""
     file = translation.file
     sizes = {
         "tensor_parallel_size": ("tensor_parallel_size", "tensor_parallel_dim", "tensor_model_parallel_size"),
@@ -186,8 +188,8 @@ def _translate_sizes(translation: Translation) -> None:
     for argument, keys in sizes.items():
         size = translation.number(*keys)
         if size is not None and size > 1:
-            translation.train(argument, int(size), *file.names(*keys))
-            translation.train("parallelism", "fsdp2", comment=f"{argument} needs it")
+            translation.set_training(argument, int(size), *file.names(*keys))
+            translation.set_training("parallelism", "fsdp2", comment=f"{argument} needs it")
         else:
             translation.ignore(*file.names(*keys))
 
@@ -210,12 +212,12 @@ def _translate_recomputation(translation: Translation) -> None:
     is_set_by_fsdp = "activation_checkpointing" in translation.training
     if recomputes or offloads or is_set_by_fsdp:
         comment = "" if names or is_set_by_fsdp else "its default"
-        translation.train("activation_checkpointing", "full", *names, comment=comment)
+        translation.set_training("activation_checkpointing", "full", *names, comment=comment)
     elif names or file.program in ("axolotl", "torchtune"):
         comment = "" if names else "its default"
-        translation.train("activation_checkpointing", "none", *names, comment=comment)
+        translation.set_training("activation_checkpointing", "none", *names, comment=comment)
     if offloads:
-        translation.train("activation_offload", True, *offload_names)
+        translation.set_training("activation_offload", True, *offload_names)
     else:
         translation.ignore(*offload_names)
     nested = [name for name in file.settings if name.startswith("gradient_checkpointing_kwargs")]

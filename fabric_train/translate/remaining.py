@@ -66,7 +66,7 @@ def _translate_setting(translation: Translation, name: str) -> None:
     # An argument of tokenizing that nothing has set.
     tokenize_option = _IN_TOKENIZE.fullmatch(translated_name or "")
     if tokenize_option and translation.tokenizing and tokenize_option[1] not in translation.tokenizing:
-        translation.tokenize(tokenize_option[1], value, name)
+        translation.set_tokenizing(tokenize_option[1], value, name)
         return
 
     # An argument of training that nothing has set. The table's "--argument value" stands for a switch that is on.
@@ -76,7 +76,7 @@ def _translate_setting(translation: Translation, name: str) -> None:
         is_translatable = switch_value is None or value is True
         argument_value = value if switch_value is None else switch_value
         if is_translatable and takes_value(argument, argument_value):
-            translation.train(argument, argument_value, name)
+            translation.set_training(argument, argument_value, name)
             return
 
     # No counterpart.

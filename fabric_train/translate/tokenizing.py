@@ -36,11 +36,11 @@ def translate_tokenizing(translation: Translation, objective: str, train_data_di
     if _is_streamed(translation, uses_pairs):
         _translate_stream(translation, sources)
         return
-    translation.tokenize("dataset", _list_locations(translation, sources.training), *sources.origins)
+    translation.set_tokenizing("dataset", _list_locations(translation, sources.training), *sources.origins)
     _translate_tokenizer(translation)
     dataset_dir = train_data_dir or _choose_dataset_dir(translation)
-    translation.tokenize("output_dir", dataset_dir, *file.names("dataset_prepared_path", "tokenized_path"))
-    translation.train("train_data_dir", dataset_dir, *sources.origins)
+    translation.set_tokenizing("output_dir", dataset_dir, *file.names("dataset_prepared_path", "tokenized_path"))
+    translation.set_training("train_data_dir", dataset_dir, *sources.origins)
     _translate_shares(translation, sources, dataset_dir)
     _translate_row_length(translation, uses_pairs)
     _translate_packing(translation, sources, uses_pairs)
@@ -95,16 +95,16 @@ def _translate_stream(translation: Translation, sources: Sources) -> None:
     file = translation.file
     switches = file.names("streaming", "dataset_streaming")
     locations = [source.location for source in sources.training]
-    translation.train("streaming_dataset", locations, *sources.origins, *switches)
+    translation.set_training("streaming_dataset", locations, *sources.origins, *switches)
     _translate_text_column(translation, sources, trains=True)
     length = translation.number(*_LENGTHS)
     if length is not None:
-        translation.train("max_length", int(length), *file.names(*_LENGTHS))
+        translation.set_training("max_length", int(length), *file.names(*_LENGTHS))
     else:
-        translation.default("max_length", _DEFAULT_LENGTHS[file.program])
+        translation.set_default("max_length", _DEFAULT_LENGTHS[file.program])
     buffer_names = file.names("buffer_size", "streaming_multipack_buffer_size", "shuffle_buffer_size")
     if buffer_names:
-        translation.train("shuffle_buffer", file.get(*buffer_names), *buffer_names)
+        translation.set_training("shuffle_buffer", file.get(*buffer_names), *buffer_names)
     # A stream is always packed, has no validation split, and writes no token dataset.
     translation.ignore(*file.names("val_set_size", "val_size", "dataset_prepared_path"))
     translation.ignore(*file.names("sample_packing", "packing", "pad_to_sequence_len", "eval_sample_packing"))
@@ -124,7 +124,7 @@ def _translate_tokenizer(translation: Translation) -> None:
     names = file.names("tokenizer_config", "tokenizer_name_or_path")
     model = translation.training["model_name"].value
     tokenizer = file.get(*names) if names else model
-    translation.tokenize("tokenizer_name", tokenizer, *names)
+    translation.set_tokenizing("tokenizer_name", tokenizer, *names)
     # torchtune's tokenizer is a class and a path, which the model's folder replaces
     for name in file.settings:
         is_tokenizer_setting = name.startswith("tokenizer.") and name not in _LENGTHS
@@ -138,7 +138,7 @@ def _translate_shares(translation: Translation, sources: Sources, dataset_dir: s
         return
     shares = [f"{dataset_dir}:{location}={share:g}" for location, share in shares_by_location.items()]
     comment = "an epoch reads this share of the rows, the next epoch another one"
-    translation.train("shares", shares, *sources.origins, comment=comment)
+    translation.set_training("shares", shares, *sources.origins, comment=comment)
 
 
 def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
@@ -157,7 +157,7 @@ def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
     if uses_pairs:
         comment = f"{int(length)} for each of the two sequences of a pair"
         length = 2 * length
-    translation.tokenize("max_length", int(length), *names, comment=comment)
+    translation.set_tokenizing("max_length", int(length), *names, comment=comment)
     translation.ignore(*file.names("max_prompt_length", "max_prompt_len"))
 
 
@@ -183,18 +183,18 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
         strategy = file.get("packing_strategy") or "bfd"
         packing = "best_fit" if strategy == "bfd" else "concat"
         isolates_documents = strategy != "wrapped"
-    translation.tokenize("packing", packing, *names)
+    translation.set_tokenizing("packing", packing, *names)
     if not isolates_documents:
         comment = "documents of a row see each other there; true keeps them apart"
-        translation.train("isolate_documents", False, *names, comment=comment)
+        translation.set_training("isolate_documents", False, *names, comment=comment)
     translation.ignore(*file.names("pad_to_sequence_len", "eval_sample_packing", "padding_free", "eval_packing"))
 
     # documents that are longer than a row
     if file.program == "axolotl" and packing != "concat":
         too_long = "cut_end" if file.get("excess_length_strategy") == "truncate" else "drop"
-        translation.tokenize("too_long", too_long, *file.names("excess_length_strategy"))
+        translation.set_tokenizing("too_long", too_long, *file.names("excess_length_strategy"))
     elif file.get("truncation_mode") == "keep_end":
-        translation.tokenize("too_long", "cut_start", "truncation_mode")
+        translation.set_tokenizing("too_long", "cut_start", "truncation_mode")
     elif uses_pairs:
         translation.notes.append("a pair that is too long is left out here, for an answer is never cut")
     translation.ignore(*file.names("truncation_mode", "excess_length_strategy"))
@@ -232,18 +232,18 @@ def _translate_supervision(translation: Translation, sources: Sources, uses_pair
         return
     if file.program == "trl":
         if file.is_on("assistant_only_loss", "completion_only_loss"):
-            translation.tokenize("train_on", "assistant", *names)
+            translation.set_tokenizing("train_on", "assistant", *names)
         else:
             words = "TRL supervises whole chats; of prompt and completion, the completion: there, write assistant"
-            translation.tokenize("train_on", "all", *names)
+            translation.set_tokenizing("train_on", "all", *names)
             translation.notes.append(f"train_on all: {words}")
         return
     if file.is_on("mask_history"):
-        translation.tokenize("train_on", "last", *names)
+        translation.set_tokenizing("train_on", "last", *names)
         return
     choices = {source.supervises_prompt for source in sources.training}
     supervises_all = file.is_on("train_on_inputs", "train_on_prompt") or choices == {True}
-    translation.tokenize("train_on", "all" if supervises_all else "assistant", *names)
+    translation.set_tokenizing("train_on", "all" if supervises_all else "assistant", *names)
     if len(choices) > 1:
         translation.notes.append("train_on: the sources differ in what is supervised; here it is one choice for all")
 
@@ -260,18 +260,18 @@ def _translate_validation(translation: Translation, sources: Sources) -> None:
         locations = [source.location for source in sources.validation]
         if locations == [source.location for source in sources.training]:
             translation.notes.append("the validation set is a part of the same split: --validation_split makes one")
-            translation.tokenize("validation_split", 0.05, *names)
+            translation.set_tokenizing("validation_split", 0.05, *names)
         else:
-            translation.tokenize("validation_dataset", locations, *sources.origins, *names)
+            translation.set_tokenizing("validation_dataset", locations, *sources.origins, *names)
     elif size and size < 1:
-        translation.tokenize("validation_split", size, *names)
+        translation.set_tokenizing("validation_split", size, *names)
     elif size:
         advice = f"a share is needed: --validation_split {size:g} / (number of documents)"
         translation.leave_out(advice, *names)
         translation.notes.append(f"validation of {size:g} documents: {advice}")
-        translation.tokenize("validation_split", 0.01, comment="until the number of documents is known")
+        translation.set_tokenizing("validation_split", 0.01, comment="until the number of documents is known")
     else:
-        translation.tokenize("validation_split", 0.0, *names)
+        translation.set_tokenizing("validation_split", 0.0, *names)
 
 
 def _translate_limits(translation: Translation, sources: Sources) -> None:
@@ -280,20 +280,20 @@ def _translate_limits(translation: Translation, sources: Sources) -> None:
     _translate_text_column(translation, sources, trains=False)
     if file.names("max_samples"):
         if len(sources.training) == 1:
-            translation.tokenize("max_documents", file.get("max_samples"), "max_samples")
+            translation.set_tokenizing("max_documents", file.get("max_samples"), "max_samples")
         else:
             advice = "it is of each data set there, and --max_documents of all together"
             translation.leave_out(advice, "max_samples")
     process_names = file.names("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")
     if process_names:
-        translation.tokenize("num_proc", file.get(*process_names), *process_names)
+        translation.set_tokenizing("num_proc", file.get(*process_names), *process_names)
     if file.is_on("dataset_exact_deduplication"):
-        translation.tokenize("deduplicate", True, "dataset_exact_deduplication")
+        translation.set_tokenizing("deduplicate", True, "dataset_exact_deduplication")
     worker_names = file.names("dataloader_num_workers", "dataloader.num_workers")
     if worker_names:
-        translation.train("num_workers", file.get(*worker_names), *worker_names)
+        translation.set_training("num_workers", file.get(*worker_names), *worker_names)
     if file.is_on("streaming", "dataset_streaming"):
-        translation.tokenize("stream", True, *file.names("streaming", "dataset_streaming"))
+        translation.set_tokenizing("stream", True, *file.names("streaming", "dataset_streaming"))
 
 
 def _translate_text_column(translation: Translation, sources: Sources, *, trains: bool) -> None:
@@ -307,6 +307,6 @@ def _translate_text_column(translation: Translation, sources: Sources, *, trains
     if column in (None, "text"):
         translation.ignore(*origins)
     elif trains:
-        translation.train("text_column", column, *origins)
+        translation.set_training("text_column", column, *origins)
     else:
-        translation.tokenize("text_column", column, *origins)
+        translation.set_tokenizing("text_column", column, *origins)

@@ -45,6 +45,7 @@ class Translation:
     """The translation of a file, which the modules of this package fill in one after the other.
 
     ``origins`` are always the names of the file's settings from which an argument of ours follows.
+    ``set_training("lora_rank", 8, "lora_r")`` sets our --lora_rank, which follows from the file's lora_r.
     """
 
     file: ForeignFile
@@ -61,7 +62,7 @@ class Translation:
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates to write next to the result, by the suffix of the file's name."""
 
-    def train(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
+    def set_training(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
         """Set an argument of training.
 
         Raises:
@@ -70,7 +71,7 @@ class Translation:
         self.training[argument] = self._convert("training", argument, value, origins, comment)
         self._record("training", origins)
 
-    def tokenize(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
+    def set_tokenizing(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
         """Set an argument of tokenizing.
 
         Raises:
@@ -79,14 +80,14 @@ class Translation:
         self.tokenizing[argument] = self._convert("tokenizing", argument, value, origins, comment)
         self._record("tokenizing", origins)
 
-    def train_by_length(
+    def set_training_by_length(
         self, argument: str, formula: str, compute: Callable[[RunLength], float], *origins: str, comment: str = ""
     ) -> None:
         """Set an argument of training that is computed once the number of steps is known."""
         self.by_length[argument] = LengthSetting(formula, compute, _join_comment(self.file, argument, origins, comment))
         self._record("training", origins)
 
-    def default(self, argument: str, value: Any, comment: str = "") -> None:
+    def set_default(self, argument: str, value: Any, comment: str = "") -> None:
         """Set an argument of training to the other program's default, unless the file sets it."""
         if argument in self.training or argument in self.by_length:
             return
@@ -119,6 +120,20 @@ class Translation:
             return None
         name = names_with_values[0]
         return self.as_number(name, self.file.get(name))
+
+    def whole_number(self, *names: str) -> int | None:
+        """Return the first of these settings that has a value, as a whole number; None if none has.
+
+        Raises:
+            InputError: the value is not a whole number.
+        """
+        number = self.number(*names)
+        if number is None:
+            return None
+        if not number.is_integer():
+            name = self.file.names(*names)[0]
+            raise InputError(f"{self.file.path}: {name}: expected a whole number, got {number:g}")
+        return int(number)
 
     def as_number(self, name: str, value: Any) -> float:
         """Return a value of the setting ``name`` as a number.

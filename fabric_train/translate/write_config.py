@@ -39,7 +39,7 @@ def set_by_length(translation: Translation, length: RunLength) -> None:
             comment += f", {length.words}"
         if setting.comment:
             comment = f"{setting.comment}; {comment}"
-        translation.train(argument, int(setting.compute(length)), comment=comment)
+        translation.set_training(argument, int(setting.compute(length)), comment=comment)
     translation.by_length.clear()
 
 
