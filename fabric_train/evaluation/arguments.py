@@ -204,11 +204,12 @@ def _metadata_as_json(metadata: Any, owner: str, faults: list[str]) -> str:
     if not isinstance(metadata, dict):
         faults.append(f"{owner}: metadata: expected a mapping such as {{max_seq_lengths: [4096]}}, got {metadata!r}")
         return "{}"
-    lengths = metadata.get("max_seq_lengths", [4096])
-    is_list = isinstance(lengths, list) and len(lengths) > 0
-    if not is_list or not all(type(length) is int and length > 0 for length in lengths):
-        faults.append(f"{owner}: metadata: max_seq_lengths: expected a list such as [4096, 32768], got {lengths!r}")
-        return "{}"
+    if "max_seq_lengths" in metadata:
+        lengths = metadata["max_seq_lengths"]
+        is_list = isinstance(lengths, list) and len(lengths) > 0
+        if not is_list or not all(type(length) is int and length > 0 for length in lengths):
+            faults.append(f"{owner}: metadata: max_seq_lengths: expected a list such as [4096, 32768], got {lengths!r}")
+            return "{}"
     try:
         return json.dumps(metadata, sort_keys=True)
     except TypeError:  # YAML has dates

@@ -160,7 +160,7 @@ def _load_tasks_with(requested_tasks: Sequence[RequestedTask], tokenizer_dir: st
     from lm_eval.tasks import TaskManager  # slow
 
     has_names = any(not is_task_file(task.source) for task in requested_tasks)
-    managers: dict[str | None, Any] = {}  # by metadata; each reads lm_eval's own tasks, which are 14,000 files
+    managers: dict[str | None, Any] = {}  # by metadata; with names, each reads lm_eval's own tasks, 14,000 files
     loaded_tasks: dict[TaskSettings, Any] = {}
     faults = []
     for task in requested_tasks:

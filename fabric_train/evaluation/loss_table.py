@@ -202,12 +202,19 @@ def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
 
     The first model, with which the others are compared, stays the first unless it is evaluated again at another place.
     """
-    outdated = outdated_models(earlier, {model: _weights_of(lines_by_source) for model, lines_by_source in new.items()})
+    # earlier losses of other weights do not count
+    new_weights = {model: _weights_of(lines_by_source) for model, lines_by_source in new.items()}
+    outdated = outdated_models(earlier, new_weights)
     current = {model: lines_by_source for model, lines_by_source in earlier.items() if model not in outdated}
+
+    # the order of the models: the new one if it has the first model, else the new models follow
     first_model = next(iter(earlier), None)
-    # a dictionary keeps the place of a name's first occurrence
     names = [*new, *current] if first_model in new else [*current, *new]
-    return {name: {**current.get(name, {}), **new.get(name, {})} for name in dict.fromkeys(names)}
+
+    joined: Evaluated = {}
+    for name in dict.fromkeys(names):  # each once, where it occurs first
+        joined[name] = {**current.get(name, {}), **new.get(name, {})}
+    return joined
 
 
 def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:

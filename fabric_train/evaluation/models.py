@@ -150,16 +150,19 @@ def _find_whole_model(name: str, tokenizer_dir: Path | None) -> ComparedModel:
         trained_adapter(Path(source))  # reports packages that it needs
         saved_base = find_base(None, Path(source))
 
-    is_folder = Path(source).is_dir()
+    if Path(source).is_dir():
+        base = os.path.realpath(source)
+        identity = identity_of_files(Path(source))
+    else:  # a name on the hub
+        base = source
+        identity = f"{source} {shape.config._commit_hash}"
     if saved_base:
         base = saved_base.place
-    else:
-        base = os.path.realpath(source) if is_folder else source
     return ComparedModel(
         name=name,
         source=source,
         checkpoint=is_checkpoint,
-        identity=identity_of_files(Path(source)) if is_folder else f"{source} {shape.config._commit_hash}",
+        identity=identity,
         tokenizer=tokenizer,
         tokenizer_id=_tokenizer_id(tokenizer),
         max_positions=shape.max_positions,

@@ -267,14 +267,21 @@ def _tokenize_pairs(location: str, model: ComparedModel, arguments: EvaluateArgu
 
 def _pair_scores(text: PackedText, losses: np.ndarray) -> PairScores:
     """Return the log-probabilities of the answers from the ``losses`` of the predicted tokens, fp32 [N]."""
-    num_tokens = text.num_targets_of_sequences.reshape(-1, 2)
-    ends = np.cumsum(num_tokens)
-    begins = ends - num_tokens.ravel()
-    log_probs = -np.add.reduceat(losses.astype(np.float64), begins).reshape(-1, 2)
-    locations = [text.location(pair) for pair in range(len(num_tokens))]
+    # sum the tokens of each answer; the answers alternate, chosen and rejected
+    tokens_of_answers = text.num_targets_of_sequences
+    first_tokens = np.cumsum(tokens_of_answers) - tokens_of_answers
+    nats_of_answers = np.add.reduceat(losses.astype(np.float64), first_tokens)
+    log_probs = -nats_of_answers.reshape(-1, 2)
+    num_tokens = tokens_of_answers.reshape(-1, 2)
+
     # rows of another tokenizer hold the pairs in another order
+    locations = [text.location(pair) for pair in range(len(num_tokens))]
     order = sorted(range(len(locations)), key=lambda pair: locations[pair])
-    return PairScores(log_probs[order], num_tokens[order], [locations[pair] for pair in order])
+    return PairScores(
+        sums=log_probs[order],
+        tokens=num_tokens[order],
+        locations=[locations[pair] for pair in order],
+    )
 
 
 def _pair_lines(source: str, model: ComparedModel, scores: PairScores) -> Iterator[dict[str, object]]:

@@ -243,7 +243,7 @@ class WindowedText(EncodedText):
         for document in chunk.units:
             num_tokens = int(self._starts[document + 1] - self._starts[document])
             windows += cut_windows(document, num_tokens, self._max_length, self._overlap)
-        windows.sort(key=lambda window: window.begin - window.stop)
+        windows.sort(key=lambda window: window.stop - window.begin, reverse=True)
         while windows:
             longest = windows[0].stop - windows[0].begin
             num_windows = max(1, batch_tokens // longest)
@@ -299,7 +299,8 @@ class PackedText(EncodedText):
         self.input_tokens = self._rows.longest()
         self.highest_id = 0
 
-        # read all rows: their targets, and the pieces of documents that the targets belong to
+        # Read all rows: their targets, and the pieces of documents that the targets belong to. The lists have an array
+        # for each batch of rows.
         target_ids = []
         num_targets_of_rows = [0]
         piece_documents = []
@@ -338,20 +339,25 @@ class PackedText(EncodedText):
                 "no loss to compare; tokenize with a larger --validation_split or --max_length, so that answers fit"
             )
 
-        # join the pieces of each document that has a target
-        counts = np.concatenate(piece_num_targets)
-        has_targets = counts > 0
-        self._documents, document_of_piece = np.unique(
-            np.concatenate(piece_documents)[has_targets], return_inverse=True
-        )
-        self.owners = np.repeat(document_of_piece, counts[has_targets])
-        self.num_bytes = np.bincount(
-            document_of_piece, np.concatenate(piece_num_bytes)[has_targets], len(self._documents)
-        )
-        self.source_names = (text.name,) if text.name else self._rows.source_names
-        self.sources = np.zeros(len(self._documents), dtype=np.int64)
-        if not text.name:
-            self.sources[document_of_piece] = np.concatenate(piece_sources)[has_targets]
+        # the pieces that have a target, as one array for each of their columns
+        num_targets = np.concatenate(piece_num_targets)
+        has_targets = num_targets > 0
+        num_targets = num_targets[has_targets]
+        documents = np.concatenate(piece_documents)[has_targets]
+        sources = np.concatenate(piece_sources)[has_targets]
+        num_bytes = np.concatenate(piece_num_bytes)[has_targets]
+
+        # join the pieces of each document; documents without a target are left out, and the others numbered from 0
+        self._documents, document_of_piece = np.unique(documents, return_inverse=True)
+        num_documents = len(self._documents)
+        self.owners = np.repeat(document_of_piece, num_targets)
+        self.num_bytes = np.bincount(document_of_piece, weights=num_bytes, minlength=num_documents)
+        self.sources = np.zeros(num_documents, dtype=np.int64)
+        if text.name:
+            self.source_names = (text.name,)  # the one source of all documents
+        else:
+            self.source_names = self._rows.source_names
+            self.sources[document_of_piece] = sources
 
     def location(self, document: int) -> str:
         split_document = int(self._documents[document])
@@ -423,13 +429,17 @@ def _split_evenly(starts: np.ndarray) -> Iterator[range]:
         begin = stop
 
 
-def _slices(numbers: range, size: int) -> Iterator[range]:
-    return (numbers[begin : begin + size] for begin in range(0, len(numbers), size))
+def _slices(indices: range, size: int) -> Iterator[range]:
+    """Yield a range of indices in slices of ``size``; the last one may be smaller."""
+    for begin in range(0, len(indices), size):
+        yield indices[begin : begin + size]
 
 
 def _digest(*contents: "np.ndarray | bytes") -> str:
     """Return the SHA-256 of contents, one after the other."""
     digest = hashlib.sha256()
     for content in contents:
-        digest.update(content if isinstance(content, bytes) else np.ascontiguousarray(content).tobytes())
+        if not isinstance(content, bytes):
+            content = np.ascontiguousarray(content).tobytes()
+        digest.update(content)
     return digest.hexdigest()

@@ -138,9 +138,11 @@ class Watch:
 
         # the first model whose lock is free; other watchers evaluate the others
         for model in pending:
+            lock_file = self._file(model).with_suffix(".lock")
             with ExitStack() as lock:
+                # an InputError of the evaluation itself does not mean that the lock is held
                 try:
-                    lock.enter_context(hold_lock(self._file(model).with_suffix(".lock"), "it is being evaluated", ""))
+                    lock.enter_context(hold_lock(lock_file, "it is being evaluated", ""))
                 except InputError:
                     continue
                 self._evaluate(model)
@@ -273,11 +275,15 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     tasks = read_tasks(arguments.tasks) if arguments.tasks is not None else []
     if tasks:
         check_package("lm_eval", "--tasks")
+
+    # the models to evaluate beside the run's checkpoints
     compared_models, damaged = find_models(arguments.models or [])
     models = []
     for model in compared_models:
         check_lengths(f"--models {model.name}", model.max_positions, [task.settings for task in tasks])
         models.append(WatchedModel(model.name, model.source, step=None, identity=full_digest(model.identity)))
+
+    # the folder of the results, and the texts
     if arguments.output_dir is not None:
         output_dir = Path(arguments.output_dir)
     else:
@@ -287,11 +293,22 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
     if adds_to_evaluation:
         check_output(output_dir)
     texts = WatchedTexts.open(arguments, output_dir) if arguments.texts is not None else None
-    watch = Watch(run, output_dir, tasks, models, arguments.batch_size, evaluate, texts)
+    watch = Watch(
+        run=run,
+        output=output_dir,
+        tasks=tasks,
+        models=models,
+        batch_size=arguments.batch_size,
+        evaluate=evaluate,
+        texts=texts,
+    )
+
+    # load the tasks once, if a model is to be evaluated on them now or later
     pending = watch.pending()
     may_follow = run is not None and arguments.wait and not RunFolder(run).has_ended
     if tasks and (pending or may_follow):
-        _check_tasks(tasks, pending[0].source if pending else "", prints=prints)
+        model_source = pending[0].source if pending else ""
+        _check_tasks(tasks, model_source, prints=prints)
 
     # evaluate
     if adds_to_evaluation:

@@ -257,17 +257,17 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
     otherwise, or has read other data before. Checkpoints of earlier versions have no such counts: then a run that reads
     whole passes has the shares of its token dataset.
     """
-    # rows are counted for a mixture, supervised tokens for several sources
     state = record.saved.state
-    names = record.saved.content.get("mixture_sources") or ()
+    mixture_sources = record.saved.content.get("mixture_sources") or ()
     rows = state.rows_of_sources or ()
-    has_rows = bool(names) and len(names) == len(rows)
+    has_rows = bool(mixture_sources) and len(mixture_sources) == len(rows)
     read_only_mixture = has_rows and sum(rows) == state.num_samples  # no other data before it
-    if read_only_mixture or (has_rows and not state.counted_of_sources):
+    tokens_of_sources = state.counted_of_sources or {}
+    if read_only_mixture or (has_rows and not tokens_of_sources):  # rows are all that is counted, or all that was read
         counts = list(zip(mixture_names(record), rows, strict=True))
-    elif state.counted_of_sources:
-        counts = [(record.names[name], num_tokens) for name, num_tokens in state.counted_of_sources.items()]
-    elif not names:
+    elif tokens_of_sources:
+        counts = [(record.names[name], num_tokens) for name, num_tokens in tokens_of_sources.items()]
+    elif not mixture_sources:  # a single token dataset of an earlier version, read in whole passes
         counts = [(source.name, source.tokens or 0) for source in stored_sources(record)]
     else:
         counts = []
@@ -537,8 +537,11 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
             row = [record.evaluated_name(source), loss.num_tokens]
             for figure in figures:
                 cell = _figure_cell(loss, figure)
-                first_cell = _figure_cell(first_loss, figure)
-                row.append(f"{first_cell}\u00a0→\u00a0{cell}".strip("\u00a0→") if has_earlier else cell)
+                first_cell = _figure_cell(first_loss, figure) if has_earlier else ""
+                if first_cell and cell:
+                    row.append(f"{first_cell}\u00a0→\u00a0{cell}")  # spaces that do not end a line
+                else:
+                    row.append(first_cell or cell)
             if has_earlier:
                 row.append(_change_of_loss(first_loss, loss))
             rows.append(tuple(row))

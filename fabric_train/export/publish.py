@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
-from fabric_train.cli.argument_types import POSITIONAL
+from fabric_train.cli.argument_types import POSITIONAL, counted
 from fabric_train.cli.errors import InputError, run_program, terminated_as_interrupted
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.pages import markdown
@@ -172,7 +172,7 @@ def _source_row(records: Sequence[SourceRecord]) -> "Row":
         if source.revision:
             origin = markdown.Markdown(f"{origin} at {markdown.code(source.revision[: markdown.SHOWN_DIGITS])}")
     elif num_files:  # their hashes are in manifest.json
-        origin = markdown.Markdown(f"{num_files:,} file{'s' * (num_files != 1)}, SHA-256 in `manifest.json`")
+        origin = markdown.Markdown(f"{counted(num_files, 'file')}, SHA-256 in `manifest.json`")
     num_documents = sum(record.documents for record in records)
     num_tokens = sum(record.tokens for record in records)
     return markdown.code(source.name), num_documents, num_tokens, share, origin

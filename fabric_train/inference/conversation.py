@@ -1,5 +1,6 @@
 """Continue one prompt, or have a conversation with a model in the terminal."""
 
+import codecs
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ def continue_prompt(arguments: GenerateArguments, *, prints: bool = False) -> tu
     assert arguments.prompt is not None
     model, tokenizer = load_to_generate(arguments)
     encoder = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=arguments.chat)
-    if arguments.chat and prints:
+    if arguments.chat and prints:  # a conversation prints the answer alone, without the question
         return model, Conversation(model, tokenizer, encoder, arguments).answer(arguments.prompt)
+
     content = chat_turn(arguments.prompt, arguments.system) if arguments.chat else arguments.prompt
     prompts = encode_prompts(encoder, [Prompt(content)], limits_of(model), arguments.num_tokens)
     choose_frequencies(model, len(prompts[0]) + arguments.num_tokens)
@@ -85,22 +87,30 @@ def chat_in_terminal(conversation: Conversation) -> None:
     is_terminal = sys.stdin.isatty()
     lines = _typed_lines() if is_terminal else sys.stdin.buffer
     for line_number, line in enumerate(lines, 1):
-        try:
-            text = line.decode("utf-8-sig" if line_number == 1 else "utf-8").strip()
-            if text == "/exit":
-                return
-            if text == "/reset":
-                conversation.reset()
-            elif text:
-                conversation.answer(text)
-            continue
-        except UnicodeDecodeError as error:
-            fault = f"byte {error.start} is not UTF-8"
-        except InputError as error:
-            fault = f"{error}; /reset forgets the conversation"
-        if not is_terminal:  # nobody is there to ask again
+        if line_number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip() == b"/exit":
+            return
+        fault = _answer_line(conversation, line)
+        if fault is not None and is_terminal:
+            print(f"error: {fault}", file=sys.stderr)
+        elif fault is not None:  # nobody is there to ask again
             raise InputError(f"standard input, line {line_number}: {fault}; this and later lines are unanswered")
-        print(f"error: {fault}", file=sys.stderr)
+
+
+def _answer_line(conversation: Conversation, line: bytes) -> str | None:
+    """Answer a line, or forget the conversation on /reset; return what is wrong with it, None if nothing is."""
+    try:
+        text = line.decode("utf-8").strip()
+        if text == "/reset":
+            conversation.reset()
+        elif text:
+            conversation.answer(text)
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8"
+    except InputError as error:
+        return f"{error}; /reset forgets the conversation"
+    return None
 
 
 def _typed_lines() -> Iterator[bytes]:

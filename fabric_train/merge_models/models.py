@@ -218,28 +218,27 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
     for model in other_models:
         _check_sizes(model, first_model)  # before its vocabulary is read, which takes longer
         vocabulary = read_vocabulary(model.folder)
-        has_same_rows = model.shape_of_model.vocab_size == first_model.shape_of_model.vocab_size
-        if vocabulary is not None and first_vocabulary is not None:
-            if vocabulary == first_vocabulary and has_same_rows:
-                opened.tensors.append(model)
-            else:
-                aligned, matched = _match(model, first_model, vocabulary, first_vocabulary)
-                opened.tensors.append(aligned)
-                opened.matched[model.folder] = matched
-        elif vocabulary is None and first_vocabulary is None and has_same_rows:
+        has_same_vocab_size = model.shape_of_model.vocab_size == first_model.shape_of_model.vocab_size
+        if vocabulary == first_vocabulary and has_same_vocab_size:  # also if both are without a tokenizer
             opened.tensors.append(model)
-        else:
+            continue
+
+        # otherwise the same tokens are found by their texts, for which both need a tokenizer
+        if vocabulary is None or first_vocabulary is None:
             without_tokenizer = first_model.folder if first_vocabulary is None else model.folder
             fault = f"{without_tokenizer} has no tokenizer to find the same tokens by"
             raise _cannot_be_merged(model, first_model, fault)
+        aligned, matched = _align(model, first_model, vocabulary, first_vocabulary)
+        opened.tensors.append(aligned)
+        opened.matched[model.folder] = matched
     return opened
 
 
-def _match(
+def _align(
     model: ModelTensors, first_model: ModelTensors, vocabulary: dict[str, int], first_vocabulary: dict[str, int]
 ) -> tuple[AlignedTensors, MatchedTokens]:
     """Give a model's tokens the rows of the first model's tokens; the vocabularies have ids by the tokens' texts."""
-    # A tokenizer may have ids beyond the rows of the model, which are left out.
+    # a tokenizer may have ids beyond the rows of the model, which are left out
     num_first_rows = first_model.shape_of_model.vocab_size
     num_rows = model.shape_of_model.vocab_size
     first_rows = {token: row for token, row in first_vocabulary.items() if row < num_first_rows}
@@ -248,7 +247,7 @@ def _match(
     if num_common < LEAST_SHARE * len(first_rows):
         fault = f"only {num_common:,} of the {len(first_rows):,} tokens are in both vocabularies"
         raise _cannot_be_merged(model, first_model, fault, "give models whose tokenizers have a common origin")
-    # For each row of the first model, the row of the same token in this model, or -1.
+    # for each row of the first model, the row of the same token in this model, or -1
     row_indices = torch.full((num_first_rows,), -1)
     for token, first_row in first_rows.items():
         row_indices[first_row] = rows.get(token, -1)

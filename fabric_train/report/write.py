@@ -159,12 +159,18 @@ def _compare_arguments(runs: Sequence[_ComparedRun]) -> str:
 
 def _compare_data(runs: Sequence[_ComparedRun]) -> str:
     """Return a table of the shares of the sources, and of the token datasets."""
+    # shares of the sources
     shares = [dict(seen_shares(run.record)) if run.record else {} for run in runs]
     rows: list[Sequence[Any]] = []
     for source in dict.fromkeys(chain.from_iterable(shares)):
         cells = [f"{run_shares[source]:.1%}" if source in run_shares else "" for run_shares in shares]
         rows.append((source, *cells))
-    fingerprints = [getattr(run.record.saved.data, "fingerprint", None) if run.record else None for run in runs]
+
+    # token datasets
+    fingerprints = []
+    for run in runs:
+        data = run.record.saved.data if run.record else None
+        fingerprints.append(getattr(data, "fingerprint", None))  # a stream has none
     cells = [str(fingerprint)[:12] if fingerprint else "" for fingerprint in fingerprints]
     rows.append(("token dataset", *cells))
     is_same = len(set(fingerprints)) == 1 and fingerprints[0] is not None
@@ -209,35 +215,42 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
 
 def _compare_results(runs: Sequence[_ComparedRun], price_per_hour: float | None) -> str:
     """Return a table of the last values of each run; a column is a run."""
-    values_by_name: dict[str, list[Any]] = {}
-    for run_index, run in enumerate(runs):
-        for name, value in _result_cells(run, price_per_hour).items():
-            values_by_name.setdefault(name, [None] * len(runs))[run_index] = value
-    rows = [(name, *values) for name, values in values_by_name.items()]
+    cells_of_runs = [_result_cells(run, price_per_hour) for run in runs]
+    rows = []
+    for name in dict.fromkeys(chain.from_iterable(cells_of_runs)):  # the names of the rows, each once
+        rows.append((name, *(cells.get(name) for cells in cells_of_runs)))
     return table(["", *(run.name for run in runs)], rows, len(runs))
 
 
 def _result_cells(run: _ComparedRun, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the results of a run by what they are."""
-    trainer = run.record.saved if run.record else None
+    """Return the cells of a run in the table of results, by the name of their row; rows may be absent."""
+    saved = run.record.saved if run.record else None  # of the newest checkpoint
     cells: dict[str, Any] = {}
-    if trainer is not None:
-        cells["code"] = trainer.versions.get(PROGRAM, "not recorded")
-        cells["steps"] = trainer.state.step
-        cells["tokens"] = trainer.state.num_tokens
+    if saved is not None:
+        cells["code"] = saved.versions.get(PROGRAM, "not recorded")
+        cells["steps"] = saved.state.step
+        cells["tokens"] = saved.state.num_tokens
+
+    # the last training loss and speed
     if run.metrics is not None:
         for name, column in (("training loss", "train_loss"), ("tokens/s at the end", "tokens_per_second")):
             value = run.metrics.last_value(column)
             if value is not None:
                 cells[name] = f"{value:,.4g}"
+
+    # the validation losses of each source
     if run.evaluation is not None:
         for source, loss in run.evaluation.parts.items():
-            for figure, figure_value in loss.figures().items():
-                if figure_value is not None and figure != "perplexity":
-                    cells[f"validation {figure.replace('_', ' ')}, {source}"] = f"{figure_value:.4f}"
-    if trainer is not None and trainer.sessions:
-        cells["devices"] = device_hours(trainer.sessions)
+            figures = loss.figures()
+            figures.pop("perplexity", None)  # follows from the loss
+            for figure_name, figure in figures.items():
+                if figure is not None:
+                    cells[f"validation {figure_name.replace('_', ' ')}, {source}"] = f"{figure:.4f}"
+
+    # devices and their cost
+    if saved is not None and saved.sessions:
+        cells["devices"] = device_hours(saved.sessions)
         if price_per_hour is not None:
-            hours = sum(session.device_hours for session in trainer.sessions)
+            hours = sum(session.device_hours for session in saved.sessions)
             cells["cost"] = f"{hours * price_per_hour:,.2f}"
     return cells

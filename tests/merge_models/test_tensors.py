@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError
-from fabric_train.merge_models.models import AlignedTensors, ModelTensors, _match, note_on_rounding, open_models
+from fabric_train.merge_models.models import AlignedTensors, ModelTensors, _align, note_on_rounding, open_models
 from fabric_train.merge_models.tensors import add_agreeing, add_differences, draw_kept, find_largest, slerp_factors
 
 
@@ -73,11 +73,11 @@ def test_a_share_of_tokens_that_fit_is_of_the_first_models() -> None:
     )
     models: tuple[Any, Any] = (other, first)
     own = {f"token {number}": 19 - number for number in range(20)}
-    aligned, matched = _match(*models, own, {"token 0": 0, "token 2": 1, "mine": 2, "alone": 3})
+    aligned, matched = _align(*models, own, {"token 0": 0, "token 2": 1, "mine": 2, "alone": 3})
     assert aligned._row_indices.tolist() == [19, 17, -1, -1]
     assert (matched.common, matched.missing, matched.left_out) == (2, 2, 18)
     with pytest.raises(InputError, match="only 1 of the 4 tokens are in both vocabularies"):
-        _match(*models, own, {"token 0": 0, "mine": 1, "alone": 2, "ours": 3})
+        _align(*models, own, {"token 0": 0, "mine": 1, "alone": 2, "ours": 3})
 
 
 def test_a_model_of_two_types_is_rounded_if_its_wider_one_is(tiny_model_dir: Path, tmp_path: Path) -> None:
