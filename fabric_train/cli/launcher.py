@@ -52,6 +52,7 @@ class Launcher:
         return " and ".join(self.recognised_by)
 
 
+# the fields rank, size, local_rank and local_size of a Launcher
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _WORLD = "OMPI_COMM_WORLD_"
 _OF_OPEN_MPI = (f"{_WORLD}RANK", f"{_WORLD}SIZE", f"{_WORLD}LOCAL_RANK", f"{_WORLD}LOCAL_SIZE")

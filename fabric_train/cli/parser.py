@@ -112,7 +112,9 @@ def _build(arguments: type[T], line_values: GivenValues, launcher_values: GivenV
     groups = _build_groups(arguments, given_values, values, faults)
     if faults:
         raise InputError(*map(_in_one_line, faults))
-    return groups[""] if "" in groups else arguments(**groups)
+    if "" in groups:  # the arguments are a single group
+        return groups[""]
+    return arguments(**groups)
 
 
 def _load_extensions(given_values: GivenValues, types: Mapping[str, Any]) -> list[str]:
@@ -225,8 +227,11 @@ def _describe_unknown_name(name: str, given_value: GivenValue, types: dict[str, 
         advice: str | None = f"write --{positive_name} false"
     else:
         advice = advice_for_name(program, name, names)
-    key = "".join(name.partition(".")[1:]) if isinstance(given_value.value, dict) else ""
-    return f"{given_value.where}{key}: no such argument; {advice or _suggest_name(name, names)}"
+    where = given_value.where
+    if isinstance(given_value.value, dict):  # of a mapping, ``where`` names only the a of a.b
+        mapping_name = name.partition(".")[0]
+        where += name.removeprefix(mapping_name)
+    return f"{where}: no such argument; {advice or _suggest_name(name, names)}"
 
 
 def _list_dotted_names(name: str, value: Any) -> list[str]:

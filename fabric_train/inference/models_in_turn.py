@@ -64,6 +64,7 @@ class ModelsInTurn:
 
     def _load(self, name: str) -> Any:
         """Return the model ``name``, on the base in memory if it is the same."""
+        # find the base; an adapter on an adapter, or one that cannot be taken off, would spoil it for later models
         peft_folder = Path(name) if is_exported_adapter(Path(name)) else None
         base_name = name
         if peft_folder is not None:
@@ -71,7 +72,7 @@ class ModelsInTurn:
             if is_exported_adapter(Path(base_name)) or not can_be_taken_off(peft_folder):
                 return self._load_alone(name)
         described = describe(base_name, find_own_checkpoint(base_name))
-        if peft_folder is not None and described.adapter:  # an adapter on an adapter
+        if peft_folder is not None and described.adapter:
             return self._load_alone(name)
 
         # read the base unless it is in memory; it is kept for later models only if it fits one device
