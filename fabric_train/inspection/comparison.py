@@ -147,7 +147,7 @@ def _open_corpus(folder: Path, split_name: str) -> OpenCorpus:
     index = open_index(folder, manifest, split.name)
     if manifest is None or index is None:
         raise InputError(f"{folder}: no document index, an older version wrote it; tokenize again to compare it")
-    if split.num_rows != len(index.rows) - 1:
+    if split.num_rows != index.num_rows:
         raise InputError(f"{folder}: {split.name} has more or fewer rows than manifest.json says; tokenize again")
     vocabulary = load_vocabulary(folder / "tokenizer")
     if vocabulary is None:

@@ -145,6 +145,11 @@ class DocumentIndex:
         if not lengths_match or not ends_match:
             raise InputError(f"{index_folder}: not the index of these rows and this manifest.json; tokenize again")
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows; ``rows`` ends with one more record, at which the last row ends."""
+        return len(self.rows) - 1
+
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
         """Return the pieces of documents in some rows, integers [R]; InputError if the index is damaged."""
         # how many documents begin in each row, and how many are continued
@@ -228,10 +233,9 @@ class DocumentIndex:
 
     def main_sources(self) -> np.ndarray:
         """Return the source that has the most tokens of each row, int64 [rows]; reads the index of the whole split."""
-        num_rows = len(self.rows) - 1
         main_sources = [np.empty(0, int)]
-        for start in range(0, num_rows, _ROWS_AT_ONCE):
-            rows = np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+        for start in range(0, self.num_rows, _ROWS_AT_ONCE):
+            rows = np.arange(start, min(start + _ROWS_AT_ONCE, self.num_rows))
             num_tokens, _ = self.count_by_source(rows)
             main_sources.append(num_tokens.argmax(axis=1))
         return np.concatenate(main_sources)

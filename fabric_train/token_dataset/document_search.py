@@ -68,8 +68,7 @@ def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched
         positions = np.flatnonzero(np.isin(continuations["document"], searched_documents))
         for continuation in (first_continuation + positions).tolist():
             rows.add(_find_row(index.rows["continuations"], continuation))
-    num_rows = len(index.rows) - 1
-    rows.discard(num_rows)  # documents that are in no row follow those of the last one
+    rows.discard(index.num_rows)  # documents that are in no row follow those of the last one
 
     # their tokens
     sorted_rows = np.array(sorted(rows), dtype=np.int64)
@@ -114,7 +113,7 @@ def _find_first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
     The binary searches for all files take each step together.
     """
     low = np.zeros(len(files), np.int64)
-    high = np.full(len(files), len(index.rows) - 1)
+    high = np.full(len(files), index.num_rows)
     while True:
         is_open = low < high
         if not is_open.any():

@@ -191,7 +191,7 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
     # arrays of the final size on disk, so that memory does not grow with the index
     sizes = {
         "documents": sum(len(index.documents) for index in indexes),
-        "rows": sum(len(index.rows) - 1 for index in indexes) + 1,  # each index ends with a closing row
+        "rows": sum(index.num_rows for index in indexes) + 1,  # and a closing row
         "continuations": sum(len(index.continuations) for index in indexes),
     }
     arrays: dict[str, np.memmap] = {}
@@ -220,7 +220,7 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
         _copy_records(index.continuations, continuations[next_continuation:], {"document": next_placed})
         next_placed += num_placed
         next_unplaced += len(unplaced)
-        next_row += len(index.rows) - 1
+        next_row += index.num_rows
         next_continuation += len(index.continuations)
     rows[-1] = (next_placed, next_continuation)
     for array in arrays.values():

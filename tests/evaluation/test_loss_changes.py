@@ -50,15 +50,13 @@ def changes(text: WindowedText) -> LossChanges:
 
 def test_documents_are_ranked_by_their_mean_change(text: WindowedText, changes: LossChanges) -> None:
     lengths = np.bincount(text.owners)
-    assert lengths[0] < FEWEST_TOKENS <= lengths[1:].min()
+    assert lengths[0] < FEWEST_TOKENS <= lengths[1:].min()  # document 0 is too short to be ranked
     lines = [int(document.location.split()[-1]) for document in changes.damaged]
     assert lines == [32 - rank for rank in range(NUM_DOCUMENTS)]
     falls = [document.change for document in changes.improved]
     assert falls == sorted(falls)
     assert len(falls) == NUM_DOCUMENTS
-    assert changes.improved[0].change == pytest.approx(
-        -14 / 8
-    )  # document 2: 0 is too short, 1 has two tokens that rise
+    assert changes.improved[0].change == pytest.approx(-14 / 8)  # document 2: two tokens of document 1 rise
 
 
 def test_groups_hold_every_token_once_and_the_rare_ones_first(text: WindowedText, changes: LossChanges) -> None:
@@ -67,11 +65,13 @@ def test_groups_hold_every_token_once_and_the_rare_ones_first(text: WindowedText
     assert sum(group.num_tokens for group in changes.frequencies) == len(text.target_ids)
     mean = sum(group.after * group.num_tokens for group in changes.frequencies) / len(text.target_ids)
     assert mean == pytest.approx(source.after)
-    limits = [int(re.split(" to ", group.name)[0].replace(",", "")) for group in changes.frequencies]
-    assert limits == sorted(limits)
-    assert len(limits) > 2
+
+    # their names are the counts of their ids: 3, or 1,000 to 2,000
+    lowest_counts = [int(group.name.split(" to ")[0].replace(",", "")) for group in changes.frequencies]
+    assert lowest_counts == sorted(lowest_counts)
+    assert len(lowest_counts) > 2
     _, counts = np.unique(text.target_ids, return_counts=True)
-    assert limits[0] == counts.min()
+    assert lowest_counts[0] == counts.min()
 
 
 class Page(HTMLParser):
@@ -86,11 +86,11 @@ class Page(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.tags.add(tag)
-        self.attributes |= found.keys()
-        if tag == "span" and "title" in found:
-            self.tokens.append((found.get("class") or "", found["title"] or ""))
+        self.attributes |= attributes.keys()
+        if tag == "span" and "title" in attributes:
+            self.tokens.append((attributes.get("class") or "", attributes["title"] or ""))
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -102,16 +102,26 @@ def test_the_page_shows_changes_as_colours_and_text_as_text(
     shown_changes = show_changes(changes, tokenizer)
     write_changes(tmp_path, shown_changes)
     assert read_json(tmp_path / CHANGES, ShownChanges, "") == shown_changes  # a report of the run reads it
-    assert next(one.key for one in changes_sections(shown_changes)) == "changes"
+    assert changes_sections(shown_changes)[0].key == "changes"
+
+    # text of the data is text
     page = Page((tmp_path / PAGE).read_text())
     assert page.tags.isdisjoint({"script", "link", "img", "b"})
     assert not {name for name in page.attributes if name.startswith("on")}
-    for shown in ("<script>alert('x')</script>", "你好", "⟨U+001B⟩", "⟨U+202E⟩", "a<b>.jsonl, line 2", "run<1>"):
-        assert shown in page.text
-    assert {"better3", "worse3", "worse4"} <= {kind for kind, _ in page.tokens}
-    for kind, title in page.tokens:
-        change = float(title.rpartition(", ")[2])
+    for text in ("<script>alert('x')</script>", "你好", "⟨U+001B⟩", "⟨U+202E⟩", "a<b>.jsonl, line 2", "run<1>"):
+        assert text in page.text
+
+    # a token has the shade of its change, which its title ends with
+    assert {"better3", "worse3", "worse4"} <= {shade for shade, _ in page.tokens}
+    num_ids = 0
+    for shade, title in page.tokens:
+        first_line, _, losses = title.partition("\n")
+        num_ids += len(re.findall(r"\d+", first_line.rpartition("id ")[2]))
+        change = float(losses.rpartition(", ")[2])
         level = sum(abs(change) >= limit for limit in (0.1, 0.5, 1, 2))
-        assert kind == (f"{'better' if change < 0 else 'worse'}{level}" if level else "")
-    num_shown = sum(len(re.findall(r"\d+", title.split("id ")[1].split("\n")[0])) for _, title in page.tokens)
-    assert num_shown == sum(len(document.ids) for document in (*changes.improved, *changes.damaged))
+        if level == 0:
+            assert shade == ""
+        else:
+            direction = "better" if change < 0 else "worse"
+            assert shade == f"{direction}{level}"
+    assert num_ids == sum(len(document.ids) for document in (*changes.improved, *changes.damaged))

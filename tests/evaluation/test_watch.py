@@ -40,7 +40,8 @@ TASKS = [
     LanguageTask("es", "xnli_es", TaskSettings("xnli_es", num_fewshot=5)),
     LanguageTask("ca", "text_ca", TaskSettings("text_ca")),
 ]
-BASE = WatchedModel("models/base", "models/base", None, "base")
+TASK_NAMES = ["quiz_es", "xnli_es", "text_ca"]
+BASE = WatchedModel("models/base", "models/base", step=None, identity="base")
 
 
 class Evaluator:
@@ -50,19 +51,30 @@ class Evaluator:
         self.requests: list[tuple[str, list[str]]] = []
 
     def __call__(self, request: WorkerRequest) -> int:
+        """Score a task of a model by the model's step and the task's place in the request."""
         scores = request.scores
         assert scores is not None
         self.requests.append((scores.name, [task.settings.task for task in request.tasks]))
-        for number, task in enumerate(request.tasks):
-            scores = add_score(Path(request.file), scores, score(task.settings, (scores.step or 0) / 100 + number / 10))
+        step = scores.step or 0
+        for index, task in enumerate(request.tasks):
+            task_score = score(task.settings, value=step / 100 + index / 10)
+            scores = add_score(Path(request.file), scores, task_score)
         return 0
 
 
 def score(settings: TaskSettings, value: float) -> TaskScore:
-    higher = not settings.task.startswith("text")
-    names = ("acc,none", "acc_norm,none") if higher else ("word_perplexity,none", "bits_per_byte,none")
-    metrics = {names[0]: MetricScore(0.0, 0.0, higher), names[1]: MetricScore(value, 0.03 if higher else None, higher)}
-    return TaskScore(settings, metrics, 20, 0, 1.5, "0.4.13")
+    """Return a score whose main metric has this value: an accuracy, or for a task text_… bits per byte."""
+    if settings.task.startswith("text"):
+        metrics = {
+            "word_perplexity,none": MetricScore(0.0, stderr=0.0, higher_is_better=False),
+            "bits_per_byte,none": MetricScore(value, stderr=None, higher_is_better=False),
+        }
+    else:
+        metrics = {
+            "acc,none": MetricScore(0.0, stderr=0.0, higher_is_better=True),
+            "acc_norm,none": MetricScore(value, stderr=0.03, higher_is_better=True),
+        }
+    return TaskScore(settings, metrics, num_documents=20, num_fewshot=0, seconds=1.5, lm_eval="0.4.13")
 
 
 @pytest.fixture
@@ -72,57 +84,57 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def save(run: Path, step: int, content: str = "{}") -> Path:
+def save(run: Path, step: int, content: str = "{}") -> None:
+    """Save a checkpoint, which has nothing but a checksums.json that identifies its weights."""
     checkpoint = run / "checkpoints" / f"step-{step:08}"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "checksums.json").write_text(content + str(step), encoding="utf-8")
-    return checkpoint
 
 
-def watch(run: Path, evaluate: object, tasks: list[LanguageTask] = TASKS) -> Watch:
-    return Watch(run, run / "evaluation", tasks, [BASE], 8, evaluate)  # type: ignore[arg-type]
+def watch(run: Path | None, output: Path, evaluate: Evaluate, tasks: list[LanguageTask] = TASKS) -> Watch:
+    return Watch(run, output, tasks, [BASE], batch_size=8, evaluate=evaluate)
 
 
 def evaluate_all(run: Path, tasks: list[LanguageTask] = TASKS) -> list[tuple[str, list[str]]]:
     """Evaluate all that is pending, and return the requests."""
     evaluator = Evaluator()
-    watcher = watch(run, evaluator, tasks)
+    watcher = watch(run, run / "evaluation", evaluator, tasks)
     while watcher.evaluate_next():
         pass
     return evaluator.requests
 
 
 def test_base_and_then_each_new_checkpoint_are_evaluated_once(run: Path) -> None:
-    every = ["quiz_es", "xnli_es", "text_ca"]
-    assert evaluate_all(run) == [("models/base", every), ("step-00000010", every), ("step-00000020", every)]
+    names = ["models/base", "step-00000010", "step-00000020"]
+    assert evaluate_all(run) == [(name, TASK_NAMES) for name in names]
     assert evaluate_all(run) == []
     save(run, 30)
-    assert evaluate_all(run) == [("step-00000030", every)]
+    assert evaluate_all(run) == [("step-00000030", TASK_NAMES)]
 
 
 def test_models_are_evaluated_without_a_run(tmp_path: Path) -> None:
     evaluator = Evaluator()
-    rival = WatchedModel("models/rival", "models/rival", None, "rival")
-    watcher = Watch(None, tmp_path, TASKS, [BASE, rival], 8, evaluator)
+    watcher = watch(None, tmp_path, evaluator)
+    watcher.models.append(WatchedModel("models/rival", "models/rival", step=None, identity="rival"))
     while watcher.evaluate_next():
         pass
-    tasks = ["quiz_es", "xnli_es", "text_ca"]
-    assert evaluator.requests == [("models/base", tasks), ("models/rival", tasks)]
+    assert evaluator.requests == [("models/base", TASK_NAMES), ("models/rival", TASK_NAMES)]
     assert [model.name for model in watcher.write_table().models] == ["models/base", "models/rival"]
 
 
 def test_only_tasks_with_new_settings_are_evaluated_again(run: Path) -> None:
     evaluate_all(run)
-    changed = [replace(TASKS[0], settings=replace(TASKS[0].settings, limit=5)), *TASKS[1:]]
+    quiz, *other_tasks = TASKS
+    limited_quiz = replace(quiz, settings=replace(quiz.settings, limit=5))
     names = ["models/base", "step-00000010", "step-00000020"]
-    assert evaluate_all(run, changed) == [(name, ["quiz_es"]) for name in names]
+    assert evaluate_all(run, [limited_quiz, *other_tasks]) == [(name, ["quiz_es"]) for name in names]
     assert evaluate_all(run) == []  # the former scores are still there
 
 
 def test_a_checkpoint_with_other_weights_is_evaluated_again(run: Path) -> None:
     evaluate_all(run)
     save(run, 20, "another run")
-    assert evaluate_all(run) == [("step-00000020", ["quiz_es", "xnli_es", "text_ca"])]
+    assert evaluate_all(run) == [("step-00000020", TASK_NAMES)]
 
 
 def test_after_a_crash_only_the_tasks_that_are_missing_follow(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +143,7 @@ def test_after_a_crash_only_the_tasks_that_are_missing_follow(run: Path, capsys:
         add_score(Path(request.file), request.scores, score(request.tasks[0].settings, 0.5))
         return -9
 
-    watcher = watch(run, crash)
+    watcher = watch(run, run / "evaluation", crash)
     assert [watcher.evaluate_next() for _ in range(4)] == [True, True, True, False]
     assert list(watcher.failed.values()) == ["models/base", "step-00000010", "step-00000020"]
     assert "step-00000010: not evaluated (signal 9; memory may have run out)" in capsys.readouterr().err
@@ -139,10 +151,9 @@ def test_after_a_crash_only_the_tasks_that_are_missing_follow(run: Path, capsys:
 
 
 def test_a_checkpoint_that_another_process_evaluates_is_left_to_it(run: Path) -> None:
-    watcher = watch(run, Evaluator())
     with hold_lock(run / "evaluation" / "step-00000010.lock", "", ""):
         assert [name for name, _ in evaluate_all(run)] == ["models/base", "step-00000020"]
-    assert [model.name for model in watcher.pending()] == ["step-00000010"]
+    assert [name for name, _ in evaluate_all(run)] == ["step-00000010"]
 
 
 def test_a_checkpoint_that_the_run_removes_is_noted_and_no_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +161,7 @@ def test_a_checkpoint_that_the_run_removes_is_noted_and_no_fault(run: Path, caps
         shutil.rmtree(run / "checkpoints")
         return 1
 
-    watcher = watch(run, remove)
+    watcher = watch(run, run / "evaluation", remove)
     watcher.models = []
     assert watcher.evaluate_next()
     assert not watcher.evaluate_next()
@@ -165,19 +176,23 @@ def test_a_damaged_file_of_scores_is_one_line(run: Path) -> None:
     file = run / "evaluation" / "step-00000010.json"
     file.write_text(file.read_text(encoding="utf-8")[:100], encoding="utf-8")
     with pytest.raises(InputError, match=r"step-00000010\.json: damaged .*; remove it to evaluate the model again"):
-        watch(run, Evaluator()).pending()
+        watch(run, run / "evaluation", Evaluator()).pending()
 
 
 def test_means_and_errors_of_a_language_are_those_of_the_formula(run: Path) -> None:
     evaluate_all(run)
-    table = watch(run, Evaluator()).write_table()
+    table = watch(run, run / "evaluation", Evaluator()).write_table()
     es, ca = table.columns
     assert (es.title, es.higher_is_better) == ("es accuracy", True)
     assert (ca.title, ca.higher_is_better) == ("ca bits_per_byte", False)
+
+    # the mean of the two Spanish tasks for step 10, see ``Evaluator``
     mean = table.cell(table.models[1], es)
     assert mean is not None
     assert mean.value == pytest.approx((0.1 + 0.2) / 2)
     assert mean.stderr == pytest.approx(math.sqrt(0.03**2 + 0.03**2) / 2)
+
+    # scores.csv has two metrics of each task and a mean of each language, scores.md the means
     rows = list(csv.DictReader((run / "evaluation" / "scores.csv").open(encoding="utf-8")))
     assert {row["model"] for row in rows} == {"models/base", "step-00000010", "step-00000020"}
     assert len(rows) == 3 * (3 * 2 + 2)
@@ -191,21 +206,18 @@ def test_a_language_has_no_mean_before_all_its_tasks_are_done(run: Path) -> None
     file = run / "evaluation" / "step-00000020.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(content | {"scores": content["scores"][1:]}), encoding="utf-8")
-    table = watch(run, Evaluator()).write_table()
-    assert (
-        (run / "evaluation" / "scores.md")
-        .read_text(encoding="utf-8")
-        .splitlines()[4]
-        .startswith("| step-00000020 | – | ")
-    )
-    assert [point[0] for point in points_of(table, table.columns[0])] == [10]
-    assert [point[0] for point in points_of(table, table.columns[1])] == [10, 20]
+    table = watch(run, run / "evaluation", Evaluator()).write_table()
+    lines = (run / "evaluation" / "scores.md").read_text(encoding="utf-8").splitlines()
+    assert lines[4].startswith("| step-00000020 | – | ")
+    es, ca = table.columns
+    assert [step for step, _, _ in points_of(table, es)] == [10]
+    assert [step for step, _, _ in points_of(table, ca)] == [10, 20]
 
 
 def test_the_picture_has_steps_and_base_and_keeps_removed_checkpoints(run: Path) -> None:
     evaluate_all(run)
     shutil.rmtree(run / "checkpoints" / "step-00000010")
-    table = watch(run, Evaluator()).write_table()
+    table = watch(run, run / "evaluation", Evaluator()).write_table()
     es = table.columns[0]
     assert points_of(table, es) == [
         pytest.approx((10, 0.15, 0.0212), abs=1e-4),
@@ -217,13 +229,12 @@ def test_the_picture_has_steps_and_base_and_keeps_removed_checkpoints(run: Path)
 
 
 def test_the_wanted_metric_is_shown_with_or_without_its_filter() -> None:
-    metric = MetricScore(0.5, None, True)
-    several = replace(
-        score(TASKS[0].settings, 0.5), metrics={"em,strict": metric, "em,flexible": metric, "acc,none": metric}
-    )
-    assert main_metric(several) == "acc,none"
-    assert main_metric(several, "em") == "em,strict"
-    assert main_metric(several, "em,flexible") == "em,flexible"
+    metric = MetricScore(0.5, stderr=None, higher_is_better=True)
+    metrics = {"em,strict": metric, "em,flexible": metric, "acc,none": metric}
+    task_score = replace(score(TASKS[0].settings, 0.5), metrics=metrics)
+    assert main_metric(task_score) == "acc,none"
+    assert main_metric(task_score, "em") == "em,strict"
+    assert main_metric(task_score, "em,flexible") == "em,flexible"
 
 
 def test_a_score_that_is_not_finite_is_kept_and_shown(run: Path) -> None:
@@ -231,11 +242,11 @@ def test_a_score_that_is_not_finite_is_kept_and_shown(run: Path) -> None:
 
     def infinite(request: WorkerRequest) -> int:
         assert request.scores is not None
-        metrics = {"bits_per_byte,none": MetricScore(None, None, False)}
+        metrics = {"bits_per_byte,none": MetricScore(None, stderr=None, higher_is_better=False)}
         add_score(Path(request.file), request.scores, replace(score(settings, 0), metrics=metrics))
         return 0
 
-    watcher = watch(run, infinite, TASKS[2:])
+    watcher = watch(run, run / "evaluation", infinite, TASKS[2:])
     assert watcher.evaluate_next()
     watcher.write_table()
     assert read_score_file(run / "evaluation" / BASE.file_name).missing([settings]) == []
@@ -249,11 +260,14 @@ def write_tasks(folder: Path, text: str) -> str:
 
 def test_tasks_take_the_general_settings_unless_they_have_their_own(tmp_path: Path) -> None:
     (tmp_path / "quiz.yaml").write_text("task: quiz\n", encoding="utf-8")
-    given = "limit: 50\nlanguages:\n  es: [xnli_es, {task: quiz.yaml, limit: 5, num_fewshot: 2, metric: acc}]\n"
-    name, file = read_tasks(write_tasks(tmp_path, given))
-    assert name == LanguageTask("es", "xnli_es", TaskSettings("xnli_es", None, 50))
-    assert (file.settings.task, file.settings.limit, file.settings.num_fewshot) == ("quiz.yaml", 5, 2)
-    assert (file.source, file.metric) == (str(tmp_path / "quiz.yaml"), "acc")
+    content = "limit: 50\nlanguages:\n  es: [xnli_es, {task: quiz.yaml, limit: 5, num_fewshot: 2, metric: acc}]\n"
+    named_task, file_task = read_tasks(write_tasks(tmp_path, content))
+    assert named_task == LanguageTask("es", "xnli_es", TaskSettings("xnli_es", num_fewshot=None, limit=50))
+    assert file_task.source == str(tmp_path / "quiz.yaml")
+    assert file_task.metric == "acc"
+    assert file_task.settings.task == "quiz.yaml"
+    assert file_task.settings.limit == 5
+    assert file_task.settings.num_fewshot == 2
 
 
 @pytest.mark.parametrize(
@@ -281,8 +295,8 @@ def test_each_fault_of_the_tasks_file_is_one_line(tmp_path: Path, text: str, fau
 
 
 def test_generated_texts_must_fit_the_models_positions(tmp_path: Path) -> None:
-    given = "languages: {4k: [{task: niah, metadata: {max_seq_lengths: [4096, 8192], other: a}}]}"
-    (task,) = read_tasks(write_tasks(tmp_path, given))
+    content = "languages: {4k: [{task: niah, metadata: {max_seq_lengths: [4096, 8192], other: a}}]}"
+    (task,) = read_tasks(write_tasks(tmp_path, content))
     assert task.settings.max_seq_lengths == [4096, 8192]
     assert task.settings != replace(task.settings, metadata=None)  # evaluated apart
     check_lengths("a model", 8192, [task.settings])
@@ -302,13 +316,15 @@ def test_a_task_file_is_another_one_when_its_data_changes(tmp_path: Path, monkey
     (tmp_path / "tasks").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    given = write_tasks(tmp_path, "languages: {es: [tasks/quiz.yaml]}")
-    seen = {read_tasks(given)[0].settings}
+
+    # the settings are others after a change of each file
+    tasks_file = write_tasks(tmp_path, "languages: {es: [tasks/quiz.yaml]}")
+    distinct_settings = {read_tasks(tasks_file)[0].settings}
     for name in files:
         with (tmp_path / name).open("a", encoding="utf-8") as file:
             file.write("# changed\n")
-        seen.add(read_tasks(given)[0].settings)
-    assert len(seen) == 1 + len(files)
+        distinct_settings.add(read_tasks(tasks_file)[0].settings)
+    assert len(distinct_settings) == 1 + len(files)
 
 
 @pytest.mark.parametrize(
@@ -366,30 +382,37 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
     texts = write_jsonl(tmp_path / "es.jsonl", [f"Número {number}, una línea de prueba." for number in range(12)])
     words = ["--watch", run, "--texts", f"es={texts}", "--wait", "false", "--max_length", 64]
 
-    def watch_once(evaluate: Evaluate) -> str:
-        watch_run(parse_arguments(EvaluateArguments, list(map(str, words))), evaluate)
-        return capsys.readouterr().err
-
-    def in_a_fork(request: WorkerRequest) -> int:  # a worker without the imports of a start
+    def evaluate_in_a_fork(request: WorkerRequest) -> int:  # a worker without the imports of a start
         content = json.dumps(asdict(request)).encode()
         stdin = f"import io, sys; sys.stdin = io.TextIOWrapper(io.BytesIO({content!r}))"
         (code,) = forked_runs.start([], 1, before=stdin, program=lm_eval_worker.__name__).wait()
         return code
 
+    def watch_once() -> str:
+        arguments = parse_arguments(EvaluateArguments, list(map(str, words)))
+        watch_run(arguments, evaluate_in_a_fork)
+        return capsys.readouterr().err
+
+    # each checkpoint once
     write_full(run / "checkpoints" / "step-00000010", tiny_model_dir, weights, step=10)
-    assert "step-00000010: evaluating on texts" in watch_once(in_a_fork)
+    assert "step-00000010: evaluating on texts" in watch_once()
     write_full(run / "checkpoints" / "step-00000020", tiny_model_dir, weights, step=20)
     shutil.rmtree(run / "checkpoints" / "step-00000010")
-    assert watch_once(in_a_fork).count("evaluating on texts") == 1
-    assert "evaluating on texts" not in watch_once(in_a_fork)
-    found = json.loads((run / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
-    first, last = (str(run / name) for name in ("step-00000010", "step-00000020"))
-    assert list(found) == [first, last]
-    assert found[last]["es"]["difference"]["to"] == first
-    assert found[last]["es"]["loss"] == found[first]["es"]["loss"]
+    assert watch_once().count("evaluating on texts") == 1
+    assert "evaluating on texts" not in watch_once()
+
+    # the removed one stays the first model; the weights, and so the losses, are the same
+    figures_by_model = json.loads((run / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
+    first = str(run / "step-00000010")
+    second = str(run / "step-00000020")
+    assert list(figures_by_model) == [first, second]
+    assert figures_by_model[second]["es"]["difference"]["to"] == first
+    assert figures_by_model[second]["es"]["loss"] == figures_by_model[first]["es"]["loss"]
+
+    # other texts under the same name
     write_jsonl(texts, ["Another text."])
     with pytest.raises(InputError, match="on other documents of that name"):
-        watch_once(in_a_fork)
+        watch_once()
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed here")
@@ -404,11 +427,15 @@ def test_without_lm_eval_the_program_names_the_extra_and_writes_nothing(
 
 
 def test_a_group_has_the_means_of_each_length_of_its_texts() -> None:
-    def row(short: float, long: float) -> dict[str, object]:
+    def task_results(short: float, long: float) -> dict[str, object]:
         return {"alias": "a", "4096,none": short, "32768,none": long, "8192,none": -1.0}  # -1: no text has this length
 
     results = {
-        "results": {"ruler": {"4096,none": 0.75}, "niah": row(1.0, 0.5), "vt": row(0.5, 0.25)},
+        "results": {
+            "ruler": {"4096,none": 0.75},
+            "niah": task_results(short=1.0, long=0.5),
+            "vt": task_results(short=0.5, long=0.25),
+        },
         "higher_is_better": {},
         "n-samples": {"niah": {"effective": 4}, "vt": {"effective": 4}},
         "n-shot": {"niah": 0, "vt": 0},

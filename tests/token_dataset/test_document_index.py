@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from tests.token_dataset.test_rows import Task, rows_of, tasks
 
 PARTS_OF_FILES = ShardSizes(smallest=700, worth_keeping=0)
 Texts = dict[tuple[str, int], str]  # file and row → text
+TWO_FILES = ("a", "b")  # the names of the sources, of a file each
 
 
-def number_of_rows(task: Task, folder: Path, file: int) -> DocumentIndex:
-    """Write the index of a plan whose document d is row d + 1 of ``file``, and has 3 d bytes; open it."""
+def write_index_of(task: Task, folder: Path, *, file: int) -> DocumentIndex:
+    """Write the index of a plan whose document d is row d + 1 of file 0 or 1, and has 3 d bytes; open it."""
     plan = task.plan()
     documents = np.zeros(len(plan.order), dtype=DOCUMENT)
     documents["file"] = file
@@ -46,61 +48,80 @@ def number_of_rows(task: Task, folder: Path, file: int) -> DocumentIndex:
     documents["tokens"] = np.array(task.lengths, dtype=np.int64)[plan.order]
     folder.mkdir()
     write_index(folder, plan, documents, checksums=np.arange(plan.num_rows, dtype=np.uint64) + 1000 * file)
-    found = count_sources(plan, documents, table("a", "b"))
-    assert sum(one.tokens_in_rows for one in found.values()) == plan.tokens_in_rows
-    assert sum(one.tokens_dropped for one in found.values()) == sum(plan.tokens_dropped.values())
-    return DocumentIndex(folder, table("a", "b"), task.max_length, len(documents), plan.num_rows)
+    counts_by_source = count_sources(plan, documents, source_table(*TWO_FILES)).values()
+    assert sum(counts.tokens_in_rows for counts in counts_by_source) == plan.tokens_in_rows
+    assert sum(counts.tokens_dropped for counts in counts_by_source) == sum(plan.tokens_dropped.values())
+    return DocumentIndex(folder, source_table(*TWO_FILES), task.max_length, len(documents), plan.num_rows)
 
 
-def table(*names: str) -> SourceTable:
+def source_table(*names: str) -> SourceTable:
+    """Return the sources with these names, each of which is one split of a dataset on the hub."""
     return SourceTable([SourceRecord(name, "hub", (), ("train",), None, place=name) for name in names])
 
 
-def check_pieces(index: DocumentIndex, task: Task, first_row: int, file: int) -> None:
-    """Compare the index of the rows from ``first_row`` on with the plan of the task."""
+def check_pieces(index: DocumentIndex, task: Task, *, first_row: int, file: int) -> None:
+    """Compare the index of the rows from ``first_row`` on with the plan of the task, whose documents are of a file."""
     plan = task.plan()
-    chosen = np.arange(plan.num_rows)[::-1]  # any order of rows
-    pieces = index.pieces(first_row + chosen)
-    found: list[list[tuple[int, ...]]] = [[] for _ in chosen]
-    stored = index.documents[pieces.documents]
-    assert set(stored["file"].tolist()) <= {file}
-    columns = (pieces.rows, pieces.positions, stored["row"], pieces.starts, pieces.lengths, pieces.repeated)
-    for row, *piece in zip(*(column.tolist() for column in columns), strict=True):
-        found[row].append(tuple(piece))
-    for row, its in zip(chosen, found, strict=True):
+    rows = np.arange(plan.num_rows)[::-1]  # any order of rows
+    pieces = index.pieces(first_row + rows)
+    documents = index.documents[pieces.documents]
+    assert set(documents["file"].tolist()) <= {file}
+
+    # each row has the pieces of the plan: position in the row, row in the file, first token, tokens, repeated tokens
+    pieces_of_rows: list[list[tuple[int, ...]]] = [[] for _ in rows]
+    columns = (pieces.rows, pieces.positions, documents["row"], pieces.starts, pieces.lengths, pieces.repeated)
+    for row_index, *piece in zip(*(column.tolist() for column in columns), strict=True):
+        pieces_of_rows[row_index].append(tuple(piece))
+    for row, pieces_of_row in zip(rows, pieces_of_rows, strict=True):
         expected = []
         position = 0
-        for piece in rows_of(plan)[row]:
-            tokens = [*piece.repeated, *piece.new]
-            expected.append((position, tokens[0][0] + 1, tokens[0][1], len(tokens), len(piece.repeated)))
+        for planned in rows_of(plan)[row]:
+            tokens = [*planned.repeated, *planned.new]
+            document, first_token = tokens[0]
+            expected.append((position, document + 1, first_token, len(tokens), len(planned.repeated)))
             position += len(tokens)
-        assert its == expected
-    new = Counter(zip(pieces.documents.tolist(), (pieces.starts + pieces.repeated).tolist(), strict=True))
-    assert max(new.values(), default=1) == 1  # each occurrence of a document has its own pieces
-    num_tokens, num_bytes = index.count_by_source(first_row + chosen)
+        assert pieces_of_row == expected
+
+    # each occurrence of a document has its own pieces: no two have the same first new token
+    first_new_tokens = (pieces.starts + pieces.repeated).tolist()
+    occurrences = Counter(zip(pieces.documents.tolist(), first_new_tokens, strict=True))
+    assert max(occurrences.values(), default=1) == 1
+
+    # tokens and bytes are those of the whole documents, unless some tokens are in no row
+    num_tokens, num_bytes = index.count_by_source(first_row + rows)
     assert num_tokens.sum() == plan.tokens_in_rows - plan.tokens_repeated
-    if not plan.tokens_dropped or not sum(plan.tokens_dropped.values()):
+    if not sum(plan.tokens_dropped.values()):
         assert num_bytes.sum() == 3 * plan.order.sum()
 
 
 @settings(max_examples=16, deadline=None)
-@given(task=tasks(), other=tasks())
-def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, other: Task) -> None:
-    other = Task(other.lengths, other.order, other.packing, task.max_length, min(other.overlap, task.max_length - 1))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        first = number_of_rows(task, folder / "first", 0)
-        second = number_of_rows(other, folder / "second", 0)
-        check_pieces(first, task, 0, 0)
+@given(first_task=tasks(), drawn_task=tasks())
+def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(first_task: Task, drawn_task: Task) -> None:
+    max_length = first_task.max_length  # joined splits have rows of one length
+    second_task = replace(drawn_task, max_length=max_length, overlap=min(drawn_task.overlap, max_length - 1))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = Path(temporary_folder)
+        first = write_index_of(first_task, folder / "first", file=0)
+        second = write_index_of(second_task, folder / "second", file=0)
+        check_pieces(first, first_task, first_row=0, file=0)
+
+        # file 0 of the second index is file 1 of the joined one
         (folder / "joined").mkdir()
-        join_indexes(folder / "joined", [IndexToJoin(first, 0, 0), IndexToJoin(second, 1, 0)])
-        num_documents = len(first.documents) + len(second.documents)
-        num_rows = len(first.rows) + len(second.rows) - 2
-        joined = DocumentIndex(folder / "joined", table("a", "b"), task.max_length, num_documents, num_rows)
-        check_pieces(joined, task, 0, 0)
-        check_pieces(joined, other, len(first.rows) - 1, 1)
-        sums = [index.checksums.tolist() for index in (first, second, joined) if index.checksums is not None]
-        assert sums[0] + sums[1] == sums[2]
+        indexes_to_join = [
+            IndexToJoin(first, first_file=0, rows_before=0),
+            IndexToJoin(second, first_file=1, rows_before=0),
+        ]
+        join_indexes(folder / "joined", indexes_to_join)
+        joined = DocumentIndex(
+            folder / "joined",
+            source_table(*TWO_FILES),
+            max_length,
+            num_documents=len(first.documents) + len(second.documents),
+            num_rows=first.num_rows + second.num_rows,
+        )
+        check_pieces(joined, first_task, first_row=0, file=0)
+        check_pieces(joined, second_task, first_row=first.num_rows, file=1)
+        assert joined.checksums.tolist() == first.checksums.tolist() + second.checksums.tolist()
 
 
 def write_sources(folder: Path) -> Texts:
@@ -108,74 +129,108 @@ def write_sources(folder: Path) -> Texts:
     draw = random.Random(5)
     texts: dict[tuple[str, int], str] = {}
 
-    def text(file: Path, row: int, num_words: int | None = None) -> str:
-        words = [draw.choice(["año", "the", "mañana ", "\U0001f600", "of", "\n"]) for _ in range(num_words or 12)]
-        texts[str(file), row] = made = f"{file.name} {row}: " + " ".join(words[: num_words or draw.randrange(12)])
-        return made
+    def new_text(file: Path, row: int, num_words: int | None = None) -> str:
+        """Return a text of so many words, by default of up to 11, and keep it as the one of a row."""
+        if num_words is None:
+            num_words = draw.randrange(12)
+        words = [draw.choice(["año", "the", "mañana ", "\U0001f600", "of", "\n"]) for _ in range(num_words)]
+        text = f"{file.name} {row}: {' '.join(words)}"
+        texts[str(file), row] = text
+        return text
 
+    def new_texts(file: Path, num_rows: int) -> list[str]:
+        return [new_text(file, row) for row in range(1, num_rows + 1)]
+
+    # JSON lines, of which two are blank, one is not JSON, several are empty documents, and one is long
     (folder / "es" / "sub").mkdir(parents=True)
-    lines = folder / "es" / "a.jsonl"
-    with lines.open("w", encoding="utf-8") as opened:
-        for row in range(1, 61):
-            if row % 7 == 0:
-                opened.write("\n\n" if row == 28 else "not JSON\n" if row == 35 else '{"text": " "}\n')
-            else:
-                number = row + (row > 28)  # line 29 is blank too
-                opened.write(json.dumps({"text": text(lines, number, 150 if row == 9 else None)}) + "\n")
-    records = folder / "es" / "b.csv"
-    table_of_csv = io.StringIO()
-    csv.writer(table_of_csv).writerows([["text"], *([text(records, row)] for row in range(1, 9))])
-    records.write_text(table_of_csv.getvalue(), encoding="utf-8", newline="")
-    (folder / "es" / "c.txt").write_text(text(folder / "es" / "c.txt", 1, 40), encoding="utf-8")
-    groups = folder / "es" / "sub" / "d.parquet"
-    parquet.write_table(pyarrow.table({"text": [text(groups, row) for row in range(1, 13)]}), groups, row_group_size=5)
-    array = folder / "v=a.json"
-    array.write_text(json.dumps([{"text": text(array, row)} for row in range(1, 6)]), encoding="utf-8")
-    zipped = folder / "z.jsonl.gz"
-    with gzip.open(zipped, "wt", encoding="utf-8") as opened:
-        opened.writelines(json.dumps({"text": text(zipped, row)}) + "\n" for row in (1, 2))
-    saved = Path(f"{folder}/saved (train)")
-    rows = [text(saved, row) for row in range(1, 8)]
-    datasets.Dataset.from_dict({"text": rows}).save_to_disk(folder / "saved")
+    jsonl = folder / "es" / "a.jsonl"
+    lines = []
+    for number in range(1, 61):
+        if number == 28:
+            lines += ["", ""]
+        elif number == 35:
+            lines.append("not JSON")
+        elif number % 7 == 0:
+            lines.append('{"text": " "}')
+        else:
+            row = len(lines) + 1
+            text = new_text(jsonl, row, num_words=150 if number == 9 else None)
+            lines.append(json.dumps({"text": text}))
+    jsonl.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    # the other kinds of files
+    csv_file = folder / "es" / "b.csv"
+    csv_text = io.StringIO()
+    csv.writer(csv_text).writerows([["text"], *([text] for text in new_texts(csv_file, 8))])
+    csv_file.write_text(csv_text.getvalue(), encoding="utf-8", newline="")
+    txt = folder / "es" / "c.txt"
+    txt.write_text(new_text(txt, 1, num_words=40), encoding="utf-8")
+    parquet_file = folder / "es" / "sub" / "d.parquet"
+    parquet.write_table(pyarrow.table({"text": new_texts(parquet_file, 12)}), parquet_file, row_group_size=5)
+    json_file = folder / "v=a.json"
+    json_file.write_text(json.dumps([{"text": text} for text in new_texts(json_file, 5)]), encoding="utf-8")
+    gzip_file = folder / "z.jsonl.gz"
+    with gzip.open(gzip_file, "wt", encoding="utf-8") as opened:
+        opened.writelines(json.dumps({"text": text}) + "\n" for text in new_texts(gzip_file, 2))
+
+    # a dataset that `datasets` has saved; its split is its name in the index
+    saved_split = Path(f"{folder}/saved (train)")
+    datasets.Dataset.from_dict({"text": new_texts(saved_split, 7)}).save_to_disk(folder / "saved")
     return texts
 
 
 def indexes_of(folder: Path) -> dict[str, DocumentIndex]:
     manifest = manifest_of(folder)
-    opened = {name: open_index(folder, manifest, name) for name in manifest.ledger.splits}
-    return {name: index for name, index in opened.items() if index is not None}
+    indexes = {name: open_index(folder, manifest, name) for name in manifest.ledger.splits}
+    return {name: index for name, index in indexes.items() if index is not None}
 
 
-def check_every_row(folder: Path, texts: Texts, rows: dict[str, list[list[int]]]) -> Counter[tuple[str, int]]:
-    """Compare each piece of each row with the tokens of the text at its place; count the documents by place."""
+def check_every_row(folder: Path, texts: Texts, rows_of_splits: dict[str, list[list[int]]]) -> Counter[tuple[str, int]]:
+    """Compare each piece of each row with the tokens of the text that the index names.
+
+    Returns:
+        The number of documents by file and row.
+    """
     manifest = manifest_of(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    places: Counter[tuple[str, int]] = Counter()
+    num_documents: Counter[tuple[str, int]] = Counter()
     for name, index in indexes_of(folder).items():
-        ids: dict[int, list[int]] = {}
-        by_source: dict[str, Counter[str]] = {}
+        # the documents of the index have the sizes of the texts
+        ids_of_documents: list[list[int]] = []
+        counts_by_source: dict[str, Counter[str]] = {}
         for document in range(len(index.documents)):
             origin = index.origin(document)
             text = texts[origin.file, origin.row]
-            inner = tokenizer.encode(text, add_special_tokens=False)
-            ids[document] = [tokenizer.bos_token_id, *inner, tokenizer.eos_token_id]
-            assert (origin.num_tokens, origin.num_bytes) == (len(ids[document]), len(text.encode()))
-            places[origin.file, origin.row] += 1
+            text_ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = [tokenizer.bos_token_id, *text_ids, tokenizer.eos_token_id]
+            ids_of_documents.append(ids)
+            assert (origin.num_tokens, origin.num_bytes) == (len(ids), len(text.encode()))
+            num_documents[origin.file, origin.row] += 1
             counts = {"documents": 1, "tokens_in": origin.num_tokens, "bytes": origin.num_bytes}
-            by_source.setdefault(origin.source, Counter()).update(counts)
-        pieces = index.pieces(np.arange(len(rows[name])))
-        filled = [0] * len(rows[name])
+            counts_by_source.setdefault(origin.source, Counter()).update(counts)
+
+        # the pieces fill the rows without gaps, and have the documents' tokens
+        rows = rows_of_splits[name]
+        pieces = index.pieces(np.arange(len(rows)))
+        num_filled = [0] * len(rows)
         columns = (pieces.rows, pieces.positions, pieces.documents, pieces.starts, pieces.lengths)
         for row, position, document, start, length in zip(*(column.tolist() for column in columns), strict=True):
-            assert position == filled[row]
-            assert rows[name][row][position : position + length] == ids[document][start : start + length]
-            filled[row] += length
+            assert position == num_filled[row]
+            piece_ids = ids_of_documents[document][start : start + length]
+            assert rows[row][position : position + length] == piece_ids
+            num_filled[row] += length
+
+        # so does the ledger
         ledger = manifest.ledger.splits[name]
-        assert sum(filled) == ledger.tokens_in_rows
-        said = {source: (one.documents, one.tokens_in, one.bytes) for source, one in ledger.sources.items()}
-        assert said == {source: (one["documents"], one["tokens_in"], one["bytes"]) for source, one in by_source.items()}
-        assert sum(one.tokens_in for one in ledger.sources.values()) == ledger.tokens_in
-    return places
+        assert sum(num_filled) == ledger.tokens_in_rows
+        assert ledger.sources.keys() == counts_by_source.keys()
+        for source, source_ledger in ledger.sources.items():
+            counts = counts_by_source[source]
+            assert source_ledger.documents == counts["documents"]
+            assert source_ledger.tokens_in == counts["tokens_in"]
+            assert source_ledger.bytes == counts["bytes"]
+        assert sum(source_ledger.tokens_in for source_ledger in ledger.sources.values()) == ledger.tokens_in
+    return num_documents
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +243,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Texts]:
     "options",
     [
         {"packing": "concat", "num_proc": 2},
-        {"packing": "concat", "overlap": 5, "weights": "1 3 1"},
+        {"packing": "concat", "overlap": 5, "weights": [1, 3, 1]},
         {"packing": "best_fit", "overlap": 3, "max_length": 48},
         {"packing": "none", "overlap": 2, "max_documents": 30},
     ],
-    ids=lambda options: "-".join(map(str, options.values())).replace(" ", ","),
+    ids=["concat", "overlap-weights", "best_fit", "none"],
 )
 def test_every_piece_of_a_row_is_the_text_at_its_file_and_row(
     tmp_path: Path,
@@ -201,21 +256,22 @@ def test_every_piece_of_a_row_is_the_text_at_its_file_and_row(
     options: dict[str, Any],
 ) -> None:
     folder, texts = corpus
-    options = {"on_bad_rows": "skip", "validation_split": 0.2, **options}
-    weights = options.pop("weights", None)
     sources = [f"es={folder}/es", f"{folder}/v=a.json", f"es={folder}/saved"]
-    sources += ["--weights", *weights.split()] if weights else []
-    held_out = ["--validation_dataset", f"va={folder}/z.jsonl.gz"] if options["packing"] == "best_fit" else []
-    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *held_out, sizes=PARTS_OF_FILES, **options)
-    places = check_every_row(tmp_path / "out", texts, rows)
-    expected = {place for place in texts if held_out or not place[0].endswith(".gz")}
-    if weights:
-        assert max(places.values()) > 1
-        assert set(places) <= expected
+    arguments = {"on_bad_rows": "skip", "validation_split": 0.2, **options}
+    reads_gzip = options["packing"] == "best_fit"
+    if reads_gzip:
+        arguments["validation_dataset"] = [f"va={folder}/z.jsonl.gz"]
+    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, sizes=PARTS_OF_FILES, **arguments)
+    num_documents = check_every_row(tmp_path / "out", texts, rows)
+
+    expected = {(file, row) for file, row in texts if reads_gzip or not file.endswith(".gz")}
+    if "weights" in options:  # documents are repeated, and others left out
+        assert max(num_documents.values()) > 1
+        assert set(num_documents) <= expected
     elif "max_documents" in options:
-        assert list(places.values()) == [1] * 30
+        assert list(num_documents.values()) == [1] * options["max_documents"]
     else:
-        assert places == Counter(expected)
+        assert num_documents == Counter(expected)
     inspect.main([str(tmp_path / "out"), "--rows", "0"])  # exits if there are problems
 
 
@@ -228,24 +284,29 @@ def test_a_duplicate_is_indexed_at_its_first_place(tmp_path: Path, tiny_model_di
 
 
 def test_chats_are_indexed_by_line_with_the_bytes_of_their_messages(tmp_path: Path, chatml_dir: Path) -> None:
-    chats = [[("user", f"¿Chat {i}?"), ("assistant", f"answer {i} " * (i % 5 + 1))] for i in range(30)]
+    contents_of_chats = [(f"¿Chat {number}?", f"answer {number} " * (number % 5 + 1)) for number in range(30)]
+    lines = []
+    for question, answer in contents_of_chats:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
     file = tmp_path / "chats.jsonl"
-    messages = [[{"role": role, "content": content} for role, content in chat] for chat in chats]
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
-    rows = tokenize(tmp_path / "out", chatml_dir, file, max_length=96, validation_split=0)
+    file.write_text("".join(lines))
+    rows = tokenize(tmp_path / "out", chatml_dir, file, max_length=96, validation_split=0)["train"]
+
     (index,) = indexes_of(tmp_path / "out").values()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    pieces = index.pieces(np.arange(len(rows["train"])))
-    seen = []
+    pieces = index.pieces(np.arange(len(rows)))
+    lines_with_pieces = []
     for row, position, document, length in zip(
         pieces.rows, pieces.positions, pieces.documents, pieces.lengths, strict=True
     ):
         origin = index.origin(int(document))
-        text = tokenizer.decode(rows["train"][row][position : position + length])
-        assert all(content.strip() in text for _, content in chats[origin.row - 1])
-        assert origin.num_bytes == sum(len(content.encode()) for _, content in chats[origin.row - 1])
-        seen.append(origin.row)
-    assert sorted(seen) == list(range(1, 31))
+        contents = contents_of_chats[origin.row - 1]
+        text = tokenizer.decode(rows[row][position : position + length])
+        assert all(content.strip() in text for content in contents)
+        assert origin.num_bytes == sum(len(content.encode()) for content in contents)
+        lines_with_pieces.append(origin.row)
+    assert sorted(lines_with_pieces) == list(range(1, 31))  # each chat is one piece
 
 
 def index_files(folder: Path) -> dict[str, bytes]:
@@ -262,21 +323,31 @@ def test_an_interrupted_run_continues_to_the_same_index(
     source = corpus[0] / "es"
     options = {"on_bad_rows": "skip", "max_length": 16}
     tokenize(tmp_path / "whole", tiny_model_dir, source, **options)
+
+    # interrupted after all shards are encoded; one of them is then as an older version wrote it
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "collect", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tokenize(tmp_path / "out", tiny_model_dir, source, sizes=PARTS_OF_FILES, **options)
-    finished = sorted((tmp_path / ".out.unfinished").glob("*.npz"))
-    assert len(finished) > 5
-    with np.load(finished[0]) as stored:  # as an older version wrote it
+    shard_files = sorted((tmp_path / ".out.unfinished").glob("*.npz"))
+    assert len(shard_files) > 5
+    with np.load(shard_files[0]) as stored:
         arrays = {name: stored[name] for name in stored.files if name != "unused"}
-    np.savez(finished[0], **arrays)
-    encoded: list[object] = []
-    whole = encoding.unfinished_shards
-    monkeypatch.setattr(encoding, "unfinished_shards", lambda *given: listed(whole(*given), encoded))
+    np.savez(shard_files[0], **arrays)
+
+    # only that shard is encoded again
+    encoded_shards: list[object] = []
+    unfinished_shards = encoding.unfinished_shards
+
+    def recorded_shards(*arguments: Any) -> Iterator[Any]:
+        for shard in unfinished_shards(*arguments):
+            encoded_shards.append(shard)
+            yield shard
+
+    monkeypatch.setattr(encoding, "unfinished_shards", recorded_shards)
     tokenize(tmp_path / "out", tiny_model_dir, source, sizes=PARTS_OF_FILES, **options)
     assert "1 shards that an older version finished are encoded again" in capsys.readouterr().err
-    assert len(encoded) == 1
+    assert len(encoded_shards) == 1
     assert index_files(tmp_path / "out") == index_files(tmp_path / "whole")
 
 
@@ -284,23 +355,23 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def listed(items: Iterator[Any], into: list[Any]) -> Iterator[Any]:
-    for item in items:
-        into.append(item)
-        yield item
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[Path, Path, Texts]:
     """Two token datasets with a source of the same name, and the texts of both."""
     folder = tmp_path_factory.mktemp("pair")
-    texts: dict[tuple[str, int], str] = {}
-    for name in ("a", "b"):
-        file = write_jsonl(folder / f"{name}.jsonl", [f"{name}: text {i} " * (i % 9 + 1) for i in range(20)])
-        texts |= {(str(file), row): f"{name}: text {row - 1} " * ((row - 1) % 9 + 1) for row in range(1, 21)}
-        sources = (f"es={file}", write_jsonl(folder / f"only-{name}.jsonl", [f"only {name}"] * 4))
-        texts |= {(str(sources[1]), row): f"only {name}" for row in range(1, 5)}
-        tokenize(folder / name, tiny_model_dir, *sources, overlap=2 if name == "b" else 0, validation_split=0.2)
+    texts: Texts = {}
+    for name, overlap in (("a", 0), ("b", 2)):
+        contents = {
+            folder / f"{name}.jsonl": [f"{name}: text {number} " * (number % 9 + 1) for number in range(20)],
+            folder / f"only-{name}.jsonl": [f"only {name}"] * 4,
+        }
+        for file, file_texts in contents.items():
+            write_jsonl(file, file_texts)
+            for row, text in enumerate(file_texts, 1):
+                texts[str(file), row] = text
+        shared_file, own_file = contents
+        sources = (f"es={shared_file}", own_file)
+        tokenize(folder / name, tiny_model_dir, *sources, overlap=overlap, validation_split=0.2)
     return folder / "a", folder / "b", texts
 
 
@@ -310,8 +381,8 @@ def test_merge_keeps_the_index_and_joins_sources_of_one_name(tmp_path: Path, pai
     loaded = datasets.load_from_disk(tmp_path / "out")
     rows = {name: split["input_ids"][:] for name, split in loaded.items()}
     assert check_every_row(tmp_path / "out", texts, rows) == Counter(texts.keys())
-    only = [str(first.parent / f"only-{name}.jsonl") for name in ("a", "b")]
-    assert indexes_of(tmp_path / "out")["train"].sources.names == ("es", only[0], only[1])
+    own_files = [str(first.parent / f"only-{name}.jsonl") for name in ("a", "b")]
+    assert indexes_of(tmp_path / "out")["train"].sources.names == ("es", *own_files)
     inspect.main([str(tmp_path / "out"), "--rows", "0"])
 
 
@@ -397,13 +468,13 @@ def test_checksums_do_not_depend_on_labels_that_repeat_the_tokens() -> None:
     offsets = np.array([0, 2, 3])
     first, second = row_checksums(ids, None, starts, offsets).tolist()
     assert row_checksums(ids, ids.copy(), starts, offsets).tolist() == [first, second]
-    masked = np.where(ids == 8, np.int32(-100), ids)
-    others = (
-        row_checksums(ids, masked, starts, offsets).tolist(),
-        row_checksums(ids, None, starts + 1, offsets).tolist(),
-    )
-    assert others[0][0] == first
-    assert len({first, second, others[0][1], *others[1]}) == 5
+
+    # a masked label changes the checksum of its row alone, other borders those of both rows
+    labels = np.where(ids == 8, np.int32(-100), ids)
+    first_unmasked, second_masked = row_checksums(ids, labels, starts, offsets).tolist()
+    assert first_unmasked == first
+    moved_borders = row_checksums(ids, None, starts + 1, offsets).tolist()
+    assert len({first, second, second_masked, *moved_borders}) == 5
 
 
 def test_a_damaged_index_is_one_line(
@@ -415,19 +486,21 @@ def test_a_damaged_index_is_one_line(
     with pytest.raises(InputError, match=r"manifest\.json does not list"):
         inspect.main([str(folder)])
     documents["file"][0] = 0
-    file = folder / "train" / "index" / "rows.npy"
-    whole = np.load(file)
-    faults = {
-        "not the index of these rows and this manifest.json": lambda: np.save(file, whole[:-1]),
-        "rows.npy: damaged": lambda: file.write_bytes(file.read_bytes()[:50]),
-        "rows.npy: the file is missing": file.unlink,
+
+    # the same fault in one line of the inspector and in the error of a merge
+    rows_file = folder / "train" / "index" / "rows.npy"
+    rows = np.load(rows_file)
+    damages = {
+        "not the index of these rows and this manifest.json": lambda: np.save(rows_file, rows[:-1]),
+        "rows.npy: damaged": lambda: rows_file.write_bytes(rows_file.read_bytes()[:50]),
+        "rows.npy: the file is missing": rows_file.unlink,
     }
-    for fault, spoil in faults.items():
-        spoil()
+    for fault, damage in damages.items():
+        damage()
         with pytest.raises(SystemExit):
             inspect.main([str(folder), "--rows", "0"])
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
-        assert fault in line
+        (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
+        assert fault in problem
         with pytest.raises(InputError, match=fault):
             merge.main([str(folder), str(pair[1]), "--output_dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
@@ -453,7 +526,7 @@ def test_the_name_before_an_equals_sign_names_the_source(tmp_path: Path, monkeyp
 
 
 def test_a_file_after_the_last_one_has_no_source() -> None:
-    sources = table("es", "ca")
+    sources = source_table("es", "ca")
     assert sources.sources_of(np.array([0, 1])).tolist() == [0, 1]
     with pytest.raises(InputError, match=r"manifest\.json does not list"):
         sources.sources_of(np.array([2]))
@@ -467,7 +540,7 @@ def test_the_ledger_of_the_sources_must_balance(pair: tuple[Path, Path, Texts]) 
 
 
 def test_a_document_takes_at_most_32_bytes_and_the_rest_is_by_row(pair: tuple[Path, Path, Texts]) -> None:
-    manifest = manifest_of(pair[0])
-    size = sum(file.stat().st_size - 128 for file in pair[0].glob("train/index/*.npy"))  # without numpy's headers
-    ledger = manifest.ledger.splits["train"]
-    assert size <= 32 * ledger.documents + 44 * ledger.rows
+    header_bytes = 128  # of a file of numpy
+    num_bytes = sum(file.stat().st_size - header_bytes for file in pair[0].glob("train/index/*.npy"))
+    ledger = manifest_of(pair[0]).ledger.splits["train"]
+    assert num_bytes <= 32 * ledger.documents + 44 * ledger.rows

@@ -1,7 +1,6 @@
 """Documents and their rows are found in any index as a scan over all rows finds them."""
 
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fabric_train.token_dataset import document_index
 from fabric_train.token_dataset.document_index import SourceTable
 from fabric_train.token_dataset.document_search import files_named, find_documents, find_rows, num_records
 from fabric_train.token_dataset.manifest import SourceFile, SourceRecord
-from tests.token_dataset.test_document_index import number_of_rows
+from tests.token_dataset.test_document_index import write_index_of
 from tests.token_dataset.test_rows import Task, tasks
 
 
@@ -29,34 +28,39 @@ def small_chunks() -> Iterator[None]:
 def test_rows_of_a_document_are_those_that_have_its_pieces(task: Task) -> None:
     searched: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
-        index = number_of_rows(task, Path(folder) / "split", 0)
-        pieces = index.pieces(np.arange(len(index.rows) - 1))
-        of_pieces = index.documents["row"][pieces.documents].tolist()
-        tokens = Counter[tuple[int, int]]()
-        repeated = Counter[tuple[int, int]]()
-        columns = (of_pieces, pieces.rows.tolist(), pieces.lengths.tolist(), pieces.repeated.tolist())
-        for document, row, length, again in zip(*columns, strict=True):
-            tokens[document, row] += length
-            repeated[document, row] += again
-        for row in range(1, len(task.lengths) + 1):
+        index = write_index_of(task, Path(folder) / "split", file=0)
+
+        # scan all rows: the tokens of each document in each row, by its line in file 0
+        pieces = index.pieces(np.arange(index.num_rows))
+        lines_of_pieces = index.documents["row"][pieces.documents].tolist()
+        counts_by_line: dict[int, dict[int, tuple[int, int]]] = {}  # line → row → tokens, repeated tokens
+        columns = (lines_of_pieces, pieces.rows.tolist(), pieces.lengths.tolist(), pieces.repeated.tolist())
+        for line, row, length, num_repeated in zip(*columns, strict=True):
+            counts_by_row = counts_by_line.setdefault(line, {})
+            earlier_length, earlier_repeated = counts_by_row.get(row, (0, 0))
+            counts_by_row[row] = (earlier_length + length, earlier_repeated + num_repeated)
+
+        # the search finds the same, and reports all of its progress
+        for line in range(1, len(task.lengths) + 1):
             searched.clear()
-            documents = find_documents(index, [0], row, searched.append)
-            assert documents == np.flatnonzero(index.documents["row"] == row).tolist()
-            assert find_documents(index, [1], row, lambda count: None) == []
-            found = find_rows(index, documents, searched.append)
+            documents = find_documents(index, [0], line, searched.append)
+            assert documents == np.flatnonzero(index.documents["row"] == line).tolist()
+            assert find_documents(index, [1], line, lambda count: None) == []
+            rows = find_rows(index, documents, searched.append)
             assert sum(searched) == num_records(index)
-            expected = {place: (tokens[row, place], repeated[row, place]) for own, place in tokens if own == row}
-            assert found == expected
+            assert rows == counts_by_line.get(line, {})
 
 
 def test_a_file_is_found_by_its_name_or_the_end_of_it() -> None:
+    def file_source(name: str, folder: str, *paths: str) -> SourceRecord:
+        files = tuple(SourceFile(path, 1, "") for path in paths)
+        return SourceRecord(name, "files", files, (), None, folder=folder)
+
     records = [
-        SourceRecord(
-            "es", "files", tuple(SourceFile(name, 1, "") for name in ("a.jsonl", "sub/b.txt")), (), None, folder="x/es"
-        ),
-        SourceRecord("va", "files", (SourceFile("a.jsonl", 1, ""),), (), None, folder="x/va"),
-        SourceRecord("both", "files", (SourceFile("x/va/a.jsonl", 1, ""),), (), None, folder="."),
-        SourceRecord("hub", "hub", (), ("train",), None, place="o/n"),
+        file_source("es", "x/es", "a.jsonl", "sub/b.txt"),  # files 0 and 1
+        file_source("va", "x/va", "a.jsonl"),  # file 2
+        file_source("both", ".", "x/va/a.jsonl"),  # file 3, the same file
+        SourceRecord("hub", "hub", (), ("train",), None, place="o/n"),  # file 4
     ]
     sources = SourceTable(records)
     assert files_named(sources, "x/es/a.jsonl") == {"x/es/a.jsonl": [0]}
