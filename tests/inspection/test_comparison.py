@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ PLANTED = "the Green\nLantern"
 
 def texts_of(name: str, count: int, planted: str) -> list[str]:
     """Return texts of 3 to 300 words that end with ``planted``."""
-    choose = random.Random(name)
-    words = ["sea", "wind", "stone", "é", "moon", "river", "of", "and"]
-    return [" ".join([*choose.choices(words, k=choose.choice([3, 20, 300])), planted]) for _ in range(count)]
+    draw = random.Random(name)
+    vocabulary = ["sea", "wind", "stone", "é", "moon", "river", "of", "and"]
+    texts = []
+    for _ in range(count):
+        num_words = draw.choice([3, 20, 300])
+        words = draw.choices(vocabulary, k=num_words)
+        texts.append(" ".join([*words, planted]))
+    return texts
 
 
 TEXTS = {
@@ -58,11 +64,11 @@ def sampled(corpus: OpenCorpus) -> list[SampledDocument]:
 
 def compared(*folders: Path) -> Comparison:
     """Compare two folders, and check the progress."""
-    done: list[int] = []
+    advances: list[int] = []
     corpora = open_corpora(folders, "train")
-    found = compare(corpora, "none", done.append)
-    assert sum(done) == amount_of_work(corpora)
-    return found
+    comparison_of_folders = compare(corpora, "none", advances.append)
+    assert sum(advances) == amount_of_work(corpora)
+    return comparison_of_folders
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +96,29 @@ def second(tmp_path_factory: pytest.TempPathFactory, small_spm_dir: Path, source
 
 
 def test_totals_are_those_of_all_documents(first: Path, second: Path) -> None:
-    found = compared(first, second)
-    assert not found.same_tokenizer
-    for corpus, names in zip(found.corpora, (["shared", "lantern"], ["shared", "moon"]), strict=True):
-        sizes = {name: [len(text.encode()) for text in TEXTS[name]] for name in names}
-        assert {name: (one.documents, one.bytes) for name, one in corpus.totals.sources.items()} == {
-            name: (len(own), sum(own)) for name, own in sizes.items()
-        }
-        assert corpus.totals.byte_lengths == Counter(size for own in sizes.values() for size in own)
-        ledger = corpus.manifest.ledger.splits["train"]
-        assert corpus.totals.all.tokens == ledger.tokens_in
-        assert sum(length * count for length, count in corpus.totals.token_lengths.items()) == ledger.tokens_in
-        # all are sampled, and the words of the texts do not depend on the tokenizer
-        assert corpus.sample.documents == corpus.totals.all.documents
-        assert corpus.sample.words == sum(len(re.findall(r"\w+", text)) for name in names for text in TEXTS[name])
+    both = compared(first, second)
+    assert not both.same_tokenizer
+    for corpus, names in zip(both.corpora, (["shared", "lantern"], ["shared", "moon"]), strict=True):
+        # documents and bytes of each source
+        totals = corpus.totals
+        assert list(totals.sources) == names
+        byte_lengths: list[int] = []
+        for name in names:
+            lengths_of_source = [len(text.encode()) for text in TEXTS[name]]
+            assert totals.sources[name].documents == len(lengths_of_source)
+            assert totals.sources[name].bytes == sum(lengths_of_source)
+            byte_lengths += lengths_of_source
+        assert totals.byte_lengths == Counter(byte_lengths)
+
+        # tokens of all documents
+        num_tokens = corpus.manifest.ledger.splits["train"].tokens_in
+        assert totals.all.tokens == num_tokens
+        assert sum(length * count for length, count in totals.token_lengths.items()) == num_tokens
+
+        # all documents are sampled, and the words of the texts do not depend on the tokenizer
+        assert corpus.sample.documents == totals.all.documents
+        texts = chain.from_iterable(TEXTS[name] for name in names)
+        assert corpus.sample.words == sum(len(re.findall(r"\w+", text)) for text in texts)
 
 
 @pytest.mark.parametrize("packing, overlap", [("concat", 5), ("best_fit", 5), ("none", 0)])
@@ -113,36 +128,47 @@ def test_sampled_texts_are_those_of_the_documents(
     options = {"packing": packing, "overlap": overlap, "max_length": 32, "validation_split": 0}
     tokenize(tmp_path / "tokens", tiny_model_dir, sources["shared"], sources["lantern"], **options)
     corpus, _ = open_corpora([tmp_path / "tokens", first], "train")
-    found = sampled(corpus)
-    expected = Counter([*TEXTS["shared"], *TEXTS["lantern"]])
-    for document in found[:-1] if packing == "concat" else found:  # there the last row, if not full, is dropped
-        expected[document.text] -= 1
-        assert (document.bytes, document.tokens) == (len(document.text.encode()), document.tokens_read)
-    left = list(expected.elements())
-    assert min(expected.values()) == 0
-    assert len(left) <= (1 if packing == "concat" else 0)
-    assert not left or left[0].startswith(found[-1].text)
+    documents = sampled(corpus)
+
+    # concat drops the last row if it is not full, and with it the end of the last document
+    cut_documents = documents[-1:] if packing == "concat" else []
+    whole_documents = documents[:-1] if packing == "concat" else documents
+    for document in whole_documents:
+        assert document.bytes == len(document.text.encode())
+        assert document.tokens == document.tokens_read
+    texts_left = Counter([*TEXTS["shared"], *TEXTS["lantern"]])
+    texts_left.subtract(document.text for document in whole_documents)
+    assert min(texts_left.values()) == 0
+    for text, document in zip(texts_left.elements(), cut_documents, strict=True):
+        assert text.startswith(document.text)
 
 
 def test_sample_is_bounded_and_spread_over_the_corpus(
     first: Path, second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus, _ = open_corpora([first, second], "train")
-    texts = [one.text for one in sampled(corpus)]
-    assert corpus.sample_size == 60
+    all_texts = [document.text for document in sampled(corpus)]
+    assert corpus.sample_size == len(all_texts) == 60
+
+    # 12 documents of at most 500 tokens together, the same at each call
     monkeypatch.setattr(comparison, "FEWEST_DOCUMENTS", 12)
     monkeypatch.setattr(comparison, "NUM_TOKENS", 500)
-    found = sampled(corpus)
-    assert found == sampled(corpus)
-    assert len(found) == 12
-    for number, one in enumerate(found):  # one of each of 12 equal parts
-        beginning = one.text.rstrip("\ufffd")  # of a character that is cut
-        assert any(text.startswith(beginning) for text in texts[5 * number : 5 * number + 5])
-    num_tokens = sum(one.tokens_read for one in found)
-    longest = max(one.tokens_read for one in found)
-    cut = [one for one in found if one.tokens_read < one.tokens]
-    assert {one.tokens_read for one in cut} == {longest}
-    assert num_tokens <= 500 < num_tokens + len(cut)  # no greater length is possible
+    sample = sampled(corpus)
+    assert sample == sampled(corpus)
+    assert len(sample) == 12
+
+    # one of each of 12 equal parts
+    for index, document in enumerate(sample):
+        beginning = document.text.rstrip("\ufffd")  # without the bytes of a character that is cut
+        part = all_texts[5 * index : 5 * index + 5]
+        assert any(text.startswith(beginning) for text in part)
+
+    # long documents are cut at one length, and a greater one is not possible
+    num_tokens = sum(document.tokens_read for document in sample)
+    longest = max(document.tokens_read for document in sample)
+    cut_documents = [document for document in sample if document.tokens_read < document.tokens]
+    assert {document.tokens_read for document in cut_documents} == {longest}
+    assert num_tokens <= 500 < num_tokens + len(cut_documents)
 
 
 def test_listed_words_are_clearly_more_frequent_on_their_side() -> None:
@@ -156,21 +182,25 @@ def test_listed_words_are_clearly_more_frequent_on_their_side() -> None:
     (cod,) = words_more_often((first, second), 0)
     assert (cod.word, cod.documents) == ("cod", 3)
     assert cod.per_million == pytest.approx((4e6 / 13, 1e6 / 7))
-    assert words_more_often((first, second), 1) == []  # ling and eel: 1.9 and 1.4 times
+
+    # on the other side, ling is (3 / 7) / (3 / 13) = 1.9 times as frequent; with three more words, 2.3 times
+    assert words_more_often((first, second), 1) == []
     first.add("shark shark shark")
-    assert [one.word for one in words_more_often((first, second), 1)] == ["ling"]  # 16 / 7 times
+    (ling,) = words_more_often((first, second), 1)
+    assert ling.word == "ling"
 
 
 def test_largest_difference_comes_first_and_the_table_is_bounded() -> None:
     first = WordCounts()
     second = WordCounts()
-    for _ in range(3):
+    for _ in range(3):  # word n comes n times in each document
         first.add(" ".join(f"word{number} " * number for number in range(1, 31)))
-    assert [one.word for one in words_more_often((first, second), 0)] == [
-        f"word{number}" for number in range(30, 15, -1)
-    ]
-    found = words_more_often((second, first), 1)
-    assert [one.per_million[::-1] for one in found] == [one.per_million for one in words_more_often((first, second), 0)]
+    words = words_more_often((first, second), 0)
+    assert [word.word for word in words] == [f"word{number}" for number in range(30, 15, -1)]
+
+    # the same from the other side
+    mirrored_words = words_more_often((second, first), 1)
+    assert [word.per_million[::-1] for word in mirrored_words] == [word.per_million for word in words]
 
 
 def test_words_are_those_of_any_script() -> None:
@@ -180,13 +210,17 @@ def test_words_are_those_of_any_script() -> None:
 
 
 def test_planted_words_lead_on_their_side(first: Path, second: Path) -> None:
-    found = compared(first, second)
-    assert {one.word: one.documents for one in found.words[0][:2]} == {"green": 40, "the": 40}
-    assert {one.word for one in found.words[1][:3]} == {"all", "at", "no"}
-    other_way = compared(second, first)
-    sides = [[[(one.word, one.documents) for one in side] for side in one.words] for one in (found, other_way)]
-    assert sides[0] == sides[1][::-1]
-    assert "script" not in {word for side in sides[0] for word, _ in side}  # what both have as often
+    first_words, second_words = compared(first, second).words
+    assert {word.word: word.documents for word in first_words[:2]} == {"green": 40, "the": 40}
+    assert {word.word for word in second_words[:3]} == {"all", "at", "no"}
+    assert "script" not in {word.word for word in (*first_words, *second_words)}  # which both have as often
+
+    # the same in the other order
+    swapped_second_words, swapped_first_words = compared(second, first).words
+    for words, swapped_words in ((first_words, swapped_first_words), (second_words, swapped_second_words)):
+        assert [(word.word, word.documents) for word in words] == [
+            (word.word, word.documents) for word in swapped_words
+        ]
 
 
 def test_program_prints_the_tables_and_writes_the_page(
@@ -218,29 +252,40 @@ def test_languages_are_those_of_the_documents(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spanish, english = (
-        [json.loads(line)["text"][1000:1400] for line in file.read_text(encoding="utf-8").splitlines()[:20]]
-        for file in (bible_es_jsonl, shakespeare_jsonl)
-    )
-    one = tmp_path / "one"
-    other = tmp_path / "other"
-    for folder, texts in ((one, spanish), (other, [*english, *spanish[:5]])):
+    spanish = excerpts(bible_es_jsonl)
+    english = excerpts(shakespeare_jsonl)
+    spanish_dir = tmp_path / "spanish"
+    mixed_dir = tmp_path / "mixed"
+    for folder, texts in ((spanish_dir, spanish), (mixed_dir, [*english, *spanish[:5]])):
         file = write_jsonl(tmp_path / f"{folder.name}.jsonl", texts)
         tokenize(folder, tiny_model_dir, file, max_length=200, packing="best_fit", validation_split=0)
-    found = compare(open_corpora([one, other], "train"), None, lambda done: None).corpora
-    documents = [{name: language.documents for name, language in corpus.languages.items()} for corpus in found]
-    assert documents == [{"es": 20}, {"en": 20, "es": 5}]
-    assert found[1].languages["es"].bytes == sum(len(text.encode()) for text in spanish[:5])
+
+    # counted, and printed
+    spanish_corpus, mixed_corpus = compare(
+        open_corpora([spanish_dir, mixed_dir], "train"), None, lambda done: None
+    ).corpora
+    assert {name: counts.documents for name, counts in spanish_corpus.languages.items()} == {"es": 20}
+    assert {name: counts.documents for name, counts in mixed_corpus.languages.items()} == {"en": 20, "es": 5}
+    assert mixed_corpus.languages["es"].bytes == sum(len(text.encode()) for text in spanish[:5])
     monkeypatch.setenv("COLUMNS", "100")
-    inspect.main(["--compare", str(one), str(other)])
+    inspect.main(["--compare", str(spanish_dir), str(mixed_dir)])
     assert re.search(r"^ *es +A +20 +100.0% .*\n +B +5 +20.0% ", capsys.readouterr().out, re.MULTILINE)
+
+    # without the package that recognises languages
     language._identifier.cache_clear()
     monkeypatch.setitem(sys.modules, "py3langid", None)
-    inspect.main(["--compare", str(one), str(other), "--html", str(tmp_path / "page.html")])
+    inspect.main(["--compare", str(spanish_dir), str(mixed_dir), "--html", str(tmp_path / "page.html")])
+    output = " ".join(capsys.readouterr().out.split())
     page = (tmp_path / "page.html").read_text(encoding="utf-8").replace("&#39;", "'")
-    for text in (" ".join(capsys.readouterr().out.split()), page):
+    for text in (output, page):
         assert "this table needs py3langid: pip install 'fabric-train[cleaning]'" in text
         assert "25 of 25 documents of B" in text
+
+
+def excerpts(file: Path) -> list[str]:
+    """Return 400 characters of each of the first 20 texts in a file."""
+    lines = file.read_text(encoding="utf-8").splitlines()[:20]
+    return [json.loads(line)["text"][1000:1400] for line in lines]
 
 
 def test_merged_dataset_is_compared_as_one(first: Path, tiny_model_dir: Path, sources: dict[str, str]) -> None:
@@ -248,11 +293,12 @@ def test_merged_dataset_is_compared_as_one(first: Path, tiny_model_dir: Path, so
     merged = first.parent / "merged"
     tokenize(moon, tiny_model_dir, sources["moon"], packing="best_fit", max_length=64, validation_split=0)
     merge.main([str(first), str(moon), "--output_dir", str(merged)])
-    one = compared(first, merged)
-    both = compared(first, moon)
-    assert one.same_tokenizer
-    assert one.corpora[1].totals.sources.keys() == TEXTS.keys()
-    assert one.corpora[1].sample.words == sum(corpus.sample.words for corpus in both.corpora)
+    with_merged = compared(first, merged)
+    with_moon = compared(first, moon)
+    assert with_merged.same_tokenizer
+    merged_corpus = with_merged.corpora[1]
+    assert merged_corpus.totals.sources.keys() == TEXTS.keys()
+    assert merged_corpus.sample.words == sum(corpus.sample.words for corpus in with_moon.corpora)
 
 
 def damage_index(folder: Path) -> str:
@@ -313,12 +359,12 @@ def remove_folder(folder: Path) -> str:
 )
 def test_dataset_that_cannot_be_compared_ends_in_one_line(damage: Any, first: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(first, tmp_path / "damaged")
-    fault = damage(damaged)
+    expected = damage(damaged)
     with pytest.raises(InputError) as error:
         inspect.main(["--compare", str(first), str(damaged)])
-    assert len(error.value.faults) == 1
-    assert fault in error.value.faults[0]
-    assert str(damaged) in error.value.faults[0]
+    (fault,) = error.value.faults
+    assert expected in fault
+    assert str(damaged) in fault
 
 
 def test_one_folder_under_two_names_is_refused(first: Path, tmp_path: Path) -> None:
