@@ -159,7 +159,8 @@ def _launch(run: "PreparedRun", console: "Console", started: float) -> int:
     with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
         # All ranks are there from here on: each checks its share of the checkpoint.
         progress.info("checking the checkpoint")
-        code = execute(fabric, check_content(fabric, run, note), heartbeat, console, write_run_report)
+        checked_run = check_content(fabric, run, note)
+        code = execute(fabric, checked_run, heartbeat, console, write_run_report)
         # Everything is saved: a signal must not end a rank while the others wait for it.
         heartbeat.enter(StepPhase.ENDING)
         stop_signals.ignore()

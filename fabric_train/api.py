@@ -98,14 +98,18 @@ def tokenize(**arguments: Any) -> TokenizeResult:
         InputError: the arguments or the input cannot be used; nothing is written.
         RunError: the push to the hub failed; the token dataset is complete.
     """
-    documents = arguments.get("dataset")
-    if documents is None or isinstance(documents, str | bytes | os.PathLike):
+    dataset = arguments.get("dataset")
+    # None and bytes too: the check of the arguments says what is wrong with them
+    has_one_name = dataset is None or isinstance(dataset, str | bytes | os.PathLike)
+    if has_one_name or _is_sequence_of_names(dataset):
         return run_tokenize(build_arguments(TokenizeArguments, arguments))
-    if isinstance(documents, Sequence) and all(isinstance(name, str | os.PathLike) for name in documents):
-        return run_tokenize(build_arguments(TokenizeArguments, arguments))
-    if isinstance(documents, Mapping | Set) or not isinstance(documents, Iterable):
-        raise InputError(f"--dataset: expected names or an iterable of documents, got {reprlib.repr(documents)}")
-    return _tokenize_documents(documents, arguments)
+    if isinstance(dataset, Mapping | Set) or not isinstance(dataset, Iterable):
+        raise InputError(f"--dataset: expected names or an iterable of documents, got {reprlib.repr(dataset)}")
+    return _tokenize_documents(dataset, arguments)
+
+
+def _is_sequence_of_names(dataset: object) -> bool:
+    return isinstance(dataset, Sequence) and all(isinstance(name, str | os.PathLike) for name in dataset)
 
 
 def _tokenize_documents(documents: Iterable[Any], arguments: Mapping[str, Any]) -> TokenizeResult:

@@ -309,8 +309,8 @@ class ModelArguments:
             return []
         missing = [f"--{name}" for name in _REQUIRED_SIZES if getattr(self, name) is None]
         if missing and self.from_scratch is None:
-            option = self._list_sizes()[0]
-            return [f"{option} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
+            size_options = self._list_sizes()  # not empty: without --from_scratch, a size is what asks for a new model
+            return [f"{size_options[0]} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
         if missing:
             return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
 

@@ -448,18 +448,20 @@ def _list_interfaces() -> dict[str, str]:
 def _matches_interface(patterns: str, interfaces: list[str], *, has_prefixes: bool) -> bool:
     """Return whether the value of a variable chooses one of the interfaces.
 
-    NCCL's has prefixes (``has_prefixes``), ``=`` for whole names, and ``^`` for all others; gloo's has whole names.
+    In gloo's variable, ``eth0,ib0`` names two interfaces. In NCCL's (``has_prefixes``), ``eth,ib`` chooses all whose
+    names begin with one of these words, ``=eth0,ib0`` those with these names, and ``^docker`` or ``^=docker0`` all
+    except those that the rest of the value would choose.
     """
     is_exclusion = patterns.startswith("^")
-    names = [name for name in patterns.lstrip("^").split(",") if name]
-    is_exact = not has_prefixes or not names or names[0].startswith("=")
-    names = [name.lstrip("=") for name in names]
+    has_equals_sign = patterns.startswith(("=", "^="))
+    has_whole_names = has_equals_sign or not has_prefixes
+    names = [name.lstrip("=") for name in patterns.lstrip("^").split(",") if name]
     for interface in interfaces:
-        if is_exact:
-            is_named = interface in names
-        else:
-            is_named = any(interface.startswith(name) for name in names)
-        if is_named != is_exclusion:
+        is_listed = interface in names
+        if not has_whole_names:
+            is_listed = interface.startswith(tuple(names))
+        is_chosen = not is_listed if is_exclusion else is_listed
+        if is_chosen:
             return True
     return False
 

@@ -149,6 +149,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent kills this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # a thread empties the pipe all the time, so that the parent's send does not wait for the end of a long function
     items: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, items), daemon=True).start()
     while True:
@@ -166,7 +167,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
 def _receive(pipe: Connection, items: "queue.SimpleQueue[Any]") -> None:
     """Put what comes through the pipe into ``items``.
 
-    A thread does this all the time. Otherwise both ends could be sending, and each would wait for the other to read.
+    With a pipe that is read only between two items, both ends could be sending, and each wait for the other to read.
     """
     while True:
         try:

@@ -46,32 +46,34 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     if checkpoint is None or not is_adapter(checkpoint):
         return _base_at(str(checkpoint or name))
 
-    # the base that the checkpoint names, or the place to which it has moved
-    trainer = read_trainer_json(checkpoint)
-    saved = trainer.adapter_base
-    if saved is None:
+    # the base that the checkpoint names, or the folder to which it has moved
+    saved = read_trainer_json(checkpoint)
+    saved_base = saved.adapter_base
+    if saved_base is None:
         raise InputError(f"{checkpoint}: trainer.json names no base of its adapter; use another checkpoint")
-    is_missing = os.path.isabs(saved.place) and not Path(saved.place).is_dir()
-    is_saved_name = name == trainer.arguments["model_name"] and not Path(str(name)).is_dir()
-    if is_missing and (name is None or is_saved_name):
+    is_missing = os.path.isabs(saved_base.place) and not Path(saved_base.place).is_dir()
+    # the run's former --model_name, if it is no folder now, is no new place either
+    is_former_name = name == saved.arguments["model_name"] and not Path(str(name)).is_dir()
+    names_new_folder = name is not None and not is_former_name
+    if is_missing and not names_new_folder:
         alternative = f", or give the folder where it is now by {option}" if option else ""
         raise InputError(
-            f"{checkpoint}: its base {saved.place} is gone; put it or a link to it back there{alternative}"
+            f"{checkpoint}: its base {saved_base.place} is gone; put it or a link to it back there{alternative}"
         )
-    base = _base_at(str(name) if is_missing else saved.place)
+    base = _base_at(str(name) if is_missing else saved_base.place)
 
     # compare the weights, once on each machine
-    if saved.fingerprint is None:
+    if saved_base.fingerprint is None:
         note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} is not compared")
         return base
     if not is_first_on_machine():
         return base
-    compared_base = same_weights(base, saved)
+    compared_base = same_weights(base, saved_base)
     if compared_base is not None:
         return compared_base
     if is_missing:
         raise InputError(
-            f"{checkpoint}: its base {saved.place} is gone, and {base.place} has other weights; "
+            f"{checkpoint}: its base {saved_base.place} is gone, and {base.place} has other weights; "
             f"give the model that it was trained on by {option}"
         )
     raise InputError(f"{checkpoint}: its base {base.place} has other weights; put back the weights")
@@ -146,7 +148,7 @@ def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str
     for name, parameter in base_model.named_parameters(remove_duplicate=False):
         if parameter is tied_weight:
             names.append(name)
-    embedding_name, *head_names = names
+    embedding_name, *head_names = names  # a model registers its embedding before its head
     return dict.fromkeys(head_names, embedding_name)
 
 

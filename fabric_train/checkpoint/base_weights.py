@@ -75,10 +75,11 @@ def _hash_tensor(tensors: StoredTensors, name: str) -> str:
     row_shape = shape[1:]
     row_bytes = row_shape.numel() * dtype.itemsize
     num_block_rows = max(1, _BLOCK_BYTES // row_bytes)
+    offsets_in_row = (0,) * len(row_shape)
     for row in range(0, shape[0], num_block_rows):
-        offsets = (row, *[0] * len(row_shape))
-        block_shape = (min(num_block_rows, shape[0] - row), *row_shape)
-        hasher.update(_bytes_of(tensors.read_block(name, offsets, block_shape)))
+        num_rows = min(num_block_rows, shape[0] - row)
+        block = tensors.read_block(name, (row, *offsets_in_row), (num_rows, *row_shape))
+        hasher.update(_bytes_of(block))
     return hasher.hexdigest()
 
 
@@ -91,8 +92,9 @@ def _fingerprint_of_rows(tensors: StoredTensors) -> str:
         if not shape or not shape.numel():
             continue
         row_shape = shape[1:]
-        for row in {0, shape[0] - 1}:
-            block = tensors.read_block(name, (row, *[0] * len(row_shape)), (1, *row_shape))
+        offsets_in_row = (0,) * len(row_shape)
+        for row in {0, shape[0] - 1}:  # a set: an only row is hashed once
+            block = tensors.read_block(name, (row, *offsets_in_row), (1, *row_shape))
             hasher.update(_bytes_of(block))
     return hasher.hexdigest()
 

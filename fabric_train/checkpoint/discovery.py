@@ -55,20 +55,24 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
         run = path.parent
         name = path.name
 
-    # a single checkpoint, by its name or its folder; damaged ones are folders with a checkpoint's name too
+    # the checkpoint of a step
     if name.startswith("step-"):
+        checkpoints = saved_checkpoints(run)
         step = _step_of(path)
-        path = saved_checkpoints(run).get(step, path)
-    if path.is_dir() and (_NAME.fullmatch(path.name) or (path / "trainer.json").exists()):
+        if step not in checkpoints:
+            names = [checkpoint.name for checkpoint in checkpoints.values()]
+            if len(names) > _MAX_LISTED:
+                names = [names[0], "…", *names[-3:]]
+            raise InputError(f"{path}: the run has no such checkpoint; it has {', '.join(names)}")
+        path = checkpoints[step]
+
+    # a single checkpoint; a damaged one may have nothing of it but the name of its folder
+    has_checkpoint_name = _NAME.fullmatch(path.name) is not None
+    if path.is_dir() and (has_checkpoint_name or (path / "trainer.json").exists()):
         fault = find_fault(path, damages)
         if fault:
             raise InputError(f"{path} {fault}; use another checkpoint")
         return path
-    if name.startswith("step-"):
-        names = [checkpoint.name for checkpoint in _list_checkpoints(run)]
-        if len(names) > _MAX_LISTED:
-            names = [names[0], "…", *names[-3:]]
-        raise InputError(f"{path}: the run has no such checkpoint; it has {', '.join(names)}")
 
     # the best or the newest checkpoint of a run
     checkpoint = best_checkpoint(run, damages) if name == "best" else newest_checkpoint(run, damages)
@@ -165,9 +169,9 @@ def describe_choice(path: Path, checkpoint: Path) -> str | None:
 
 def deciding_loss(checkpoint: Path) -> str:
     """Return the name of the loss that decides which checkpoint of its run is the best."""
-    trainer = read_trainer_json(checkpoint)
-    source = trainer.best_by
-    evaluation = trainer.state.evaluation
+    saved = read_trainer_json(checkpoint)
+    source = saved.best_by
+    evaluation = saved.state.evaluation
     # --best_by may name a figure, such as accuracy, or a figure of a source, such as accuracy/es
     figure = source.partition("/")[0]
     if evaluation and figure in evaluation.whole.further:
@@ -179,9 +183,9 @@ def deciding_loss(checkpoint: Path) -> str:
 
 def _direction_of_best(checkpoint: Path) -> str:
     """Return "lowest", or "highest" if a higher value of the deciding figure is better."""
-    trainer = read_trainer_json(checkpoint)
-    evaluation = trainer.state.evaluation
-    is_higher_better = evaluation is not None and evaluation.sign_of(trainer.best_by) < 0
+    saved = read_trainer_json(checkpoint)
+    evaluation = saved.state.evaluation
+    is_higher_better = evaluation is not None and evaluation.sign_of(saved.best_by) < 0
     return "highest" if is_higher_better else "lowest"
 
 
@@ -295,8 +299,8 @@ def checkpoint_from(run: Path, step: int) -> Path | None:
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     """Return the undamaged checkpoint of a run with the lowest validation loss, or None if none has one."""
-    trainers = _read_trainers(_list_checkpoints(run))
-    return _first_undamaged(_sort_by_loss(trainers), damages)
+    saved_by_path = _read_saved(_list_checkpoints(run))
+    return _first_undamaged(_sort_by_loss(saved_by_path), damages)
 
 
 def _first_undamaged(checkpoints: Iterable[Path], damages: Damages | None = None) -> Path | None:
@@ -305,8 +309,8 @@ def _first_undamaged(checkpoints: Iterable[Path], damages: Damages | None = None
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
     """Return the lowest ``cost_of`` a source, or "all", in undamaged checkpoints up to a step, else infinity."""
-    trainers = _read_trainers(path for path in _list_checkpoints(run) if _step_of(path) <= last_step)
-    losses = _comparable_losses(trainers, source)
+    saved_by_path = _read_saved(path for path in _list_checkpoints(run) if _step_of(path) <= last_step)
+    losses = _comparable_losses(saved_by_path, source)
     # checking a checkpoint takes long: begin with the lowest loss
     best = _first_undamaged(sorted(losses, key=lambda checkpoint: losses[checkpoint]))
     return losses[best] if best else math.inf
@@ -350,39 +354,39 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _read_trainers(checkpoints: Iterable[Path]) -> dict[Path, TrainerJson]:
+def _read_saved(checkpoints: Iterable[Path]) -> dict[Path, TrainerJson]:
     """Return the trainer.json of each checkpoint, without those that cannot be read."""
-    trainers: dict[Path, TrainerJson] = {}
+    saved_by_path: dict[Path, TrainerJson] = {}
     for checkpoint in checkpoints:
         with suppress(InputError):
-            trainers[checkpoint] = read_trainer_json(checkpoint)
-    return trainers
+            saved_by_path[checkpoint] = read_trainer_json(checkpoint)
+    return saved_by_path
 
 
-def _sort_by_loss(trainers: Mapping[Path, TrainerJson]) -> list[Path]:
+def _sort_by_loss(saved_by_path: Mapping[Path, TrainerJson]) -> list[Path]:
     """Return the checkpoints with a finite loss, of the source that the newest one names, the lowest first.
 
-    ``trainers`` is in ascending order of steps.
+    ``saved_by_path`` is in ascending order of steps.
     """
-    if not trainers:
+    if not saved_by_path:
         return []
-    newest = list(trainers.values())[-1]  # --best_by may have changed since earlier ones
-    losses = _comparable_losses(trainers, newest.best_by)
+    newest = list(saved_by_path.values())[-1]  # --best_by may have changed since earlier ones
+    losses = _comparable_losses(saved_by_path, newest.best_by)
     return sorted(losses, key=lambda checkpoint: losses[checkpoint])
 
 
-def _comparable_losses(trainers: Mapping[Path, TrainerJson], source: str) -> dict[Path, float]:
+def _comparable_losses(saved_by_path: Mapping[Path, TrainerJson], source: str) -> dict[Path, float]:
     """Return the finite ``cost_of`` a source in each checkpoint that was evaluated on the rows of the last evaluation.
 
-    ``trainers`` is in ascending order of steps. A checkpoint without an evaluation has at most the loss of "all".
+    ``saved_by_path`` is in ascending order of steps. A checkpoint without an evaluation has at most the loss of "all".
     """
-    evaluations = [trainer.state.evaluation for trainer in trainers.values() if trainer.state.evaluation]
+    evaluations = [saved.state.evaluation for saved in saved_by_path.values() if saved.state.evaluation]
     losses = {}
-    for checkpoint, trainer in trainers.items():
-        evaluation = trainer.state.evaluation
+    for checkpoint, saved in saved_by_path.items():
+        evaluation = saved.state.evaluation
         if evaluation is not None and not evaluation.is_comparable(evaluations[-1]):
             continue  # other validation rows
-        loss = trainer.state.cost_of(source)
+        loss = saved.state.cost_of(source)
         if loss is not None and math.isfinite(loss):
             losses[checkpoint] = loss
     return losses
@@ -417,21 +421,21 @@ def prune(newest: Path, keep: int | None, undamaged: set[Path]) -> None:
         keep: How many checkpoints stay; None keeps all that are not interim.
         undamaged: Checkpoints that are known to be undamaged; those that are checked and kept are added.
     """
-    trainers = _read_trainers(path for path in _list_checkpoints(newest.parent) if _step_of(path) <= _step_of(newest))
+    saved_by_path = _read_saved(path for path in _list_checkpoints(newest.parent) if _step_of(path) <= _step_of(newest))
     undamaged.add(newest)
 
     # the newest ones that are not interim
-    lasting = [path for path in reversed(trainers) if not trainers[path].interim]
+    lasting = [path for path in reversed(saved_by_path) if not saved_by_path[path].interim]
     if keep is not None:
         undamaged_lasting = (path for path in lasting if path in undamaged or not find_fault(path))
         lasting = list(itertools.islice(undamaged_lasting, keep))
         undamaged.update(lasting)
 
     # all others except the best
-    superfluous = [path for path in trainers if path != newest and path not in lasting]
+    superfluous = [path for path in saved_by_path if path != newest and path not in lasting]
     if not superfluous:
         return
-    best = _first_undamaged(_sort_by_loss(trainers))
+    best = _first_undamaged(_sort_by_loss(saved_by_path))
     for checkpoint in superfluous:
         if checkpoint != best and not find_fault(checkpoint):
             remove(_set_aside(checkpoint, _REMOVED))
@@ -454,12 +458,13 @@ def remove_leftovers(folder: Path) -> None:
     if not folder.is_dir():
         return
     for entry in folder.iterdir():
-        name = entry.name.removeprefix(".").removesuffix(_REPLACED)
-        is_replaced = entry.name == f".{name}{_REPLACED}"
-        is_marked = entry.name.startswith(".") and entry.name.endswith((_REMOVED, _REPLACED))
-        if is_replaced and not os.path.lexists(folder / name):
-            entry.rename(folder / name)
-        elif is_temporary(entry) or is_marked:
+        is_hidden = entry.name.startswith(".")
+        is_removed = is_hidden and entry.name.endswith(_REMOVED)
+        is_replaced = is_hidden and entry.name.endswith(_REPLACED)
+        checkpoint = folder / entry.name.removeprefix(".").removesuffix(_REPLACED)
+        if is_replaced and not os.path.lexists(checkpoint):
+            entry.rename(checkpoint)
+        elif is_replaced or is_removed or is_temporary(entry):
             remove(entry)
 
 

@@ -85,7 +85,7 @@ class CheckpointManager:
         description: Description,
         keep: int | None,
         asynchronous: bool,
-        saved: Callable[[Path], None],
+        on_saved: Callable[[Path], None],
         after_step: int = 0,
     ) -> None:
         """Set up the manager, and remove unfinished checkpoints from ``folder``.
@@ -98,12 +98,12 @@ class CheckpointManager:
             description: Of the run; it is written into each checkpoint.
             keep: How many of the newest checkpoints stay, in addition to the best; None keeps all.
             asynchronous: Training continues while a checkpoint is written.
-            saved: Called on every rank with each complete checkpoint.
+            on_saved: Called on every rank with each complete checkpoint.
             after_step: The run starts after this step.
         """
         self.folder = folder
         self._keep = keep
-        self._saved = saved
+        self._on_saved = on_saved
         self._fabric = fabric
         self._model = model
         self._optimizer = optimizer
@@ -119,7 +119,7 @@ class CheckpointManager:
             remove_leftovers(folder)
             lowest = lowest_loss(folder, self._best_by, after_step)
         # all ranks write into a folder with the name of rank 0's process in it
-        self._process, self._lowest_loss = fabric.broadcast((this_process(), lowest))
+        self._process_name, self._lowest_loss = fabric.broadcast((this_process(), lowest))
 
     def path(self, state: TrainerState) -> Path:
         """Return the path of the checkpoint of a state, which need not exist."""
@@ -175,7 +175,7 @@ class CheckpointManager:
         """
         self.finish()
         target = self.path(state)
-        temporary = temporary_for(target, self._process)
+        temporary = temporary_for(target, self._process_name)
 
         # which bytes this rank writes into which file
         weights = local_weights(self._model)
@@ -197,7 +197,7 @@ class CheckpointManager:
             num_bytes += tensor.shape.numel() * tensor.dtype.itemsize
 
         # start the writer in a thread
-        texts = self._texts(state, cursors, interim=interim, scheduled=scheduled)
+        texts = self._make_texts(state, cursors, interim=interim, scheduled=scheduled)
         staging = None if waits else self._staging
         writer = RankWriter(
             folder=temporary,
@@ -232,12 +232,11 @@ class CheckpointManager:
         """
         if self._pending is None:
             return
-        is_any_rank_writing = sync.is_saving and not sync.save_failed
-        if is_any_rank_writing:
-            return
         if sync.save_failed:
             self._pending.writer.abandon()
-            self._wait_for_tasks()
+            self._wait_for_tasks()  # raises the error
+        elif sync.is_saving:  # some rank has not finished its part
+            return
         self._begin_next_stage()
 
     def finish(self) -> None:
@@ -276,7 +275,7 @@ class CheckpointManager:
             shutil.rmtree(pending.temporary, ignore_errors=True)
         self._pending = None
         # all ranks raise rank 0's message: each may see other free space
-        raise SaveError(first_text(self._fabric, self._message(pending, reason)))
+        raise SaveError(first_text(self._fabric, self._describe_failure(pending, reason)))
 
     def _make_folder(self, pending: _PendingSave) -> None:
         """Make the temporary folder on rank 0; raise on all ranks if the disk has no room for the checkpoint."""
@@ -284,7 +283,7 @@ class CheckpointManager:
         if self._fabric.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             if free_bytes(self.folder) < pending.num_bytes:
-                message = self._message(pending, "the disk is too full for it; make room on it")
+                message = self._describe_failure(pending, "the disk is too full for it; make room on it")
             else:
                 if os.path.lexists(pending.temporary):  # a link of this name would lead the ranks elsewhere
                     remove(pending.temporary)
@@ -293,7 +292,7 @@ class CheckpointManager:
         if message is not None:
             raise SaveError(message)
 
-    def _message(self, pending: _PendingSave, reason: str) -> str:
+    def _describe_failure(self, pending: _PendingSave, reason: str) -> str:
         """Return the error of a failed save."""
         needed_gb = pending.num_bytes / 1e9
         free_gb = free_bytes(self.folder) / 1e9
@@ -316,7 +315,7 @@ class CheckpointManager:
 
         # rank 0 has done so
         self._pending = None
-        self._saved(pending.target)
+        self._on_saved(pending.target)
 
     def _complete(self, pending: _PendingSave) -> None:
         """Give the checkpoint its final name, and remove old ones. Rank 0 calls this, in a thread."""
@@ -325,7 +324,7 @@ class CheckpointManager:
         replace_checkpoint(pending.temporary, pending.target)
         prune(pending.target, self._keep, self._undamaged)
 
-    def _texts(
+    def _make_texts(
         self, state: TrainerState, cursors: np.ndarray | Path | None, *, interim: bool, scheduled: bool
     ) -> dict[str, str]:
         """Return the contents of the checkpoint's text files by name. All ranks call this; rank 0 writes the files."""

@@ -152,6 +152,11 @@ class _MissingElements:
 
     tensor_index: int
     num_elements: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
 
 
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
@@ -173,29 +178,45 @@ def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[Loca
         end = begin + tensor.numel
 
         # the elements before the first row border belong to the rank where their row begins
-        num_sent = min(-begin % row_size, end - begin)
+        num_sent = min(_elements_to_next_row(begin, row_size), tensor.numel)
         if num_sent:
             first_element_of_row = begin // row_size * row_size
             owner = shard.owner(first_element_of_row)
             outgoing.setdefault(owner, []).append(local[:num_sent])
-        segments = (local[num_sent:],) if num_sent < end - begin else ()
-        aligned[index] = replace(tensor, begin=begin + num_sent, segments=segments)
 
-        # the last row may end on later ranks
-        num_missing = -end % row_size if segments else 0
+        # no row begins in this part: this rank keeps nothing of it, and so lacks nothing
+        if num_sent == tensor.numel:
+            aligned[index] = replace(tensor, begin=end, segments=())
+            continue
+
+        # this rank keeps the rest, and receives the end of the last row from the ranks that have it
+        aligned[index] = replace(tensor, begin=begin + num_sent, segments=(local[num_sent:],))
+        num_missing = _elements_to_next_row(end, row_size)
         for rank, num_elements in _later_owners(shard, num_missing):
-            incoming.setdefault(rank, []).append(_MissingElements(index, num_elements))
+            missing = _MissingElements(index, num_elements, tensor.dtype)
+            incoming.setdefault(rank, []).append(missing)
 
-    # a message has the elements of several tensors, in the order of the tensors
-    for rank, message in _exchange_elements(outgoing, incoming, tensors, device).items():
-        for missing in incoming[rank]:
-            dtype = tensors[missing.tensor_index].dtype
-            num_bytes = missing.num_elements * dtype.itemsize
-            segment = message[:num_bytes].clone().view(dtype)  # a copy, since a view needs aligned bytes
-            message = message[num_bytes:]
-            tensor = aligned[missing.tensor_index]
-            aligned[missing.tensor_index] = replace(tensor, segments=(*tensor.segments, segment))
+    group = next((tensor.flat_shard.group for tensor in tensors if tensor.flat_shard), None)  # all units have the same
+    messages = _exchange_elements(outgoing, incoming, group, device)
+    for rank, message in messages.items():
+        _append_elements(aligned, incoming[rank], message)
     return aligned
+
+
+def _elements_to_next_row(position: int, row_size: int) -> int:
+    """Return how many elements lie between a position in a flattened tensor and the next row border; 0 at a border."""
+    return -position % row_size
+
+
+def _append_elements(
+    tensors: list[LocalTensor], missing_elements: Sequence[_MissingElements], message: torch.Tensor
+) -> None:
+    """Append the elements in a message, uint8 [bytes], to the parts that lack them, in the order of both."""
+    for missing in missing_elements:
+        segment = message[: missing.num_bytes].clone().view(missing.dtype)  # a copy, since a view needs aligned bytes
+        message = message[missing.num_bytes :]
+        tensor = tensors[missing.tensor_index]
+        tensors[missing.tensor_index] = replace(tensor, segments=(*tensor.segments, segment))
 
 
 def _later_owners(shard: FlatShard, num_elements: int) -> Iterator[tuple[int, int]]:
@@ -213,20 +234,26 @@ def _later_owners(shard: FlatShard, num_elements: int) -> Iterator[tuple[int, in
 def _exchange_elements(
     outgoing: dict[int, list[torch.Tensor]],
     incoming: dict[int, list[_MissingElements]],
-    tensors: list[LocalTensor],
+    group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """Exchange elements between ranks, one message of bytes per pair of ranks, and return the received messages."""
+    """Exchange elements between ranks, one message of bytes per pair of ranks.
+
+    Args:
+        outgoing: The elements to send, by receiving rank.
+        incoming: The elements to receive, by sending rank.
+        group: The ranks that take part; None if this rank has no tensor of FSDP1.
+        device: Where messages are sent from and received.
+
+    Returns:
+        The received messages, uint8 [bytes], by sending rank.
+    """
     messages = {}
     for rank, segments in outgoing.items():
         messages[rank] = torch.cat([segment.view(torch.uint8).to(device) for segment in segments])
     message_sizes = {}
     for rank, missing_elements in incoming.items():
-        num_bytes = 0
-        for missing in missing_elements:
-            num_bytes += missing.num_elements * tensors[missing.tensor_index].dtype.itemsize
-        message_sizes[rank] = num_bytes
-    group = next((tensor.flat_shard.group for tensor in tensors if tensor.flat_shard), None)  # all units have the same
+        message_sizes[rank] = sum(missing.num_bytes for missing in missing_elements)
     return exchange_bytes(messages, message_sizes, group, device)
 
 
@@ -242,9 +269,11 @@ def _local_parameter(name: str, parameter: nn.Parameter, shards: dict[int, FlatS
 def _local_range(name: str, shard: FlatShard) -> LocalTensor:
     """Describe this rank's part of a parameter of FSDP1: a range of its flattened elements."""
     begin, end = shard.range(shard.rank)
-    start = max(shard.start - shard.rank * shard.size, 0)  # in this rank's part of the flat vector
+    # where the parameter begins in this rank's part of the flat vector; 0 if it began on an earlier rank
+    local_begin = max(shard.start - shard.rank * shard.size, 0)
+    local_end = local_begin + end - begin
     # from the flat vector: the parameter itself may be a view of the gathered weights
-    local = shard.local[start : start + end - begin].detach().flatten()
+    local = shard.local[local_begin:local_end].detach().flatten()
     return LocalTensor(
         name=name,
         shape=shard.full_shape,
@@ -392,16 +421,16 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
         return []
     file = shard_name(part, rank)
     entries = []
-    saved_offsets = {}
+    sharding_info = {}
     for tensor in owned:
-        offsets, shape = _row_block(tensor)
+        row_offsets, shape = _row_block(tensor)
         entries.append((tensor.name, tensor.dtype, shape))
-        saved_offsets[tensor.name] = {"saved_offsets": offsets}
-    metadata = {SHARDING_INFO: json.dumps(saved_offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    header, positions = safetensors_header(entries, metadata)
+        sharding_info[tensor.name] = {"saved_offsets": row_offsets}
+    metadata = {SHARDING_INFO: json.dumps(sharding_info), "DCP_VERSION": "1.0", "format": "pt"}
+    header, byte_offsets = safetensors_header(entries, metadata)
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))]
     for tensor in owned:
-        writes += _consecutive_writes(file, positions[tensor.name], tensor.segments)
+        writes += _consecutive_writes(file, byte_offsets[tensor.name], tensor.segments)
     return writes
 
 
@@ -443,9 +472,10 @@ def _row_block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
         return [], []
     row_shape = tensor.shape[1:]
     row_size = row_shape.numel()
-    offsets = [tensor.begin // row_size, *[0] * len(row_shape)]
-    shape = [tensor.numel // row_size, *row_shape]
-    return offsets, shape
+    first_row = tensor.begin // row_size
+    num_rows = tensor.numel // row_size
+    offsets_in_row = [0] * len(row_shape)
+    return [first_row, *offsets_in_row], [num_rows, *row_shape]
 
 
 def safetensors_header(
@@ -516,9 +546,12 @@ def _read_state(
 ) -> torch.Tensor:
     """Read a state of a parameter: this rank's part if it is sharded like the parameter, else all of it."""
     name = f"{parameter_name}.{state.name}"
-    expected_shape = state.shape
-    if expected_shape is None:
-        expected_shape = shards[id(parameter)].full_shape if id(parameter) in shards else parameter.shape
+    if state.shape is not None:
+        expected_shape = state.shape
+    elif id(parameter) in shards:  # FSDP1's parameter is flat, and has only this rank's part
+        expected_shape = shards[id(parameter)].full_shape
+    else:
+        expected_shape = parameter.shape
     stored_shape = tensors.shape(name)
     if stored_shape != expected_shape:
         raise InputError(

@@ -381,9 +381,12 @@ def describe_unreadable(checkpoint: Path, error: InputError) -> str:
 def _planned_steps(parsed: Any) -> float:
     """Return the length of the run; infinite if neither steps nor epochs limit it."""
     data = parsed.data
-    rows = None  # of an epoch, and of a step
+    rows_of_epoch_and_step = None
     if isinstance(data, DataOrder) and not data.phases:
-        rows = (data.num_rows, data.rows_per_window)
+        rows_of_epoch_and_step = (data.num_rows, data.rows_per_window)
     return planned_steps(
-        parsed.arguments.max_step, parsed.arguments.number_epochs, rows, data_starts_after(parsed.lineage)
+        max_step=parsed.arguments.max_step,
+        number_epochs=parsed.arguments.number_epochs,
+        rows=rows_of_epoch_and_step,
+        after_step=data_starts_after(parsed.lineage),
     )

@@ -42,9 +42,11 @@ class FlatShard:
 
     def range(self, rank: int) -> tuple[int, int]:
         """Return the first and the last index (exclusive) of the flattened parameter that a rank of the group holds."""
-        numel = self.full_shape.numel()
+        # the rank's part of the flat vector, counted from the parameter's first element
         begin = rank * self.size - self.start
         end = begin + self.size
+        # it may also hold elements of the parameters before and after
+        numel = self.full_shape.numel()
         return max(0, min(begin, numel)), max(0, min(end, numel))
 
     def owner(self, element: int) -> int:

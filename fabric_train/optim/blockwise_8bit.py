@@ -72,16 +72,19 @@ def _compute_levels(signed: bool) -> torch.Tensor:
     same scale.
     """
     levels = [torch.tensor([0.0, 1.0])]
-    for decade in range(_NUM_DECADES):
-        num_levels = 2**decade if signed else 2 ** (decade + 1)
+    for decade in range(_NUM_DECADES):  # the one of the smallest numbers first
+        top_of_decade = 10.0 ** (decade + 1 - _NUM_DECADES)
+        num_levels = 2 ** (decade + 1)
+        if signed:
+            num_levels //= 2  # the other half are their negatives
         edges = torch.linspace(0.1, 1, num_levels + 1, dtype=torch.float64)
         midpoints = (edges[:-1] + edges[1:]) / 2
-        decade_levels = (midpoints * 10.0 ** (decade - _NUM_DECADES + 1)).float()
+        decade_levels = (midpoints * top_of_decade).float()
         levels.append(decade_levels)
         if signed:
             levels.append(-decade_levels)
     ascending = torch.cat(levels).sort().values
     if signed:
         ascending[0] = -1.0
-    assert len(ascending) == 256
+    assert len(ascending) == 256  # 2 + 4 + 8 + … + 128 in the decades, and 0 and 1
     return ascending
