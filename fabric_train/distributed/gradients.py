@@ -78,7 +78,8 @@ def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) ->
     # FSDP1's parameters are plain tensors: their sharding is None, like that of a model that is not sharded
     root = getattr(model, "_forward_module", model)
     is_fsdp1 = isinstance(root, FullyShardedDataParallel) and root.sharding_strategy is not ShardingStrategy.NO_SHARD
-    process_groups: dict[Hashable, list[dist.ProcessGroup | None]] = {None: [root.process_group] if is_fsdp1 else []}
+    groups_of_plain_tensors = [root.process_group] if is_fsdp1 else []
+    process_groups: dict[Hashable, list[dist.ProcessGroup | None]] = {None: groups_of_plain_tensors}
     # the list exists even if it stays empty: a rank whose part has only padding still takes part in the sum
     gradients_by_sharding: dict[Hashable, list[torch.Tensor]] = {None: []}
 
@@ -113,7 +114,10 @@ def _sharding_groups(tensor: DTensor) -> list[dist.ProcessGroup | None]:
 
 
 def _squared_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of each local tensor, after a zero: fp64 [1 + tensors], on their device."""
+    """Return the sum of squares of each local tensor, after a zero: fp64 [1 + tensors], on their device.
+
+    The zero is the sum of no tensors at all: torch does not stack an empty list.
+    """
     zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
     if zero.device.type == "cpu":  # where torch would make an fp64 copy of each tensor
         return torch.stack([zero, *(_squared_norm_in_rows(tensor) for tensor in tensors)])

@@ -32,7 +32,7 @@ class DataRanks:
     num_gradients: int
     """Number of ranks with different gradients: each rank of a context-parallel group has that of its part of the rows,
     all ranks of a tensor-parallel group have the same."""
-    gradient: int
+    gradient_index: int
     """Index of this process's gradient among the different ones."""
 
 
@@ -46,7 +46,7 @@ def data_ranks(fabric: Fabric) -> DataRanks:
         rank=fabric.global_rank // group_size,
         group_size=group_size,
         num_gradients=fabric.world_size // tensor_parallel_size,
-        gradient=fabric.global_rank // tensor_parallel_size,
+        gradient_index=fabric.global_rank // tensor_parallel_size,
     )
 
 

@@ -42,22 +42,24 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
     num_slices = arguments.fsdp.context_parallel_size
     if num_slices > 1:
         if requested == "sdpa":
-            reason = why_model_cannot(shape)
+            slice_fault = why_not_sliced(shape)
         else:
-            reason = f"--attention {requested} does not take a part of a row"
-        if reason:
-            raise InputError(f"--context_parallel_size {num_slices}: {reason}; leave it out")
-    reason = None
+            slice_fault = f"--attention {requested} does not take a part of a row"
+        if slice_fault:
+            raise InputError(f"--context_parallel_size {num_slices}: {slice_fault}; leave it out")
+
+    # torch's kernel for documents takes the place of sdpa on a GPU
     has_kernel = False
+    kernel_fault = None
     if accelerator == "cuda" and requested == "sdpa":
-        reason = _why_no_kernel(shape, arguments)
-        has_kernel = reason is None
+        kernel_fault = _why_no_kernel(shape, arguments)
+        has_kernel = kernel_fault is None
     if num_slices > 1:
         shape.config._attn_implementation = CONTEXT_VARLEN if has_kernel else CONTEXT
         return None
     if has_kernel:
         shape.config._attn_implementation = VARLEN
-    return reason
+    return kernel_fault
 
 
 def _why_no_kernel(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
@@ -68,23 +70,37 @@ def _why_no_kernel(shape: "ModelShape", arguments: "TrainArguments") -> str | No
         capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
         if min(capabilities) < _MIN_CAPABILITY:
             return "torch's kernel for documents needs an Ampere GPU or a newer one"
-    return why_model_cannot(shape, compute_dtype(arguments.model.precision))
+    return why_not_varlen(shape, compute_dtype(arguments.model.precision))
 
 
-def why_model_cannot(shape: "ModelShape", dtype: torch.dtype | None = None) -> str | None:
-    """Return why the variable-length kernel does not compute a model's attention in ``dtype``; None if it does.
-
-    Without a ``dtype``, return why the attention does not take slices of rows. The model runs on the meta device with
-    two documents in a row, and each call of its attention is checked.
-    """
-    if dtype not in (None, torch.bfloat16, torch.float16):
+def why_not_varlen(shape: "ModelShape", dtype: torch.dtype) -> str | None:
+    """Return why the variable-length kernel does not compute a model's attention in ``dtype``; None if it does."""
+    if dtype not in (torch.bfloat16, torch.float16):
         return "torch's kernel for documents computes in 16 bits only"
+    return _find_fault_of_attention(shape, dtype, takes_slices=False)
+
+
+def why_not_sliced(shape: "ModelShape") -> str | None:
+    """Return why a model's attention cannot be computed for slices of rows; None if it can."""
+    return _find_fault_of_attention(shape, dtype=None, takes_slices=True)
+
+
+def _find_fault_of_attention(shape: "ModelShape", dtype: torch.dtype | None, *, takes_slices: bool) -> str | None:
+    """Return why a model's attention cannot be replaced by ours; None if it can.
+
+    The model runs on the meta device with two documents in a row, and each call of its attention is checked.
+
+    Args:
+        shape: The model.
+        dtype: Of its weights; None: that of its configuration.
+        takes_slices: It is replaced by attention for slices of rows; else by torch's kernel for documents.
+    """
     call_faults: list[str | None] = []  # of each call of the attention
 
     def check_call(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **arguments: Any
     ) -> Any:
-        call_faults.append(_fault_of_call(module, query, key, value, arguments, takes_slices=dtype is None))
+        call_faults.append(_fault_of_call(module, query, key, value, arguments, takes_slices=takes_slices))
         batch_size, num_heads, length, _ = query.shape
         return value.new_empty(batch_size, length, num_heads, value.shape[3]), None
 

@@ -74,9 +74,10 @@ def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
     own_targets = np.flatnonzero(chunk_ranks[target_positions // chunk_size] == group.rank)
     positions = np.searchsorted(tokens, target_positions[own_targets])
 
-    # Gathered slices have the chunks of rank 0, then those of rank 1 and so on. This is the index of each chunk there.
+    # Gathered slices have the chunks of rank 0, then those of rank 1 and so on. Find the index of each chunk there.
+    gathered_chunks = np.argsort(chunk_ranks, kind="stable")
     chunk_indices = np.empty(num_chunks, dtype=np.int64)
-    chunk_indices[np.argsort(chunk_ranks, kind="stable")] = np.arange(num_chunks)
+    chunk_indices[gathered_chunks] = np.arange(num_chunks)
     return RowSlice(
         group,
         input_ids=torch.from_numpy(input_ids[tokens][None]),

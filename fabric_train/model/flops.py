@@ -142,6 +142,7 @@ def layer_configs(config: Any) -> list[Any]:
 def _count_attention(config: Any, num_layers_below: int) -> tuple[Attention, ...]:
     """Return the attention layers of a model by kind; the first ``num_layers_below`` layers have no backward pass."""
     configs = layer_configs(config)
+    # a family without kinds of layers has one window for all of them, or none
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(configs)
     layers_by_kind: dict[tuple[int, int | None], list[int]] = {}  # indices by width and window
     for index, (layer_config, kind) in enumerate(zip(configs, kinds, strict=False)):
@@ -149,11 +150,12 @@ def _count_attention(config: Any, num_layers_below: int) -> tuple[Attention, ...
         if not num_heads:
             continue
         head_size = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // num_heads
+        width = num_heads * head_size
         window = None
         # a class without this setting has no sliding layers, whatever its config.json says
         if kind == "sliding_attention" and has_setting(layer_config, "sliding_window"):
-            window = layer_config.sliding_window
-        layers_by_kind.setdefault((num_heads * head_size, window or None), []).append(index)
+            window = layer_config.sliding_window or None  # 0 is no window
+        layers_by_kind.setdefault((width, window), []).append(index)
     attention = []
     for (width, window), indices in layers_by_kind.items():
         num_below = sum(index < num_layers_below for index in indices)

@@ -146,12 +146,12 @@ class RandomWeights:
             end_chunk = -(-values_end // _CHUNK)
             for chunk in range(first_chunk, end_chunk):
                 chunk_begin = chunk * _CHUNK
-                num_drawn = min(values_end - chunk_begin, _CHUNK)
-                numbers = self._draw_chunk(name, chunk, num_drawn, values)
-                # the stream begins with the chunk, so its numbers before the range are drawn and dropped
-                numbers = numbers[max(values_begin - chunk_begin, 0) :]
-                offset = max(chunk_begin, values_begin) - begin
-                drawn[offset : offset + len(numbers)] = numbers
+                chunk_end = min(chunk_begin + _CHUNK, values_end)
+                wanted_begin = max(chunk_begin, values_begin)
+                # the stream begins with the chunk, so its numbers before the wanted ones are drawn and dropped
+                numbers = self._draw_chunk(name, chunk, chunk_end - chunk_begin, values)
+                wanted_numbers = numbers[wanted_begin - chunk_begin :]
+                drawn[wanted_begin - begin : chunk_end - begin] = wanted_numbers
         return drawn
 
     def _draw_chunk(self, name: str, chunk: int, num_elements: int, values: _Values) -> np.ndarray:

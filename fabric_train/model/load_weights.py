@@ -275,6 +275,7 @@ def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, shards
     begin, end = shard.range(shard.rank)
     begin_row = begin // row_numel
     end_row = -(-end // row_numel)
-    rows = weights.read_block(name, (begin_row, *(0 for _ in row_shape)), (end_row - begin_row, *row_shape))
-    offset = begin_row * row_numel
-    return rows.flatten()[begin - offset : end - offset].reshape(parameter.shape)
+    offsets_in_row = (0,) * len(row_shape)
+    rows = weights.read_block(name, (begin_row, *offsets_in_row), (end_row - begin_row, *row_shape))
+    rows_begin = begin_row * row_numel
+    return rows.flatten()[begin - rows_begin : end - rows_begin].reshape(parameter.shape)

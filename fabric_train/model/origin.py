@@ -96,9 +96,17 @@ class ReferenceModel:
 
 
 SPLIT_ARGUMENTS = (
-    *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "sharding_strategy"),
-    *("tensor_parallel_size", "context_parallel_size", "cpu_offload", "gradient_reduction", "compile"),
-    *("activation_checkpointing", "mlp_tile_size"),
+    "parallelism",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "sharding_strategy",
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "cpu_offload",
+    "gradient_reduction",
+    "compile",
+    "activation_checkpointing",
+    "mlp_tile_size",
 )
 """Arguments that change the order of additions, and so the last digits of the losses."""
 
@@ -162,8 +170,11 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     is_local = Path(model_name).is_dir()
     folder = Path(model_name) if is_local else _download_legal_files(model_name)
     if folder is None:
-        return ModelOrigin(model_name, model_name), ()
-    source = _local_source(folder) if is_local else HubSource(model_name, folder.name)
+        return ModelOrigin(name=model_name, repository=model_name), ()
+    if is_local:
+        source = _local_source(folder)
+    else:
+        source = HubSource(repository=model_name, revision=folder.name)  # the cache names a folder by its commit
     card = _read_card(folder / "README.md")
     licence: dict[str, str] = {}
     for key in ("license", "license_name", "license_link"):
@@ -173,7 +184,7 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     if source is None:
         origin = ModelOrigin(Path(os.path.realpath(folder)).name, **licence)
     else:
-        origin = ModelOrigin(source.repository, source.repository, source.revision, **licence)
+        origin = ModelOrigin(name=source.repository, repository=source.repository, revision=source.revision, **licence)
     return origin, tuple(legal_files(folder))
 
 

@@ -49,8 +49,8 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
     if not styles or set(styles.values()) - _STYLES.keys():
         raise InputError(f"{subject} does not support tensor parallelism here; leave it out")
     for name in _SHARDED_SIZES:
-        value = getattr(text_config, name, None) or size
-        if value % size:
+        value = getattr(text_config, name, None)  # not every family has each of them
+        if value and value % size:
             raise InputError(f"{subject} has {name} {value}, which is not a multiple of {size}; give a divisor of it")
 
 

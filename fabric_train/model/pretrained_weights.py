@@ -152,8 +152,9 @@ class PretrainedWeights:
             return torch.equal(self._read_converted(name, (), ()), self._read_converted(duplicate, (), ()))
         row_shape = shape[1:]
         block_rows = max(1, _COMPARED_ELEMENTS // max(row_shape.numel(), 1))
+        offsets_in_row = (0,) * len(row_shape)
         for begin in range(0, shape[0], block_rows):
-            offsets = (begin, *(0 for _ in row_shape))
+            offsets = (begin, *offsets_in_row)
             block_shape = (min(block_rows, shape[0] - begin), *row_shape)
             block = self._read_converted(name, offsets, block_shape)
             duplicate_block = self._read_converted(duplicate, offsets, block_shape)

@@ -33,9 +33,9 @@ class RopeChange:
     scaling: tuple[str, float] | None
     """The kind and the factor."""
     theta: float | None
-    where: str = "--"
+    option_prefix: str = "--"
     """What precedes the names of the arguments in messages; another one if they are given in a file."""
-    forces: bool = False
+    allows_longer_rows: bool = False
     """Rows longer than the model's positions are allowed although neither is given."""
 
     def apply(self, shape: ModelShape, longest_row: int) -> ModelShape:
@@ -50,15 +50,15 @@ class RopeChange:
         """
         rope = rotary_parameters(shape.config)
         is_requested = self.scaling is not None or self.theta is not None
-        are_too_few = bool(shape.max_positions) and longest_row > (shape.max_positions or 0)
-        is_forced = self.forces and bool(rope) and are_too_few
-        if not is_requested and not is_forced:
-            return shape
+        if not is_requested:
+            has_longer_rows = shape.max_positions is not None and longest_row > shape.max_positions
+            if rope is None or not has_longer_rows or not self.allows_longer_rows:
+                return shape
         if rope is None or shape.max_positions is None:
-            argument = f"{self.where}rope_{'scaling' if self.scaling else 'theta'}"
+            argument = "rope_scaling" if self.scaling else "rope_theta"
             raise InputError(
-                f"{argument}: {shape.source} ({shape.config.model_type}) has no rotary positions that could change, or "
-                "several kinds of them; leave it out"
+                f"{self.option_prefix}{argument}: {shape.source} ({shape.config.model_type}) has no rotary positions "
+                "that could change, or several kinds of them; leave it out"
             )
         positions = max(shape.max_positions, longest_row)
         if self.theta is not None:
@@ -72,10 +72,11 @@ class RopeChange:
             else:
                 positions = max(math.floor(original * factor), shape.max_positions)
             if longest_row > positions:
-                sufficient = f"{kind}:{-(-longest_row // original)}"
+                sufficient_factor = -(-longest_row // original)
                 raise InputError(
-                    f"{self.where}rope_scaling {kind}:{factor:g}: {shape.source} had {original:,} positions, so it "
-                    f"takes {positions:,}, and rows have {longest_row:,} tokens; give {sufficient}"
+                    f"{self.option_prefix}rope_scaling {kind}:{factor:g}: {shape.source} had {original:,} positions, "
+                    f"so it takes {positions:,}, and rows have {longest_row:,} tokens; give "
+                    f"{kind}:{sufficient_factor}"
                 )
         config: Any = copy.deepcopy(shape.config)
         text_config = config.get_text_config()

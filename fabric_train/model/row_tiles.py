@@ -29,9 +29,15 @@ def why_not_tiled(layers: Iterable[nn.Module]) -> str | None:
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
-        if mlp is None or not all(_is_plain(child) for child in mlp.children()) or [*mlp.parameters(recurse=False)]:
+        if mlp is None or not _can_be_tiled(mlp):
             return f"the MLP of {type(layer).__name__} is not made of linear layers alone"
     return None
+
+
+def _can_be_tiled(mlp: nn.Module) -> bool:
+    """Return whether an MLP has only linear layers and activations, and no parameters beside theirs."""
+    has_parameters_beside = any(True for _ in mlp.parameters(recurse=False))
+    return not has_parameters_beside and all(_is_plain(child) for child in mlp.children())
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -171,7 +177,11 @@ class _ComputeInTiles(torch.autograd.Function):
 
         grad_weights: list[torch.Tensor | None] = []
         for leaf in leaves:
-            grad_weights.append(sums.pop(0).to(leaf.dtype) if leaf.requires_grad else None)
+            if not leaf.requires_grad:
+                grad_weights.append(None)
+                continue
+            weight_sum = sums.pop(0)  # removed from the list, so that its memory is free after the cast
+            grad_weights.append(weight_sum.to(leaf.dtype))
         grad_hidden = None if grad_tokens is None else grad_tokens.view_as(hidden)
         return None, grad_hidden, *grad_weights
 

@@ -84,6 +84,7 @@ class ShardedTensor:
         # a piece ends where the next one begins, the last one with the tensor
         first_rows = self.division.first_rows
         num_rows = self.shape[0] if self.shape else 1
+        end_rows = [*first_rows[1:], num_rows]
         first_piece = max(bisect_right(first_rows, begin) - 1, 0)
         end_piece = bisect_left(first_rows, end)
         pieces = []
@@ -93,11 +94,17 @@ class ShardedTensor:
             if not self.shape:
                 pieces.append(Piece(file, (), (), self.dtype))
                 continue
-            begin_row = first_rows[index]
-            end_row = first_rows[index + 1] if index + 1 < len(first_rows) else num_rows
-            offsets = (begin_row, *(0 for _ in self.shape[1:]))
-            shape = (end_row - begin_row, *self.shape[1:])
-            pieces.append(Piece(file, offsets, shape, self.dtype))
+            row_shape = self.shape[1:]
+            offsets_in_row = (0,) * len(row_shape)
+            num_piece_rows = end_rows[index] - first_rows[index]
+            pieces.append(
+                Piece(
+                    file,
+                    offsets=(first_rows[index], *offsets_in_row),
+                    shape=(num_piece_rows, *row_shape),
+                    dtype=self.dtype,
+                )
+            )
         return pieces
 
 
@@ -138,6 +145,7 @@ def read_shard_index(folder: Path, advice: str) -> dict[str, ShardedTensor]:
         division = None
         if 0 <= tensor.division < len(index.divisions):
             division = index.divisions[tensor.division]
+        # the rows begin with 0, and each piece has a rank
         if division is None or division.first_rows[:1] != [0] or len(division.ranks) != len(division.first_rows):
             raise InputError(f"{path}: damaged ({name} is not divided from its first row on); {advice}")
         tensors[name] = ShardedTensor(folder, DTYPES[tensor.dtype], torch.Size(tensor.shape), division)

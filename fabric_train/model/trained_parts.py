@@ -54,11 +54,11 @@ class TrainedParts:
         """
         trained: set[str] = set()
         for pattern in self.train_only:
-            trained |= find(self.option, pattern, names, source)
+            trained |= match_parameters(self.option, pattern, names, source)
         if not self.train_only:
             trained = set(names)
         for pattern in self.freeze:
-            trained -= find("--freeze", pattern, names, source)
+            trained -= match_parameters("--freeze", pattern, names, source)
         if not trained:
             train_only = f"{self.option} {' '.join(self.train_only)}, " if self.train_only else ""
             raise InputError(
@@ -78,7 +78,7 @@ def names_of_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in names_by_parameter.values()}
 
 
-def find(option: str, pattern: str, names: Names, source: str) -> set[str]:
+def match_parameters(option: str, pattern: str, names: Names, source: str) -> set[str]:
     """Return the first names of the parameters that a pattern matches; ``option`` is the argument that gives it.
 
     Raises:
@@ -116,14 +116,14 @@ def rates_by_name(rates: Mapping[str, float], names: Names, source: str, trained
     # the pattern that decides the rate of each parameter, by the parameter's first name
     deciding_patterns: dict[str, str] = {}
     for pattern in rates:
-        for name in sorted(find("--lr_of", pattern, names, source)):
+        for name in sorted(match_parameters("--lr_of", pattern, names, source)):
             deciding_patterns[name] = pattern
 
     for pattern, rate in rates.items():
         decided = [name for name, deciding in deciding_patterns.items() if deciding == pattern]
         if any(name in trained for name in decided):
             continue
-        matched = find("--lr_of", pattern, names, source)
+        matched = match_parameters("--lr_of", pattern, names, source)
         if any(name in trained for name in matched):
             fault = "later patterns match all that it names; give it last"
         else:

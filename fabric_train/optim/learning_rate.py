@@ -88,19 +88,19 @@ class Schedule:
     num_steps: int
     """Length of the schedule; after it the rate stays."""
     arguments: "TrainingArguments"
-    starts_after: int = 0
-    """The step before the first one."""
+    after_step: int = 0
+    """The step before its first one."""
     last_step: int | None = None
     """The last step of the phase; None for the schedule of the run."""
 
     def rate(self, step: int) -> float:
         """Return the learning rate of the run's optimizer step ``step``."""
-        step_of_schedule = min(step - self.starts_after, self.num_steps)
+        step_of_schedule = min(step - self.after_step, self.num_steps)
         return learning_rate(step_of_schedule, self.num_steps, self.arguments)
 
     def covers(self, step: int) -> bool:
         """Return whether a step is in the phase."""
-        return self.last_step is not None and self.starts_after < step <= self.last_step
+        return self.last_step is not None and self.after_step < step <= self.last_step
 
     @property
     def decided_by(self) -> dict[str, Any]:

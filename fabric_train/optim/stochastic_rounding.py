@@ -32,8 +32,9 @@ class LocalElements:
             first_index = _wrap(self.begin + start)
             return torch.arange(count, dtype=torch.int32, device=device).add_(first_index)
         local_indices = torch.arange(start, start + count, device=device)
+        num_earlier_gaps = local_indices // self.width
         gap = self.stride - self.width
-        indices = local_indices // self.width * gap + local_indices + self.begin
+        indices = self.begin + local_indices + num_earlier_gaps * gap
         return indices.to(torch.int32)
 
 
@@ -43,13 +44,13 @@ def local_elements(parameter: nn.Parameter, flat_shards: Mapping[int, FlatShard]
     if id(parameter) in flat_shards:
         shard = flat_shards[id(parameter)]
         begin, end = shard.range(shard.rank)
-        width = max(end - begin, 1)
-        return LocalElements(begin, width, width)
+        width = max(end - begin, 1)  # it is a divisor, also on a rank that has no element
+        return LocalElements(begin, width=width, stride=width)
 
     # The whole parameter.
     shape = parameter.shape
     if not isinstance(parameter, DTensor):
-        return LocalElements(0, shape.numel(), shape.numel())
+        return LocalElements(begin=0, width=shape.numel(), stride=shape.numel())
 
     # FSDP2 and tensor parallelism: a block, sharded along its first dimension and at most one other.
     local_shape, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
@@ -58,7 +59,7 @@ def local_elements(parameter: nn.Parameter, flat_shards: Mapping[int, FlatShard]
     assert len(inner_dims) < 2, f"a parameter is sharded along {len(inner_dims)} dimensions besides its first"
     if not inner_dims:
         width = math.prod(local_shape)
-        return LocalElements(begin, width, width)
+        return LocalElements(begin, width=width, stride=width)
     dim = inner_dims[0]
     return LocalElements(begin, width=math.prod(local_shape[dim:]), stride=math.prod(shape[dim:]))
 

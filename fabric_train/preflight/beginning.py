@@ -43,9 +43,9 @@ def choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpo
     start_from = _continue_branch(start_from, folder, damages)
 
     # a --model_name that is a checkpoint, and an --init_adapter that is a run
-    names_start = model.family or start_from.checkpoint or start_from.branch
-    takes_weights = not names_start and checkpoints.means_checkpoint(Path(model.model_name))
-    if takes_weights and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
+    has_other_start = bool(model.family or start_from.checkpoint or start_from.branch)
+    names_checkpoint = not has_other_start and checkpoints.means_checkpoint(Path(model.model_name))
+    if names_checkpoint and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
         start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
         arguments = replace(arguments, checkpoint=start_from)
     arguments = _with_adapter_of_run(arguments, damages)

@@ -71,8 +71,8 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
         faults += changed_tokenizer(dataset.folder, manifest.tokenizer)
         if not faults and not shape.is_new:
             tokenizer_check = _compare_tokenizer(dataset.folder, manifest.tokenizer, shape)
-            faults = list(tokenizer_check.faults)
-            notes = list(tokenizer_check.notes)
+            faults += tokenizer_check.faults
+            notes += tokenizer_check.notes
         if not faults and not global_rank():
             faults += _faults_of_export(dataset, manifest.tokenizer, shape)
 
@@ -340,7 +340,7 @@ def _faults_of_columns(dataset: TokenDataset, split: str, rows: Rows, shape: Mod
     faults = []
     if rows.has_labels:
         lowest, highest = rows.id_range("labels")
-        label = lowest if lowest < 0 else highest
+        label = lowest if lowest < 0 else highest  # whichever may be no token
         if not 0 <= label < shape.vocab_size:
             faults.append(
                 f"{dataset.folder}: {split} has label {label}, {shape.source} has {shape.vocab_size} tokens; labels "

@@ -15,6 +15,7 @@ from fabric_train.files.requirements import free_bytes
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory_layout import (
+    ADAPTER_BYTES,
     REDUCED_BYTES,
     Collective,
     Layout,
@@ -93,7 +94,7 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
-    has_gradients = phase.name != "loss" or layout.accumulation > 1
+    has_gradients = phase.name != "loss" or layout.accumulation > 1  # at a loss, those of earlier micro-batches
     is_averaging = layout.is_sharded and phase.name == "end of backward"
     is_computing = phase.name != "optimizer step"
     added = {
@@ -118,8 +119,8 @@ def _whole_phases(units: Units, layout: Layout, activations: Activations, gradie
     # gradients of earlier micro-batches; DDP has its buckets from the start
     gradients_at_loss = gradients if layout.accumulation > 1 or is_ddp else 0
     head_gradient = REDUCED_BYTES * units.head
-    copies_of_head = units.is_tied + is_ddp
-    head_gradients = layout.stored_itemsize * units.head * copies_of_head
+    num_head_gradients = int(units.is_tied) + int(is_ddp)  # autograd's, and the one in DDP's bucket
+    head_gradients = layout.stored_itemsize * units.head * num_head_gradients
     return [
         Phase(
             "loss",
@@ -181,9 +182,10 @@ class _ShardedStep:
     def moments_of_loss(self) -> list[dict[str, int]]:
         """Return the moments up to the head's backward pass."""
         layer = self.units.layer
+        last_layer = layer if self._is_fsdp2 else 0  # FSDP2 still has the buffer that it was gathered in
         return [
-            # at the loss, FSDP2 still has the buffer that the last layer was gathered in
-            self._moment(self.activations.most, gathered=self._root + layer * self._is_fsdp2),
+            # at the loss
+            self._moment(self.activations.most, gathered=self._root + last_layer),
             # in the head's backward pass, in which the last layer is gathered
             self._moment(self.activations.at_head, gathered=self._root + layer),
         ]
@@ -233,7 +235,7 @@ class _ShardedStep:
         pass_itemsize = self.layout.pass_itemsize
         trained_embedding = units.trained_embedding if self._embedding else 0  # reduced apart
         trained_root = units.trained_rest - trained_embedding
-        tied_gradient = units.head * units.is_tied
+        tied_gradient = units.head if units.is_tied else 0
         flat_gradient = 0 if self._is_fsdp2 else pass_itemsize * units.trained_rest
         moments = [
             # when all gradients are computed
@@ -380,7 +382,8 @@ class RunRequest:
             collectives += collectives_of_slices(shape, self.arguments, layout, micro_batch)
 
         # a save in the background needs its copy only if steps follow it
-        first_save = min(set.union(*self._saved_steps()))
+        saved, evaluated = self._saved_steps()
+        first_save = min(saved | evaluated)
         saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
         flops_per_row = shape.flops.count([plan.tokens_per_row])
         return Forecast(
@@ -474,7 +477,9 @@ def check_memory(run: PreparedRun) -> None:
     states, _ = bytes_of_states(model, request.arguments)
     if model.adapter:  # each rank has all of it, in fp32: weights and gradients
         num_base = read_units(model, request.arguments).total
-        least = layout.stored_itemsize * num_base // layout.num_parts + 8 * model.num_trained + states
+        base_bytes = layout.stored_itemsize * num_base // layout.num_parts
+        adapter_bytes = 2 * ADAPTER_BYTES * model.num_trained
+        least = base_bytes + adapter_bytes + states
     else:
         weights_and_gradients = layout.stored_itemsize * (model.num_parameters + model.num_trained)
         least = (weights_and_gradients + states) // layout.num_parts
@@ -485,7 +490,7 @@ def check_memory(run: PreparedRun) -> None:
             f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks_per_machine} ranks have "
             f"{show_size(request.device_memory)} each: --plan true says what would fit ({DOES_NOT_FIT})"
         )
-    faults += faults_of_disk(request, 1)
+    faults += faults_of_disk(request, num_checkpoints=1)
     if faults:
         raise InputError(*faults)
 
@@ -496,7 +501,7 @@ def faults_of_disk(request: RunRequest, num_checkpoints: int) -> list[str]:
     model = request.largest
     _, states = bytes_of_states(model, request.arguments)
     if model.adapter is not None:  # in fp32, without its base
-        weights = 4 * model.num_trained
+        weights = ADAPTER_BYTES * model.num_trained
     else:
         weights = request.layout().stored_itemsize * model.num_parameters
     size = weights + states

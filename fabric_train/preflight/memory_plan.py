@@ -397,17 +397,19 @@ def resolve_automatic(run: PreparedRun) -> PreparedRun:
     # in this order: compiled layers keep less, and tiles are the last resort if everything is recomputed
     if fsdp.compile == "auto":
         if is_trivial or evaluation.self_check:
-            run = _with(run, compile=False)
+            run = _with_options(run, compile=False)
         else:
             run = _choose_compile(run)
     if fsdp.activation_checkpointing == "auto":
-        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
+        run = _with_options(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
     if fsdp.mlp_tile_size == "auto":
-        run = _with(run, mlp_tile_size="none") if is_trivial else _choose_tiles(run)
+        run = _with_options(run, mlp_tile_size="none") if is_trivial else _choose_tiles(run)
     elif fsdp.mlp_tile_size != "none":
         obstacle = why_no_tiles(run.model)
         if obstacle:
-            run = _with(run, f"--mlp_tile_size {fsdp.mlp_tile_size}: none, since {obstacle}", mlp_tile_size="none")
+            run = _with_options(
+                run, f"--mlp_tile_size {fsdp.mlp_tile_size}: none, since {obstacle}", mlp_tile_size="none"
+            )
     return run
 
 
@@ -417,15 +419,18 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
 
     @cache
     def needed_bytes(choice: int) -> int:
-        return make_request(_with(run, **_CHOICES[choice])).forecast().device_bytes
+        return make_request(_with_options(run, **_CHOICES[choice])).forecast().device_bytes
 
     def fits(choice: int) -> bool:
         return needed_bytes(choice) <= usable_bytes
 
     try:
         choice = 0
-        if not fits(choice):  # search the others; the last one is taken if nothing fits
-            choice = 1 + bisect_left(range(1, len(_CHOICES) - 1), x=True, key=fits)
+        if not fits(choice):
+            # each choice needs less than the one before: a bisection finds the first that fits, or takes the last one
+            candidates = range(1, len(_CHOICES) - 1)
+            num_too_large = bisect_left(candidates, x=True, key=fits)
+            choice = 1 + num_too_large
         reason = (
             f"which needs {show_size(needed_bytes(choice))} of the {show_size(usable_bytes)} that a run may take of a "
             "device"
@@ -434,17 +439,21 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
             reason += f"; none would need {show_size(needed_bytes(0))}"
     except TraceError as error:
         reason = f"the memory of the model's activations cannot be computed ({error})"
-        return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
+        return _with_options(
+            run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none"
+        )
     options = _CHOICES[choice]
-    values = " --activation_memory_budget ".join(map(str, options.values()))
-    return _with(run, f"--activation_checkpointing auto: {values}, {reason}", **options)
+    chosen = options["activation_checkpointing"]
+    if "activation_memory_budget" in options:
+        chosen += f" --activation_memory_budget {options['activation_memory_budget']}"
+    return _with_options(run, f"--activation_checkpointing auto: {chosen}, {reason}", **options)
 
 
 def _choose_tiles(run: PreparedRun) -> PreparedRun:
     """Take tiles if all layers are recomputed and the run would still not fit."""
     fsdp = run.arguments.fsdp
     request = make_request(run)
-    without_tiles = _with(run, mlp_tile_size="none")
+    without_tiles = _with_options(run, mlp_tile_size="none")
     usable_bytes = round(_USABLE_SHARE * request.device_memory)
     is_compiled = fsdp.compile is True and run.user_arguments.fsdp.compile != "auto"
     if fsdp.activation_checkpointing != "full" or is_compiled:
@@ -456,33 +465,37 @@ def _choose_tiles(run: PreparedRun) -> PreparedRun:
         bytes_without = request.forecast().device_bytes
         if bytes_without <= usable_bytes:
             return without_tiles
-        needed_bytes = make_request(_with(run, **change)).forecast().device_bytes
+        needed_bytes = make_request(_with_options(run, **change)).forecast().device_bytes
     except TraceError:
         return without_tiles
     text = f"--mlp_tile_size auto: {TILE_SIZE} without compiling, which needs {show_size(needed_bytes)} of the "
     text += f"{show_size(usable_bytes)} that a run may take of a device; none would need {show_size(bytes_without)}"
-    return _with(run, text, **change)
+    return _with_options(run, text, **change)
 
 
 def _choose_compile(run: PreparedRun) -> PreparedRun:
     """Compile if it is possible and the time that it saves is longer than the time to compile."""
     fsdp = run.arguments.fsdp
     if run.arguments.model.float8:
-        return _with(run, "--compile auto: true, since float8 needs it", compile=True)
+        return _with_options(run, "--compile auto: true, since float8 needs it", compile=True)
     if isinstance(fsdp.mlp_tile_size, int):
-        return _with(run, f"--compile auto: false, since --mlp_tile_size {fsdp.mlp_tile_size} is given", compile=False)
+        return _with_options(
+            run, f"--compile auto: false, since --mlp_tile_size {fsdp.mlp_tile_size} is given", compile=False
+        )
     obstacle = why_not_compiled(fsdp, run.devices.parallelism)
     if obstacle:
-        return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
+        return _with_options(
+            run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False
+        )
     missing = missing_compiler()
     if not missing and not importlib.util.find_spec("triton"):
         missing = "package triton"
     if missing and not run.arguments.planning.plans_for_others:
-        return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)
+        return _with_options(run, f"--compile auto: false, since there is no {missing}", compile=False)
     seconds = _seconds_of_training(run)
     pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
     reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
-    return _with(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
+    return _with_options(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
 
 
 def _seconds_of_training(run: PreparedRun) -> float:
@@ -501,7 +514,7 @@ def _show_time(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
 
 
-def _with(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
+def _with_options(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
     """Return the run with changed arguments of FSDP, and a note on them."""
     arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
     notes = run.notes if note is None else (*run.notes, note)

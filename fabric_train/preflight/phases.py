@@ -162,7 +162,7 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
     if not stretch.phases:
         return ()
     training = stretch.arguments.training
-    assert isinstance(data, TokenMixture)  # DataArguments.mixes
+    assert isinstance(data, TokenMixture)  # --phases is one of the arguments with which the data are a mixture
     assert training.max_step is not None
     frozen_parts = tuple(stretch.arguments.model.freeze or ())
     rows_per_epoch = data.rows_per_epoch
@@ -322,4 +322,4 @@ def _phase_schedule(phase: PhaseSettings, last_step: int, training: "TrainingArg
             faults.append(decay_fault)
     if faults:
         raise InputError(*(f"{phase.label} of {num_steps} steps: {fault}" for fault in faults))
-    return Schedule(num_steps, training, phase.first_step - 1, last_step)
+    return Schedule(num_steps, training, after_step=phase.first_step - 1, last_step=last_step)

@@ -207,7 +207,10 @@ def _prepare_stretch(
     else:
         stored_model = _read_model(arguments, checkpoint, data)
     rope = RopeChange(
-        arguments.model.scaling, arguments.model.rope_theta, stretch.option, arguments.checkpoint.allow_changes
+        scaling=arguments.model.scaling,
+        theta=arguments.model.rope_theta,
+        option_prefix=stretch.option,
+        allows_longer_rows=arguments.checkpoint.allow_changes,
     )
     length = longest_row(data)
     extended_model = replace(rope.apply(stored_model, length), longest_row=length)
@@ -224,10 +227,12 @@ def _prepare_stretch(
         saved_order = checkpoints.read_trainer_json(checkpoint).data
     order = _data_order(data, rows_per_window, arguments.data, phases, saved_order)
     if previous:
-        start = StartingPoint(None, checkpoints.TrainerState(stretch.first_step - 1))
+        start = StartingPoint(checkpoint=None, state=checkpoints.TrainerState(step=stretch.first_step - 1))
         data_starts_after = start.state.step
     else:
-        start = starting_point(None if only_reads else checkpoint, order, start_from)
+        # a run that only reads has the checkpoint's weights, but not its state
+        continued_checkpoint = None if only_reads else checkpoint
+        start = starting_point(continued_checkpoint, order, start_from)
         start = replace(start, checkpoint=checkpoint)
         data_starts_after = checkpoints.data_starts_after(start.lineage)
 
@@ -236,9 +241,9 @@ def _prepare_stretch(
         arguments,
         model,
         data,
-        devices.world_size,
-        data_starts_after,
-        phases,
+        world_size=devices.world_size,
+        phases=phases,
+        data_starts_after=data_starts_after,
         data_ends_after=stretch.last_step,
         order_version=order.version if isinstance(order, DataOrder) else SHUFFLED,
     )
@@ -303,7 +308,12 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
     check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
     checkpoint = run.start.checkpoint
     next_run = _prepare_stretch(
-        stretch, run.user_arguments, run.devices, checkpoint, run.user_arguments.checkpoint, run
+        stretch,
+        run.user_arguments,
+        run.devices,
+        checkpoint,
+        start_from=run.user_arguments.checkpoint,
+        previous=run,
     )
     new_notes = [line for line in next_run.notes if line not in run.notes]
     notes = [f"from step {stretch.first_step:,} on: {line}" for line in new_notes]
@@ -477,16 +487,16 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
 
 def _check_frozen_ties(run: PreparedRun) -> None:
     """Refuse what loses the tie of a frozen weight in torch's FSDP1."""
+    has_one_device = run.devices.world_size == 1
+    keeps_whole_weights = has_one_device or run.arguments.fsdp.sharding_strategy == "NO_SHARD"
+    if not keeps_whole_weights:  # only these lose the tie
+        return
     tied_names = [name for name, aliases in run.model.names.items() if len(aliases) > 1]
-    is_frozen = False
+    is_any_frozen = False  # in some phase
     for model in (run.model, *run.models.values()):
         if any(name not in model.trained for name in tied_names):
-            is_frozen = True
-    has_one_device = run.devices.world_size == 1
-    is_whole = has_one_device or run.arguments.fsdp.sharding_strategy == "NO_SHARD"
-    if not is_whole:
-        return
-    if is_frozen or (tied_names and run.model.adapter):
+            is_any_frozen = True
+    if is_any_frozen or (tied_names and run.model.adapter):
         cause = "an adapter" if run.model.adapter else "frozen parts"
         option = "--parallelism fsdp on one device" if has_one_device else "--sharding_strategy NO_SHARD"
         raise InputError(
@@ -510,7 +520,15 @@ def _data_order(
         rows_per_epoch = list(data.rows_per_epoch)
         num_rows = sum(rows_per_epoch)
         phase_rows = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
-        return DataOrder(data.fingerprint, num_rows, rows_per_window, seed, Mixture.VERSION, rows_per_epoch, phase_rows)
+        return DataOrder(
+            fingerprint=data.fingerprint,
+            num_rows=num_rows,
+            rows_per_window=rows_per_window,
+            seed=seed,
+            version=Mixture.VERSION,
+            rows_per_epoch=rows_per_epoch,
+            phases=phase_rows,
+        )
 
     # a stream, whose seed counts only if it mixes or shuffles
     identities_by_source = data.documents.identities()

@@ -236,7 +236,9 @@ def _saved_layouts(newest: TrainerJson, saved: TrainerJson, first_step: int, las
     session_ends = [session.after_step for session in sessions[1:]] + [math.inf]
     layouts = []
     for session, session_end in zip(sessions, session_ends, strict=True):
-        if session.after_step >= min(session_end, last_step) or session_end < first_step:
+        has_no_step = session.after_step >= session_end  # the next session began at the same step
+        is_outside = session.after_step >= last_step or session_end < first_step
+        if has_no_step or is_outside:
             continue
         first_step_of_session = max(first_step, session.after_step + 1)
         is_last_saved = bool(saved.sessions) and saved.sessions[-1].after_step == session.after_step
@@ -369,8 +371,11 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> _RowCheck:
     assert isinstance(data, TokenDataset | TokenMixture)
     rows_of_datasets: list[list[int]] = [[] for _ in data.parts]
     for row in rows.tolist():
-        dataset_index, dataset_row = data.train.locate(row) if isinstance(data, TokenMixture) else (0, row)
-        rows_of_datasets[dataset_index].append(dataset_row)
+        if isinstance(data, TokenMixture):
+            dataset_index, dataset_row = data.train.locate(row)
+            rows_of_datasets[dataset_index].append(dataset_row)
+        else:
+            rows_of_datasets[0].append(row)
 
     faults: list[str] = []
     without_checksums: list[str] = []

@@ -126,10 +126,11 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     changes = [change for change in all_changes if change.name not in component_kinds]
 
     # those that change the losses are refused, unless --allow_changes accepts them
-    is_seed_compared = run.order.seed is not None  # in the data order, which reports it
     deciding = []
     for change in changes:
-        if _decides(change, arguments) and not (change.name == "seed" and is_seed_compared):
+        # the comparison of the data order reports the seed, if the order depends on it
+        is_reported_seed = change.name == "seed" and run.order.seed is not None
+        if _decides(change, arguments) and not is_reported_seed:
             deciding.append(change)
     deciding += find_changes_of_begun_phases(run, saved, step)
     if not arguments.checkpoint.allow_changes:
@@ -308,41 +309,43 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     run_schedule = run.schedules.at(step)
     is_phase = run_schedule.last_step is not None
     saved = read_trainer_json(checkpoint)
-    lengths = _saved_lengths(run, run_schedule, saved)
+    saved_lengths = _read_saved_lengths(run, run_schedule, saved)
     # a later phase may go on in the schedule of the run
     if is_phase and saved.schedule_steps != saved.num_steps:
         run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
     last_step = run_schedule.last_step or run.plan.num_steps
     num_steps = run_schedule.num_steps
-    if not lengths.is_same_schedule:
+    if not saved_lengths.is_same_schedule:
         rate = run.schedules.rate(step + 1)
         return run, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
-    if not math.isfinite(lengths.schedule_steps) or lengths.schedule_steps == num_steps:
+    if saved_lengths.schedule_steps == num_steps:  # so the rates are the same
+        return run, []
+    if not math.isfinite(saved_lengths.schedule_steps):  # the checkpoint's run had no last step: no length to keep
         return run, []
 
     # the saved schedule is kept if the rate at the checkpoint would be another one with the new length
-    saved_schedule = replace(run_schedule, num_steps=int(lengths.schedule_steps))
+    saved_schedule = replace(run_schedule, num_steps=int(saved_lengths.schedule_steps))
     jumps = saved_schedule.rate(step) != run_schedule.rate(step)
     keeps = jumps and not run.arguments.checkpoint.allow_changes
     if keeps:
         run = run.with_schedule(saved_schedule)
     if last_step <= step:  # nothing to train
         return run, []
-    if keeps and num_steps == lengths.num_steps:  # the start before has noted it
+    if keeps and num_steps == saved_lengths.num_steps:  # the start before has noted it
         return run, []
 
     # a note on the rates of the next step, with the saved length and with the new one
     saved_rate = saved_schedule.rate(step + 1)
     run_rate = run_schedule.rate(step + 1)
     unit = "phase" if is_phase else "run"
-    cause = f"the {unit} has {num_steps} steps now and had {lengths.num_steps:g}"
+    cause = f"the {unit} has {num_steps} steps now and had {saved_lengths.num_steps:g}"
     if keeps:
-        end = saved_schedule.starts_after + saved_schedule.num_steps
+        end = saved_schedule.after_step + saved_schedule.num_steps
         constant_rate = f", and from step {end} on stays at {saved_schedule.rate(end):g}" if last_step > end else ""
         return run, [
             f"{cause}: so that the learning rate does not jump, it follows its {saved_schedule.arguments.lr_schedule} "
-            f"schedule of {lengths.schedule_steps} steps{constant_rate}; --allow_changes true stretches the schedule "
-            f"to {num_steps} steps: {run_rate:g} instead of {saved_rate:g} at step {step + 1}"
+            f"schedule of {saved_lengths.schedule_steps} steps{constant_rate}; --allow_changes true stretches the "
+            f"schedule to {num_steps} steps: {run_rate:g} instead of {saved_rate:g} at step {step + 1}"
         ]
     if saved_rate == run_rate:
         return run, []
@@ -362,20 +365,26 @@ class _SavedLengths:
     """Whether the schedule began at the same step, with the same arguments, as the run's."""
 
 
-def _saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: TrainerJson) -> _SavedLengths:
+def _read_saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: TrainerJson) -> _SavedLengths:
+    """Return the lengths at the step of a checkpoint, at which the run now follows ``run_schedule``."""
     step = run.start.state.step
     saved_phases = (phase for phase in saved.phase_schedules if phase.first_step <= step <= phase.last_step)
     saved_phase = next(saved_phases, None)
-    first_step = run_schedule.starts_after + 1
+    first_step = run_schedule.after_step + 1
     run_phase = next((phase for phase in run.phase_schedules if phase.first_step == first_step), None)
-    if saved_phase is None or run_phase is None or run_schedule.last_step is None:
-        changes = _find_changes(saved.arguments, flatten(run.arguments))
-        has_changed = any(change.name in RATE_ARGUMENTS for change in changes)
-        is_same = saved_phase is None and run_schedule.last_step is None and not has_changed
-        return _SavedLengths(saved.num_steps, saved.schedule_steps, is_same)
-    is_same = saved_phase.first_step == run_phase.first_step and saved_phase.arguments == run_phase.arguments
-    num_steps = saved_phase.last_step - saved_phase.first_step + 1
-    return _SavedLengths(num_steps, saved_phase.num_steps, is_same)
+    follows_phase = run_schedule.last_step is not None
+
+    # then and now in a phase with a schedule of its own
+    if saved_phase is not None and run_phase is not None and follows_phase:
+        is_same = saved_phase.first_step == run_phase.first_step and saved_phase.arguments == run_phase.arguments
+        num_steps = saved_phase.last_step - saved_phase.first_step + 1
+        return _SavedLengths(num_steps, saved_phase.num_steps, is_same)
+
+    # then, now, or both times in the schedule of the run
+    changes = _find_changes(saved.arguments, flatten(run.arguments))
+    has_changed = any(change.name in RATE_ARGUMENTS for change in changes)
+    is_same = saved_phase is None and not follows_phase and not has_changed
+    return _SavedLengths(saved.num_steps, saved.schedule_steps, is_same)
 
 
 def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:

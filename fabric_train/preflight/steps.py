@@ -54,7 +54,9 @@ def starting_point(
 
     # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
     has_same_data = not saved.data_changes(order)
-    branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, has_same_data, {})
+    branch = checkpoints.BranchPoint(
+        run=str(checkpoints.run_of(checkpoint)), step=state.step, continues_data=has_same_data, changed={}
+    )
     rows_of_sources = state.rows_of_sources if has_same_data else None
     state = replace(state, unlogged=None, progress=None, rows_of_sources=rows_of_sources)
     return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)
@@ -64,13 +66,17 @@ def plan_steps(
     arguments: "TrainArguments",
     model: ModelShape,
     data: TrainingData,
+    *,
     world_size: int,
-    data_starts_after: int,
     phases: tuple[RunPhase, ...],
+    data_starts_after: int,
     data_ends_after: int | None = None,
     order_version: int = SHUFFLED,
 ) -> StepPlan:
-    """Count the windows and steps of a run, whose data begin after one step and end after another."""
+    """Count the windows and steps of a run.
+
+    Its data begin after the step ``data_starts_after`` and end after the step ``data_ends_after``; None: with the run.
+    """
     training = arguments.training
 
     # the token datasets; a stream may have one beside it for validation
@@ -154,14 +160,14 @@ def order_of_mixture(
     rows_per_window: int,
     seed: int,
     phases: Iterable[RunPhase | PhaseRows],
-    starts_after: int,
+    data_starts_after: int,
 ) -> MixtureOrder:
-    """Return the order of a mixture and its phases, whose data begin after the step ``starts_after``."""
+    """Return the order of a mixture and its phases, whose data begin after the step ``data_starts_after``."""
     sizes = tuple(source.num_rows for source in data.sources)
     mixture = Mixture(sizes, tuple(rows_per_epoch), rows_per_window, seed)
     order = MixtureOrder((mixture,))
     for phase in phases:
-        windows_before = max(0, phase.first_step - 1 - starts_after)
+        windows_before = max(0, phase.first_step - 1 - data_starts_after)
         order = order.followed_by(windows_before, phase.rows_per_epoch)
     return order
 

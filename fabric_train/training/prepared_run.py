@@ -275,7 +275,7 @@ class PreparedRun:
             return replace(self, start=replace(self.start, schedule_steps=schedule.num_steps))
         phases = []
         for phase in self.plan.phases:
-            if phase.first_step == schedule.starts_after + 1:
+            if phase.first_step == schedule.after_step + 1:
                 phases.append(replace(phase, schedule=schedule))
             else:
                 phases.append(phase)

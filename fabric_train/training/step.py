@@ -73,7 +73,7 @@ class Stepper:
         arguments = self.arguments
 
         # Random numbers and learning rate are functions of the step, so that a resumed run repeats them.
-        seed_step(arguments.data.seed, window.step, data_ranks(fabric).gradient, fabric.device)
+        seed_step(arguments.data.seed, window.step, data_ranks(fabric).gradient_index, fabric.device)
         learning_rate = self.schedules.rate(window.step)
         set_learning_rate(self.optimizer.optimizer, learning_rate)
 

@@ -118,7 +118,7 @@ def test_a_higher_base_takes_as_many_positions_as_the_rows_have() -> None:
 
 def test_longer_rows_need_an_extension_or_allow_changes() -> None:
     assert change().apply(llama(), 100).max_positions == 64
-    forced = change(forces=True).apply(llama(), 100)
+    forced = change(allows_longer_rows=True).apply(llama(), 100)
     assert forced.max_positions == 100
     assert forced.config.rope_parameters == llama().config.rope_parameters
     assert how_to_extend(llama(), 100) == ", or extend the positions: --rope_scaling llama3:2 (docs/long_rows.md)"
@@ -145,7 +145,7 @@ def test_wrong_changes_are_one_line() -> None:
     assert len(raised.value.faults) == 1
     with pytest.raises(InputError, match=r"--rope_theta: model \(gpt2\)"):
         change(theta=5e5).apply(gpt2, 64)
-    assert change(forces=True).apply(gpt2, 128).max_positions == 64
+    assert change(allows_longer_rows=True).apply(gpt2, 128).max_positions == 64
     assert how_to_extend(gpt2, 128) == ""
     with pytest.raises(InputError, match="rows have 300 tokens; give llama3:5"):
         change("llama3:4").apply(llama(), 300)

@@ -26,7 +26,7 @@ from fabric_train.arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch, find_targets, isolate
 from fabric_train.distributed.decoder_layers import checkpoint_layers
 from fabric_train.model.attention import VARLEN, forward
-from fabric_train.model.attention_choice import choose_attention, why_model_cannot
+from fabric_train.model.attention_choice import choose_attention, why_not_varlen
 from fabric_train.model.varlen_kernel import grouped_query_arguments
 from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns
@@ -167,7 +167,7 @@ def test_model_whose_attention_the_kernel_does_not_compute_is_named(
     config: PretrainedConfig, reason: str | None
 ) -> None:
     config._attn_implementation = "sdpa"
-    found = why_model_cannot(SimpleNamespace(config=config, longest_row=None), torch.bfloat16)  # type: ignore[arg-type]
+    found = why_not_varlen(SimpleNamespace(config=config, longest_row=None), torch.bfloat16)  # type: ignore[arg-type]
     assert (found is None) if reason is None else (found and reason in found), found
     assert config._attn_implementation == "sdpa"
 
