@@ -124,9 +124,11 @@ def check_file_name(name: object, listing: Path) -> str:
     """
     # a text with half of a surrogate pair cannot be a file name
     is_text = isinstance(name, str) and name.encode(errors="ignore").decode() == name
-    if not is_text or name in ("", ".", "..") or not set(str(name)).isdisjoint("/\\\0"):
+    text = str(name)
+    leaves_folder = text in ("", ".", "..") or any(separator in text for separator in "/\\\0")
+    if not is_text or leaves_folder:
         raise InputError(f"{listing}: it names {name!r}, outside its folder: damaged or forged; fetch it again")
-    return str(name)
+    return text
 
 
 def check_links(folder: Path) -> None:

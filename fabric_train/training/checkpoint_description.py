@@ -51,9 +51,9 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
     argument_values = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
     session_values = argument_values | {"parallelism": run.devices.parallelism}
     session = TrainingSession(
-        start.state.step,
-        device_name(fabric.device),
-        fabric.world_size,
+        after_step=start.state.step,
+        device=device_name(fabric.device),
+        num_devices=fabric.world_size,
         arguments={name: session_values[name] for name in (*SPLIT_ARGUMENTS, "log_step_interval")},
     )
     # Sessions of a checkpoint whose weights alone are used do not belong to this run.

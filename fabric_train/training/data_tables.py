@@ -25,7 +25,7 @@ def describe_mixture(run: PreparedRun, rows_seen: Sequence[int] | None = None) -
     columns = ["tokens", "share", "epochs", "tokens of the run"]
     if rows_seen:
         columns.append("tokens seen")
-    read_rows = rows_seen or planned_rows  # of these are shares and epochs
+    read_rows = rows_seen or planned_rows  # the rows whose shares and epochs are shown
     total_read = max(sum(read_rows), 1)
 
     def format_tokens(num_rows: int) -> str:

@@ -227,6 +227,7 @@ class Loop:
     def _next_state(self, state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
         """Return the state after a step that is not evaluated yet."""
         has_fault = step.check.fault is not None
+        lacks_targets = not step.check.has_targets
         counts_by_source = Counter(state.counted_of_sources or {})
         counts_by_source.update(self._count_by_source(step.report))
         return replace(
@@ -235,8 +236,8 @@ class Loop:
             epoch=window.epoch,
             num_tokens=state.num_tokens + step.report.num_tokens,
             num_samples=state.num_samples + window.num_rows,
-            skipped_steps=state.skipped_steps + has_fault,
-            steps_without_targets=state.steps_without_targets + (not step.check.has_targets),
+            skipped_steps=state.skipped_steps + int(has_fault),
+            steps_without_targets=state.steps_without_targets + int(lacks_targets),
             train_loss=None if has_fault else step.check.loss,  # None: the step was not taken
             rows_hash=window.rows_hash,
             rows_of_sources=_add_rows(state.rows_of_sources, window.rows_of_sources),

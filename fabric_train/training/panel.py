@@ -166,10 +166,14 @@ class Panel:
             lines = [*stop_lines, self.one_line(width, moment)]
             return lines[: max(rows - 1, 0)]
         fact_lines = _arrange_facts(self._facts(moment), width)
-        num_lines = int(rows * _MAX_SHARE_OF_ROWS) - 2 - len(stop_lines)  # for losses and facts
-        loss_lines = self._loss_lines(width, num_lines - min(len(fact_lines), _MIN_FACT_LINES))
+        first_lines = [self._title_line(width), self._bar_line(width, moment)]
+
+        # losses and facts share the other lines; some are kept for facts
+        num_lines = int(rows * _MAX_SHARE_OF_ROWS) - len(first_lines) - len(stop_lines)
+        num_kept_facts = min(len(fact_lines), _MIN_FACT_LINES)
+        loss_lines = self._loss_lines(width, max_lines=num_lines - num_kept_facts)
         fact_lines = fact_lines[: num_lines - len(loss_lines)]
-        return [self._title_line(width), self._bar_line(width, moment), *loss_lines, *fact_lines, *stop_lines]
+        return [*first_lines, *loss_lines, *fact_lines, *stop_lines]
 
     def one_line(self, width: int, moment: Moment) -> Line:
         """Return step, time left and as many values as fit."""
@@ -297,11 +301,11 @@ class ProgressPanel(ProgressLines, RenderHook):
         self._console = console
         self._heartbeat = heartbeat
         self._panel = Panel(
-            escape_controls(title),
-            num_steps,
-            self._started,
-            Metrics(step=first_step, epoch=0),
-            heartbeat.machines,
+            title=escape_controls(title),
+            num_steps=num_steps,
+            started=self._started,
+            metrics=Metrics(step=first_step, epoch=0),
+            machines=heartbeat.machines,
             is_unicode=console.encoding.startswith("utf"),
         )
         # the thread that draws it

@@ -167,7 +167,13 @@ def _compute_logps(
     ranks = data_ranks(fabric)
     batch_size = arguments.training.micro_batch_size
     batches = validation_batches(
-        rows, batch_size, ranks.size, ranks.rank, None, arguments.data.seed, arguments.data.num_workers
+        rows,
+        batch_size,
+        world_size=ranks.size,
+        rank=ranks.rank,
+        limit=None,
+        seed=arguments.data.seed,
+        num_workers=arguments.data.num_workers,
     )
     logps = torch.zeros(count_pairs(rows), 2, dtype=torch.float64, device=fabric.device)
     for index, batch in enumerate(batches):

@@ -68,17 +68,19 @@ def check_reference(run: PreparedRun) -> None:
 
 
 def with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel | None]:
-    """Return a run, with the ``--reference`` that it began with if it gives none, and the reference of its checkpoint.
+    """Return the run and the reference model in its checkpoint; a run that gives no ``--reference`` gets the saved one.
 
-    There is no saved reference if the run begins, or gives another one.
+    There is no saved reference if the run begins now, or gives another one.
     """
     if run.start.checkpoint is None:
         return run, None
-    if not run.start.resumes and not run.arguments.evaluation.only_reads:
+    begins_now = not run.start.resumes and not run.arguments.evaluation.only_reads
+    if begins_now:  # it takes only weights from the checkpoint
         return run, None
     saved = read_trainer_json(run.start.checkpoint)
     preference = run.arguments.preference
-    if preference.reference is not None and not is_reference_of(saved, preference.reference):
+    gives_another = preference.reference is not None and not is_reference_of(saved, preference.reference)
+    if gives_another:
         return run, None
     preference = replace(preference, reference=saved.arguments.get("reference"))
     return replace(run, arguments=replace(run.arguments, preference=preference)), saved.reference
@@ -100,11 +102,15 @@ def resolve_reference_path(run: PreparedRun) -> str:
     checkpoint = run.start.checkpoint
     if reference is not None:
         return _resolve_name(reference)
+
+    # an adapter trains: the one that it begins with, or the base of a new one
     if run.adapter_base is not None:
         if checkpoint is not None and is_adapter(checkpoint):
             return os.path.realpath(checkpoint)
         init_adapter = run.arguments.adapter.init_adapter
         return os.path.realpath(init_adapter) if init_adapter else run.adapter_base.place
+
+    # the model itself trains: its weights at the start
     if checkpoint is not None:
         return os.path.realpath(checkpoint)
     if run.model.is_new:
@@ -140,10 +146,14 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
 
     is_checkpoint = bool(path) and (model_dir / "trainer.json").is_file()
     start = StartingPoint(model_dir if is_checkpoint else None, TrainerState())
+
+    # the run's own adapter, as it starts
     if run.adapter_base is not None and not is_given:
         if not _is_adapter(path):  # the adapter is new: the reference is its base
             start = StartingPoint(None, TrainerState())
         return replace(run, start=start)
+
+    # a whole model
     if not _is_adapter(path):
         return replace(run, start=start, model=_reference_shape(run, path), adapter_base=None)
 

@@ -46,16 +46,18 @@ class RunLayout:
 
     def differences(self, run_layout: "RunLayout") -> list[str]:
         """Return what differs from the layout of the run, an empty list if figures must be the same bit for bit."""
-        pairs = {
-            "devices": (run_layout.num_devices, self.num_devices),
-            "device": (run_layout.device or self.device, self.device or run_layout.device),
-        }
+        run_values: dict[str, Any] = {"devices": run_layout.num_devices}
+        replay_values: dict[str, Any] = {"devices": self.num_devices}
+        if run_layout.device and self.device:  # an unknown device is taken to be the same
+            run_values["device"] = run_layout.device
+            replay_values["device"] = self.device
         for name in SPLIT_ARGUMENTS:
-            pairs[name] = (run_layout.split.get(name, "unknown"), self.split[name])
+            run_values[name] = run_layout.split.get(name, "unknown")
+            replay_values[name] = self.split[name]
         differences = []
-        for name, (run_value, replay_value) in pairs.items():
-            if run_value != replay_value:
-                differences.append(f"{name} {run_value} there, {replay_value} here")
+        for name, run_value in run_values.items():
+            if run_value != replay_values[name]:
+                differences.append(f"{name} {run_value} there, {replay_values[name]} here")
         return differences
 
     def __str__(self) -> str:

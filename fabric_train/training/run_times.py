@@ -248,7 +248,7 @@ def _is_possible(line: TimesLine) -> bool:
 
 def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
     """Add up the attempts; each is the lines of one start."""
-    training = dict.fromkeys(_REPEATED_PARTS, 0.0)
+    counted = dict.fromkeys(_REPEATED_PARTS, 0.0)  # seconds of steps that count
     repeated = 0.0
     saving = 0.0
     ending = 0.0
@@ -263,7 +263,7 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
         counted_lines = [line for line in lines if line.step <= counts_until]
         for name in _REPEATED_PARTS:
             counted_seconds = counted_lines[-1].seconds.get(name, 0.0) if counted_lines else 0.0
-            training[name] += counted_seconds
+            counted[name] += counted_seconds
             repeated += seconds.get(name, 0.0) - counted_seconds
 
         # The other parts are never repeated.
@@ -272,7 +272,8 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
         if index > 0:
             restarting += seconds.get("starting", 0.0)
         if later_attempts:
-            idle += max(later_attempts[0][0].time - lines[-1].time, 0.0)
+            next_start = later_attempts[0][0].time
+            idle += max(next_start - lines[-1].time, 0.0)
 
     # Medians of single starts and saves.
     starts: list[float] = []
@@ -284,7 +285,7 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
         if any(line.seconds.get("training") for line in lines):
             starts.append(lines[-1].seconds.get("starting", 0.0))
     return RunTimes(
-        **training,
+        **counted,
         saving=saving,
         starting=attempts[0][-1].seconds.get("starting", 0.0),
         restarting=restarting,

@@ -55,7 +55,7 @@ class SpikeRule:
         median = None
         if len(self._recent) >= self.FEWEST:
             median = statistics.median(self._recent)
-            changes = [abs(loss - previous) for previous, loss in itertools.pairwise(self._recent)]
+            changes = [abs(later - earlier) for earlier, later in itertools.pairwise(self._recent)]
             threshold = max(self.CHANGES * statistics.median(changes), self.LEAST_RISE * median)
             self._is_high = loss - median > threshold
         self._recent.append(loss)

@@ -331,9 +331,10 @@ def _describe_epoch(state: TrainerState, run: PreparedRun) -> str:
     mixture = run.plan.mixture
     if mixture is None or not run.plan.phases:
         return f"epoch {state.epoch} (counted from 0, as in metrics.csv)"
-    phase_starts = [run.plan.data_starts_after + start for start in mixture.starts_after]
-    phase = max(bisect_left(phase_starts, state.step), 1)
-    return f"phase {phase} of {len(phase_starts)}"
+    # the step before each phase: as many phases have begun as these are below the state's step; at step 0, the first
+    steps_before = [run.plan.data_starts_after + start for start in mixture.starts_after]
+    phase = max(bisect_left(steps_before, state.step), 1)
+    return f"phase {phase} of {len(steps_before)}"
 
 
 def _describe_start_weights(run: PreparedRun) -> str:
