@@ -136,7 +136,8 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
         return 0
     if not arguments.evaluation.only_reads:
         check_memory(run)
-    with hold_lock(lock, lock_fault, lock_fix) if writes else nullcontext():
+    run_lock = hold_lock(lock, lock_fault, lock_fix) if writes else nullcontext()
+    with run_lock:
         return _launch(run, console, started)
 
 
@@ -206,7 +207,7 @@ def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> 
                 code = ranks.wait()
                 stderr_reader.join()
                 break
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # the ranks save and end: go on with their lines until then
                 ranks.send_signal(signal.SIGINT)
             except BaseException:
                 ranks.terminate()

@@ -210,7 +210,8 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
 
     # The kernel's part of the driver.
     torch_cuda_major = int(cuda_version.split(".")[0])
-    newer_driver = f"driver {_MIN_DRIVER.get(torch_cuda_major, 'of CUDA ' + cuda_version)} or newer"
+    min_driver = _MIN_DRIVER.get(torch_cuda_major, f"of CUDA {cuda_version}")
+    newer_driver = f"driver {min_driver} or newer"
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -312,7 +313,10 @@ def _check_locked_memory(infiniband: list[str]) -> Finding:
     observation = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
     status = Path("/proc/self/status").read_text()
     capabilities = re.search(r"^CapEff:\s*(\w+)$", status, re.MULTILINE)
-    may_lock = capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1)
+    may_lock = False
+    if capabilities is not None:
+        capability_bits = int(capabilities[1], 16)
+        may_lock = bool(capability_bits & (1 << _CAP_IPC_LOCK))
     if limit == resource.RLIM_INFINITY or not infiniband or may_lock:
         return Finding("ok", observation)
     fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"

@@ -36,14 +36,22 @@ class Worker(Generic[Item, Result]):
         process_connection.close()  # the process has a copy
 
     def send(self, item: Item) -> None:
-        """Send the next item, which returns soon also while a result is sent; ChildProcessError if it was killed."""
+        """Send the next item, also while the process computes or sends a result; the process keeps it until then.
+
+        Raises:
+            ChildProcessError: the process was killed.
+        """
         try:
             self.connection.send(item)
         except (BrokenPipeError, ConnectionResetError):
             raise self._killed_error() from None
 
     def receive(self) -> Result:
-        """Return the next result, or raise the exception of ``function``; ChildProcessError if it was killed."""
+        """Wait for the next result and return it, or raise the exception of ``function``.
+
+        Raises:
+            ChildProcessError: the process was killed.
+        """
         try:
             result, error = self.connection.recv()
         except (EOFError, ConnectionResetError):

@@ -137,7 +137,7 @@ def _open_model(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
 
 
 def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
-    """Return {name of the head's weight: name of the embedding's} if only the base has them tied, else {}."""
+    """Return {name of the head's weight: name of the embedding's} if only the base has them tied; otherwise {}."""
     if shape.adapter is None or shape.config.tie_word_embeddings or not shape.adapter.train_also:
         return {}
     base_model: Any = build_on_meta(read_shape(base.place), torch.float32)
@@ -164,7 +164,7 @@ class _RenamedWeights:
 
 
 def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
-    """Build the base of an adapter as :func:`open_base` does, its layers in 4 bits if ``shape.adapter`` says so."""
+    """Build the base of an adapter as :func:`open_base` does; ``shape.adapter`` may ask for its layers in 4 bits."""
     opened = open_base(shape, base, dtype)
     if shape.adapter is None or not shape.adapter.base_weights:
         return opened

@@ -211,4 +211,10 @@ def _describe_files(model_name: str) -> tuple[HashedFile, ...]:
 
 def _describe_file(file: Path) -> HashedFile:
     status = os.stat(file)
-    return HashedFile(file.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return HashedFile(
+        name=file.name,
+        num_bytes=status.st_size,
+        inode=status.st_ino,
+        modified_ns=status.st_mtime_ns,
+        changed_ns=status.st_ctime_ns,
+    )

@@ -207,7 +207,7 @@ class CheckpointManager:
             write_texts=partial(self._write_texts, texts=texts),
             first_rows=first_rows,
         )
-        pending = _PendingSave(target, temporary, num_bytes, writer, sharded)
+        pending = _PendingSave(target=target, temporary=temporary, num_bytes=num_bytes, writer=writer, sharded=sharded)
         self._make_folder(pending)
         self._pending = pending
         self._task = BackgroundTask(writer.run, self._fabric.device)

@@ -73,7 +73,10 @@ def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, *, offlo
 
 
 def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Offload | None") -> Forward:
-    """Return ``forward`` with checkpointing: selective with a ``plan``, else full, then perhaps with ``offload``."""
+    """Return ``forward`` with selective checkpointing by a ``plan``, or with full checkpointing if that is None.
+
+    Full checkpointing stores the layer's input in host memory if there is an ``offload``.
+    """
 
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:

@@ -234,7 +234,7 @@ def _leaf_names(names: Collection[str]) -> str:
 
 
 def _ends_with_name(module_name: str, name: str) -> bool:
-    """Return whether a module's full name ends with ``name``, whole components of it."""
+    """Return whether a module's full name ends with ``name``: ``layers.0.mlp.up_proj`` with ``mlp.up_proj``."""
     return module_name == name or module_name.endswith(f".{name}")
 
 

@@ -159,7 +159,7 @@ def _count_attention(config: Any, num_layers_below: int) -> tuple[Attention, ...
     attention = []
     for (width, window), indices in layers_by_kind.items():
         num_below = sum(index < num_layers_below for index in indices)
-        attention.append(Attention(len(indices), width, window, num_below))
+        attention.append(Attention(num_layers=len(indices), width=width, window=window, num_below=num_below))
     return tuple(sorted(attention, key=lambda layers: layers.window is not None))  # without a window first
 
 

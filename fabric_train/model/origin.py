@@ -71,16 +71,14 @@ class HashedFile:
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The model that an adapter is trained on; a checkpoint has no copy of it.
-
-    ``place`` is its hub name or absolute path. ``fingerprint`` is a hash of its weights (``checkpoint.base_weights``),
-    None if it is not known yet, or was not to an earlier version. ``files`` have been hashed, none if they were being
-    changed.
-    """
+    """The model that an adapter is trained on; a checkpoint has no copy of it."""
 
     place: str
+    """Its hub name or absolute path."""
     fingerprint: str | None = None
+    """A hash of its weights (``checkpoint.base_weights``); None before it is computed, and in old checkpoints."""
     files: tuple[HashedFile, ...] = ()
+    """The files that were hashed; empty if they may have been changed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +138,18 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class StageSource:
-    """What a stage of training read of a source, by its public name; of a stream, the numbers are None.
-
-    ``share`` is of the stage's tokens, for a stream of its pass. ``files`` are ``sha256sum`` lines, SOURCE/FILE.
-    """
+    """What a stage of training read of a source."""
 
     name: str
+    """Its public name."""
     share: float
+    """Of the stage's tokens, or of a pass over a stream."""
     tokens: NonNegativeInt | None
+    """None for a stream."""
     documents: NonNegativeInt | None
+    """None for a stream."""
     files: list[str]
+    """Lines as ``sha256sum`` writes them, with SOURCE/FILE as the name."""
     datasets: list[HubDataset]
 
 

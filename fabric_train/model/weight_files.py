@@ -154,7 +154,7 @@ class CheckpointTensors(StoredTensors):
                 unfilled = unfilled[num_read:]
 
     def _find_pieces(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> list[Piece]:
-        """Return the pieces that may overlap a block: with an index those that have one of its rows, else all."""
+        """Return the pieces that may overlap a block: those with one of its rows, or all if there is no index."""
         if name not in self._sharded:
             return self._pieces[name]
         begin_row = offsets[0] if offsets else 0

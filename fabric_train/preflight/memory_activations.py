@@ -158,7 +158,7 @@ def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: Mic
 
 
 def _count_other_layers(kinds: Sequence[LayerKind]) -> Counter[LayerKind]:
-    """Count the layers of each kind besides three that are like the last one; below zero if there are fewer of it."""
+    """Count the layers of each kind without three of the last layer's kind; negative if there are fewer than three."""
     num_layers = Counter(kinds)
     num_layers[kinds[-1]] -= _TRACED_LAYERS
     num_layers.pop(BELOW, None)  # these keep nothing
@@ -386,7 +386,7 @@ class _BackwardPeaks:
 
 
 def _drop_gradients_of_parameters(model: Any, layers: list[nn.Module], live: _LiveBytes, peaks: _BackwardPeaks) -> None:
-    """Drop each parameter's gradient when it is computed, without those of embedding and head; note the peak."""
+    """Drop each parameter's gradient when it is computed, and note the peak; embedding and head get no gradients."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if embedding.weight.requires_grad:  # no gradient of this one, but still one of the embedded tokens

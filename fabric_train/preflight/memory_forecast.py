@@ -304,7 +304,8 @@ class _ShardedStep:
     def _bytes_to_reduce(self, num_parameters: int) -> int:
         """Return the bytes that reducing the gradients of a unit takes, besides the gradients themselves.
 
-        A copy in fp32, or fsdp's flat gradient in fp32, and this rank's part, in fp32 and in the type of the weights.
+        These are a copy in fp32 (with FSDP1, its flat gradient in fp32), and this rank's part of the result, in fp32
+        and in the dtype of the weights.
         """
         part = (REDUCED_BYTES + self.layout.stored_itemsize) * num_parameters // self.layout.num_shards
         return REDUCED_BYTES * num_parameters + part
@@ -361,9 +362,12 @@ class RunRequest:
         return make_layout(self.arguments, self.plan, self.parallelism)
 
     def forecast(self) -> Forecast:
-        """Compute the forecast without allocating the model; a RuntimeError if it reads the content of tensors.
+        """Compute the forecast without allocating the model.
 
-        If phases train other parts, it is of the phase that needs the most memory of a device.
+        If phases train different parts, it is the forecast of the phase that needs the most memory of a device.
+
+        Raises:
+            TraceError: the model cannot run on fake tensors.
         """
         forecasts = [self._forecast(shape) for shape in self.shapes]
         return max(forecasts, key=lambda forecast: forecast.device_bytes)

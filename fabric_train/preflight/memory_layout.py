@@ -92,7 +92,8 @@ class Units:
 class Layout:
     """How ranks share a model.
 
-    It is split among ``world_size // num_gradients`` ranks, then sharded among ``num_shards``, ``num_copies`` times.
+    Tensor parallelism splits it among ``world_size // num_gradients`` ranks. Each of these parts is sharded among
+    ``num_shards`` ranks, and there are ``num_copies`` of the whole.
     """
 
     name: str  # the parallelism

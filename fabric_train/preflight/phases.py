@@ -102,7 +102,14 @@ def read_stretches(arguments: "TrainArguments") -> list[Stretch]:
             first_step = opening.first_step
             arguments = _with_data(arguments, opening)
         last_step = phases[end].first_step - 1 if end < len(phases) else None
-        stretches.append(Stretch(first_step, last_step, arguments, tuple(phases[begin:end]), opening))
+        stretch = Stretch(
+            first_step=first_step,
+            last_step=last_step,
+            arguments=arguments,
+            phases=tuple(phases[begin:end]),
+            opening=opening,
+        )
+        stretches.append(stretch)
     return stretches
 
 
@@ -176,14 +183,24 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
         trained_parts = None
         if phase.train_only:
             trained_parts = TrainedParts(phase.train_only, frozen_parts, f"{phase.label}: train_only")
-        run_phases.append(RunPhase(phase.first_step, last_step, rows_per_epoch, schedule, trained_parts))
+        run_phase = RunPhase(
+            first_step=phase.first_step,
+            last_step=last_step,
+            rows_per_epoch=rows_per_epoch,
+            schedule=schedule,
+            parts=trained_parts,
+        )
+        run_phases.append(run_phase)
     return tuple(run_phases)
 
 
 def choose_parts(
     stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]
 ) -> tuple[ModelShape, dict[int, ModelShape]]:
-    """Return the model with the parts of ``--train_only`` and ``--freeze``, and see ``PreparedRun.models``."""
+    """Return the model with the parts of ``--train_only`` and ``--freeze``, and the models of the phases.
+
+    These are as in ``PreparedRun.models``: by each step at which the trained parameters change, none if they never do.
+    """
     arguments = stretch.arguments.model
     has_parts = any(phase.parts for phase in phases)
     if model.adapter:

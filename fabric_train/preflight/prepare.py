@@ -585,7 +585,13 @@ def _open_sample_prompts(
     for prompt, token_ids in zip(prompts, input_ids, strict=True):
         texts.append(prompt.content if isinstance(prompt.content, str) else tokenizer.decode(token_ids))
     stop_ids = {*data.stop_token_ids, *encoder.end_ids, tokenizer.eos_token_id} - {None}
-    return SamplePrompts(tokenizer, texts, input_ids, frozenset(stop_ids), evaluation.sample_tokens)
+    return SamplePrompts(
+        tokenizer=tokenizer,
+        texts=texts,
+        input_ids=input_ids,
+        end_ids=frozenset(stop_ids),
+        num_tokens=evaluation.sample_tokens,
+    )
 
 
 def _with_notes(run: PreparedRun, *notes: str | None) -> PreparedRun:

@@ -229,8 +229,8 @@ def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments
 def _saved_layouts(newest: TrainerJson, saved: TrainerJson, first_step: int, last_step: int) -> list[RunLayout]:
     """Return how the steps ``first_step`` to ``last_step`` were split, by session.
 
-    ``newest`` has all sessions of the run. ``saved`` is of the checkpoint after the steps; it describes a session
-    without arguments, which an earlier version has written.
+    ``newest`` has all sessions of the run. A session that an earlier version wrote has no arguments; then ``saved``,
+    of the checkpoint after the steps, describes it.
     """
     sessions = newest.sessions
     session_ends = [session.after_step for session in sessions[1:]] + [math.inf]
@@ -247,7 +247,12 @@ def _saved_layouts(newest: TrainerJson, saved: TrainerJson, first_step: int, las
                 _layout_of_checkpoint(saved), num_devices=session.num_devices, first_step=first_step_of_session
             )
         else:
-            layout = RunLayout(session.num_devices, session.device, session.arguments, first_step_of_session)
+            layout = RunLayout(
+                num_devices=session.num_devices,
+                device=session.device,
+                split=session.arguments,
+                first_step=first_step_of_session,
+            )
         layouts.append(layout)
     if not layouts:
         return [_layout_of_checkpoint(saved)]

@@ -246,7 +246,7 @@ def find_changes_of_begun_phases(run: PreparedRun, saved: TrainerJson, step: int
 def _values_of_phases(
     schedules: Iterable[PhaseSchedule], trained_parts: Iterable[PhaseParts]
 ) -> dict[int, dict[str, Any]]:
-    """Return the values of each phase besides its rows, by its first step."""
+    """Return the learning-rate arguments and the trained parts of each phase, by its first step."""
     values: dict[int, dict[str, Any]] = {schedule.first_step: dict(schedule.arguments) for schedule in schedules}
     for phase_parts in trained_parts:
         phase_values = values.setdefault(phase_parts.first_step, {})

@@ -119,7 +119,12 @@ def plan_steps(
     if isinstance(data, TokenMixture):
         num_rows = sum(data.rows_per_epoch)
         mixture = order_of_mixture(
-            data, data.rows_per_epoch, rows_per_window, arguments.data.seed, phases, data_starts_after
+            data,
+            data.rows_per_epoch,
+            rows_per_window,
+            arguments.data.seed,
+            phases=phases,
+            data_starts_after=data_starts_after,
         )
     elif not isinstance(data, Stream):
         num_rows = len(data.train)

@@ -73,8 +73,8 @@ class _EvaluationSums:
         self._objective_sums = zeros(len(objective.metric_names))
         self._metric_sums = zeros(len(metrics))
         # Of a source: the loss, then the objective's metrics if it counts pieces, else the metrics of tokens.
-        num_source_metrics = len(objective.metric_names if self._counts_pieces else metrics)
-        self._source_sums = zeros(1 + num_source_metrics, num_sources)
+        source_metrics = objective.metric_names if self._counts_pieces else tuple(metrics)
+        self._source_sums = zeros(1 + len(source_metrics), num_sources)
         self._source_counts = torch.zeros(2, num_sources, dtype=torch.float64)  # tokens or pieces, and bytes; on CPU
 
     def add(self, model: Any, batch: Batch) -> None:
@@ -167,7 +167,7 @@ class _EvaluationSums:
 
     def _pair_loss(self, loss_sum: float, count: int, objective_sums: Sequence[float]) -> TokenLoss:
         means = self._objective_means(objective_sums, count)
-        return TokenLoss(loss_sum, count, None, means, of_pairs=True)
+        return TokenLoss(loss_sum, num_tokens=count, further=means, of_pairs=True)
 
     def _objective_means(self, sums: Sequence[float], count: int) -> dict[str, float | None]:
         names = self._objective.metric_names
@@ -175,7 +175,7 @@ class _EvaluationSums:
 
 
 def _total_bytes(sources: Mapping[str, TokenLoss]) -> float | None:
-    """Return the UTF-8 bytes of all sources; None if those of any are not known, or without sources."""
+    """Return the UTF-8 bytes of all sources; None if a source's are not known, or if there is no source."""
     num_bytes = []
     for source in sources.values():
         if source.num_bytes is None:

@@ -71,11 +71,11 @@ def metric_charts(runs: Sequence[NamedTable], marks: Sequence[Mark] = ()) -> lis
             series.extend(_build_series(runs, curve, max_points, names_curves=len(plan.curves) > 1))
         if series:
             chart = Chart(
-                plan.key,
-                plan.title,
-                plan.y_title,
-                tuple(series),
-                _select_marks(marks, series),
+                key=plan.key,
+                title=plan.title,
+                y_title=plan.y_title,
+                series=tuple(series),
+                marks=_select_marks(marks, series),
                 from_zero=plan.from_zero,
                 note=_describe_smoothing(series, tables),
             )

@@ -68,8 +68,10 @@ class MetricsTable:
 
     def page_axis(self) -> dict[str, list[float]]:
         """Return steps, tokens and hours of at most 500 rows, between which a page interpolates."""
-        num_rows = len(self.steps)
-        rows = np.unique(np.linspace(0, max(num_rows - 1, 0), _MAX_AXIS_ROWS).astype(np.int64))[:num_rows]
+        last_row = len(self.steps) - 1
+        rows = np.empty(0, np.int64)
+        if last_row >= 0:
+            rows = np.unique(np.linspace(0, last_row, _MAX_AXIS_ROWS).astype(np.int64))
         tokens = self.columns.get("num_tokens", self._empty_column())
         token_rows = self.measured_rows("num_tokens")
         if len(token_rows):

@@ -94,7 +94,7 @@ class Replay:
 
     @property
     def same_until(self) -> float:
-        """The last step that must be the same bit for bit: as long as all steps were split as they are here."""
+        """The last step that must be the same bit for bit: up to it, the run split its steps as the replay does."""
         for layout in self.run_layouts:
             if self.replay_layout.differences(layout):
                 return layout.first_step - 1

@@ -57,7 +57,7 @@ class SourceLossCollector:
         counts = torch.zeros(self._num_sources, dtype=torch.float64)
         if not self._values:
             nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
-            return SourceLosses(nothing, sums[0], sums[1:], counts)
+            return SourceLosses(piece_losses=nothing, losses=sums[0], metrics=sums[1:], counts=counts)
 
         # Over the whole window at once: the order of the sums does not depend on the micro-batches.
         values = torch.cat(self._values, dim=1)  # [1 + metrics, P]
@@ -66,7 +66,7 @@ class SourceLossCollector:
             sums = sum_by_source(values, sources, self._num_sources).to(self._device)
             for pieces in self._pieces:
                 counts += pieces.count_by_source(self._num_sources, counts_pieces=self._counts_pieces)[0]
-        return SourceLosses(values[0], sums[0], sums[1:], counts)
+        return SourceLosses(piece_losses=values[0], losses=sums[0], metrics=sums[1:], counts=counts)
 
 
 def losses_by_piece(loss: BatchLoss, batch: Batch) -> torch.Tensor | None:

@@ -135,9 +135,14 @@ def compare(model_sums: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
             value = getattr(total, unit) - getattr(totals[0], unit)
             interval = interval_of(compared_values[:, index] - compared_values[:, 0])
             difference = Difference(unit, value, interval)
-        bits_interval = None if bits is None else interval_of(bits[:, index])
-        loss_interval = interval_of(losses[:, index])
-        model_losses.append(ModelLoss(total, num_documents, loss_interval, bits_interval, difference))
+        model_loss = ModelLoss(
+            total,
+            num_documents,
+            loss=interval_of(losses[:, index]),
+            bits_per_byte=None if bits is None else interval_of(bits[:, index]),
+            difference=difference,
+        )
+        model_losses.append(model_loss)
     return model_losses
 
 

@@ -206,7 +206,13 @@ def backpropagate(
             metrics += loss.metrics
         source_losses.add(loss, batch)
     average_replicated(model)
-    return LocalLoss(torch.stack(losses), counts, window_count, metrics, source_losses.sum())
+    return LocalLoss(
+        summed=torch.stack(losses),
+        counts=counts,
+        window_count=window_count,
+        metrics=metrics,
+        sources=source_losses.sum(),
+    )
 
 
 def accumulate(fabric: Fabric, model: _FabricModule, window: Window, objective: Objective | None = None) -> WindowLoss:
