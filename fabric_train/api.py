@@ -400,7 +400,7 @@ def evaluate(**arguments: Any) -> dict[str, Any]:
             watch_run(evaluate_arguments, prints=False)
 
     results: dict[str, Any] = {}
-    if compares_losses or evaluate_arguments.texts is not None:
+    if compares_losses or evaluate_arguments.texts is not None:  # ``watch_run`` compares losses too if it has texts
         file_name = "evaluation.json" if evaluate_arguments.pairs is None else "pairs.json"
         results |= json.loads((output_dir / file_name).read_text(encoding="utf-8"))
     if evaluate_arguments.tasks is not None:

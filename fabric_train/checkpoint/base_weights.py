@@ -188,7 +188,7 @@ def _hash_base(base: AdapterBase, files: tuple[HashedFile, ...], future: "Future
         future.set_result(replace(base, fingerprint=digest, files=files if is_unchanged else ()))
     except BaseException as error:  # whoever waits for the future gets it
         future.set_exception(error)
-        if not isinstance(error, InputError | OSError):
+        if not isinstance(error, InputError | OSError):  # a bug, whose traceback the thread prints
             raise
 
 

@@ -461,9 +461,9 @@ def remove_leftovers(folder: Path) -> None:
         is_hidden = entry.name.startswith(".")
         is_removed = is_hidden and entry.name.endswith(_REMOVED)
         is_replaced = is_hidden and entry.name.endswith(_REPLACED)
-        checkpoint = folder / entry.name.removeprefix(".").removesuffix(_REPLACED)
-        if is_replaced and not os.path.lexists(checkpoint):
-            entry.rename(checkpoint)
+        former_path = folder / entry.name.removeprefix(".").removesuffix(_REPLACED)
+        if is_replaced and not os.path.lexists(former_path):
+            entry.rename(former_path)
         elif is_replaced or is_removed or is_temporary(entry):
             remove(entry)
 

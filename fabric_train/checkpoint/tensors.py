@@ -492,15 +492,17 @@ def safetensors_header(
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     begins = {}  # relative to the end of the header, as the format has them
     begin = 0
-    for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
+    largest_dtype_first = sorted(entries, key=lambda entry: entry[1].itemsize, reverse=True)
+    for name, dtype, shape in largest_dtype_first:
         end = begin + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begins[name] = begin
         begin = end
 
-    # the length of the JSON in 8 bytes, then the JSON, padded with spaces
+    # the length of the JSON in 8 bytes, then the JSON, padded with spaces so that the data are aligned
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    num_spaces = -len(text) % _ALIGNMENT
+    text += b" " * num_spaces
     data_start = 8 + len(text)
     offsets = {name: data_start + begin for name, begin in begins.items()}
     return len(text).to_bytes(8, "little") + text, offsets

@@ -136,7 +136,7 @@ def _deal_equally(borders: np.ndarray, num_ranks: int, chunks_per_rank: int) -> 
     num_dealt = [0] * num_ranks
     for chunk in np.argsort(-chunk_work, kind="stable"):  # the most work first
         open_ranks = [rank for rank in range(num_ranks) if num_dealt[rank] < chunks_per_rank]
-        rank = min(open_ranks, key=rank_work.__getitem__)
+        rank = min(open_ranks, key=lambda open_rank: rank_work[open_rank])  # the one with the least work
         chunk_ranks[chunk] = rank
         rank_work[rank] += int(chunk_work[chunk])
         num_dealt[rank] += 1

@@ -124,10 +124,12 @@ class RandomWeights:
         # whole rows are drawn, which are consecutive in the flattened parameter
         row_shape = full_shape[1:]
         row_numel = math.prod(row_shape)
-        numbers = self._draw(name, offsets[0] * row_numel, (offsets[0] + shape[0]) * row_numel)
-        rows = torch.from_numpy(numbers).reshape((shape[0], *row_shape))
-        columns = (slice(None), *block[1:])
-        return rows[columns]
+        begin_row = offsets[0]
+        num_rows = shape[0]
+        numbers = self._draw(name, begin_row * row_numel, (begin_row + num_rows) * row_numel)
+        rows = torch.from_numpy(numbers).reshape((num_rows, *row_shape))
+        all_rows = slice(None)
+        return rows[(all_rows, *block[1:])]
 
     def _draw(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return the elements ``begin`` to ``end`` of the flattened parameter, fp32."""

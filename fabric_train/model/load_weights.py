@@ -174,7 +174,9 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     model, loading_info = loaded
 
     # transformers would initialize missing weights at random
-    mismatched = [key if isinstance(key, str) else key[0] for key in loading_info.get("mismatched_keys", ())]
+    mismatched = []
+    for entry in loading_info.get("mismatched_keys", ()):
+        mismatched.append(entry if isinstance(entry, str) else entry[0])  # a name, or a tuple that begins with one
     check_loaded_weights(shape.source, [*loading_info["missing_keys"], *mismatched])
     stored = open_stored(shape.source)
     if stored is not None:
@@ -185,7 +187,8 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     # If head and embedding are stored with different values, transformers does not tie them. A checkpoint's
     # configuration must say so.
     head = model.get_output_embeddings()
-    if model.config.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
+    has_head_apart = head is not None and head.weight is not model.get_input_embeddings().weight
+    if model.config.tie_word_embeddings and has_head_apart:
         model.config.tie_word_embeddings = False
     if shape.longest_row is not None:
         choose_frequencies(model, shape.longest_row)

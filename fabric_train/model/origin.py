@@ -169,7 +169,7 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     """Return the origin of a folder or cached hub name, and its licence's files, which are downloaded if possible."""
     is_local = Path(model_name).is_dir()
     folder = Path(model_name) if is_local else _download_legal_files(model_name)
-    if folder is None:
+    if folder is None:  # it is not in the cache
         return ModelOrigin(name=model_name, repository=model_name), ()
     if is_local:
         source = _local_source(folder)

@@ -200,10 +200,12 @@ class _ShardedStep:
         two_layers = min(2, units.num_layers) * units.layer
         layer_before = two_layers - units.layer  # 0 for a model of one layer
         activations_per_layer = activations.kept // units.num_layers
-        above_first = max(0, self._trained_in_layers - units.trained_layer)
+        trained_above_first = max(0, self._trained_in_layers - units.trained_layer)
         reducing = self._bytes_to_reduce(units.trained_layer)
-        # FSDP2 keeps a layer's gradients in fp32 while the layer before it is computed
-        pending = REDUCED_BYTES * units.trained_layer if self._is_fsdp2 and units.num_layers > 1 else 0
+        pending = 0
+        if self._is_fsdp2 and units.num_layers > 1:
+            # it keeps a layer's gradients in fp32 while the layer before it is computed
+            pending = REDUCED_BYTES * units.trained_layer
         return [
             # in the last layer
             self._moment(activations.at_last, gathered=self._root + two_layers),
@@ -217,14 +219,14 @@ class _ShardedStep:
             self._moment(
                 activations.at_end,
                 gathered=self._root + units.layer + self._embedding,
-                num_reduced=above_first,
+                num_reduced=trained_above_first,
                 communication=pending,
             ),
             # when its gradients are reduced
             self._moment(
                 activations.after_end,
                 gathered=self._root + self._embedding,
-                num_reduced=above_first,
+                num_reduced=trained_above_first,
                 communication=reducing,
             ),
         ]

@@ -183,8 +183,9 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     dequantized = 0
     if not precision.endswith("mixed"):
         for layer in layers:
-            linears = [module for module in layer.modules() if isinstance(module, NF4Linear)]
-            dequantized = max([dequantized, *(linear.in_features * linear.out_features for linear in linears)])
+            for module in layer.modules():
+                if isinstance(module, NF4Linear):
+                    dequantized = max(dequantized, module.in_features * module.out_features)
     return Units(
         parameters=shape.num_parameters,
         dequantized=dequantized,

@@ -266,11 +266,11 @@ def _types_of_values(arguments: "TrainArguments") -> dict[str, Any]:
 
 
 def _make_phase(label: str, values: Mapping[str, Any], num_steps: int) -> PhaseSettings:
-    # `from` is a step, or below 1 a share of the run
-    if values["from"] >= 1:
-        first_step = int(values["from"])
-    else:
-        first_step = round(values["from"] * num_steps) + 1
+    start = values["from"]
+    if start >= 1:  # a step
+        first_step = int(start)
+    else:  # the share of the run before the phase
+        first_step = round(start * num_steps) + 1
     shares = None
     for name in _SHARES:  # at most one of them is given
         if name in values:

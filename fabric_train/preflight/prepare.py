@@ -438,8 +438,10 @@ def _open_data(
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
+    """Return the model of a checkpoint, of ``--model_name``, or a new one; refuse a model that is not computed here."""
     model_arguments = arguments.model
     layer_class = arguments.fsdp.auto_wrap_policy
+    is_new = bool(model_arguments.family) and checkpoint is None
     adapter = choose_adapter(arguments.adapter)
     if checkpoint and is_adapter(checkpoint) and adapter is None:
         raise InputError(
@@ -448,11 +450,11 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
         )
     if adapter and adapter.base_weights:
         check_installed()
-    if adapter and model_arguments.family and not checkpoint:
+    if adapter and is_new:
         raise InputError("--adapter: a new model has no weights that an adapter could change; give --model_name")
 
     # a new model has the BOS and EOS of the data's tokenizer
-    if model_arguments.family and not checkpoint:
+    if is_new:
         bos_and_eos: tuple[int | None, ...] = ()
         if isinstance(data, Stream):
             bos_and_eos = (data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
@@ -478,7 +480,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
             "without it"
         )
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
-    if not checkpoint and not shape.is_new:
+    if checkpoint is None and not is_new:
         check_readable(shape.source)
         # an InputError if the record is damaged: the run reads it when it has begun
         read_stages(model_arguments.model_name)

@@ -314,13 +314,14 @@ def _faults_of_arguments(
     stretches = read_stretches(arguments)
     stretch_arguments = stretches[stretch_of(stretches, last_step)].arguments
 
-    # the size of a window, and of a new model, decide as well
+    # the rows of a window decide as well; another number of devices splits the same rows by other arguments
     names = ["total_batch_size"]
     last_sessions = [*saved.sessions[-1:], *newest.sessions[-1:]]
-    num_devices = {session.num_devices for session in last_sessions}
-    if stretch_arguments.training.total_batch_size is None and len(num_devices) < 2:
+    device_counts = {session.num_devices for session in last_sessions}
+    has_same_devices = len(device_counts) < 2
+    if stretch_arguments.training.total_batch_size is None and has_same_devices:
         names += ["micro_batch_size", "gradient_accumulation_steps"]
-    if run.start.checkpoint is None:
+    if run.start.checkpoint is None:  # the model of step 1, which may be a new one
         names += [field.name for field in fields(arguments.model)]
 
     changes = resume_check.find_changes(saved.arguments, flatten(stretch_arguments), names)
@@ -352,8 +353,11 @@ def _check_rows(run: PreparedRun, logged: list[Metrics], last_step: int) -> _Row
     state = run.start.state
 
     # the rows up to the start
-    rows_hash = order.rows_hash(state.step - data_starts_after) if state.step >= data_starts_after else ""
-    if state.rows_hash is not None and state.step > data_starts_after and rows_hash != state.rows_hash:
+    num_earlier_windows = state.step - data_starts_after
+    rows_hash = ""
+    if num_earlier_windows >= 0:
+        rows_hash = order.rows_hash(num_earlier_windows)
+    if num_earlier_windows > 0 and state.rows_hash is not None and rows_hash != state.rows_hash:
         fault = f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"
         return _RowCheck([fault], _SKIPPED)
 

@@ -137,15 +137,15 @@ class Panel:
     machines: Mapping[int, str] = field(default_factory=dict)
     """The name of each rank's machine."""
     is_unicode: bool = True
-    ends: float | None = None
+    expected_end: float | None = None
     """When the run is expected to end; None before the first step."""
     losses: Mapping[str, LossChange] = field(default_factory=dict)
     """The last losses by column, such as ``train_loss`` and ``val_loss/SOURCE``."""
     last_save: StepTime | None = None
     last_evaluation: StepTime | None = None
 
-    def after(self, metrics: Metrics, now: float, ends: float | None) -> "Panel":
-        """Return the panel with the metrics of a later step; ``ends`` is when the run is expected to end."""
+    def after(self, metrics: Metrics, now: float, expected_end: float | None) -> "Panel":
+        """Return the panel with the metrics of a later step; both times are on the monotonic clock."""
         losses = dict(self.losses)
         columns = {"train_loss": metrics.train_loss, "val_loss": metrics.val_loss} | metrics.by_source
         for column, loss in columns.items():
@@ -156,7 +156,7 @@ class Panel:
         last_evaluation = self.last_evaluation
         if metrics.val_loss is not None:
             last_evaluation = StepTime(metrics.step, now)
-        return replace(self, metrics=metrics, ends=ends, losses=losses, last_evaluation=last_evaluation)
+        return replace(self, metrics=metrics, expected_end=expected_end, losses=losses, last_evaluation=last_evaluation)
 
     def lines(self, columns: int, rows: int, moment: Moment) -> list[Line]:
         """Return lines for a terminal of this size; what does not fit is left out, the last facts first."""
@@ -186,9 +186,9 @@ class Panel:
         return [Segment(line)]
 
     def _time_left(self, moment: Moment) -> str:
-        if self.ends is None:
+        if self.expected_end is None:
             return "-:--"
-        return _format_clock(self.ends - moment.now)
+        return _format_clock(self.expected_end - moment.now)
 
     def _title_line(self, width: int) -> Line:
         """Return a rule with the title and the step; a long title is cut."""
@@ -335,8 +335,8 @@ class ProgressPanel(ProgressLines, RenderHook):
         if self._fault is not None:
             raise self._fault
         now = time.monotonic()
-        ends = now + self._seconds_left(metrics.step) if metrics.step else None
-        self._panel = self._panel.after(metrics, now, ends)
+        expected_end = now + self._seconds_left(metrics.step) if metrics.step else None
+        self._panel = self._panel.after(metrics, now, expected_end)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Return what a console prints, with the panel below it; rich calls it, in any thread that prints."""
