@@ -21,7 +21,9 @@ from typing import IO, TYPE_CHECKING
 # and this package would not be found
 if __name__ == "__main__":
     _PACKAGE = Path(__file__).resolve().parent
-    sys.path[:] = [str(_PACKAGE.parent) if Path(entry).resolve() == _PACKAGE else entry for entry in sys.path]
+    for _index, _entry in enumerate(sys.path):
+        if Path(_entry).resolve() == _PACKAGE:
+            sys.path[_index] = str(_PACKAGE.parent)
 
 from fabric_train.cli.output import keep_streams_writable
 from fabric_train.distributed.signals import stop_signals

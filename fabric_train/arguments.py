@@ -596,7 +596,9 @@ class CheckpointArguments:
 
         A config.yaml that a run has written has the default there.
         """
-        if "resume" not in names or self.resume or self.checkpoint is None or self.weights_only:
+        refuses_resume = "resume" in names and not self.resume
+        continues_checkpoint = self.checkpoint is not None and not self.weights_only
+        if not refuses_resume or not continues_checkpoint:
             return []
         return [
             f"--resume false and --checkpoint {self.checkpoint}: leave --resume out to continue from the checkpoint; "

@@ -108,7 +108,8 @@ def branch_point(branch: str) -> Path:
     if not _list_checkpoints(run):
         reason = "no run with a checkpoint" if run.is_dir() else missing_folder(run)
         raise InputError(f"--branch {branch}: {run}: {reason}; give the folder of a run")
-    return run / (f"step-{step}" if step.isdigit() else step)
+    name = f"step-{step}" if step.isdigit() else step
+    return run / name
 
 
 def split_branch(branch: str) -> tuple[Path, str]:

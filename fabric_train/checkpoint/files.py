@@ -161,8 +161,8 @@ def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, o
         name, piece = item
         return _find_piece_fault(_resolve(checkpoint, name), name, piece)
 
-    # several ranks of a machine share its processors
-    with ThreadPoolExecutor(os.cpu_count() if num_ranks == 1 else 1) as threads:
+    num_threads = os.cpu_count() if num_ranks == 1 else 1  # several ranks of a machine share its processors
+    with ThreadPoolExecutor(num_threads) as threads:
         faults = threads.map(find_fault, pieces[rank::num_ranks])
         return next((fault for fault in faults if fault), None)
 

@@ -340,7 +340,9 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
 
     # fields that are not in the file as they are in TrainerJson
     run = str(run_of(checkpoint))
-    lineage = [replace(branch, run=run) if branch.run == OWN_RUN else branch for branch in parsed.lineage]
+    lineage = []
+    for branch in parsed.lineage:
+        lineage.append(replace(branch, run=run) if branch.run == OWN_RUN else branch)
     state = TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)})
     derived_fields = {
         "checkpoint": checkpoint,

@@ -89,7 +89,8 @@ def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
 def first_text(fabric: Fabric, text: str | None) -> str | None:
     """Return, on all ranks, the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has one."""
     # find the lowest rank with a text; the world size stands for none
-    lowest_rank = torch.tensor(fabric.global_rank if text else fabric.world_size, device=fabric.device)
+    candidate = fabric.global_rank if text else fabric.world_size
+    lowest_rank = torch.tensor(candidate, device=fabric.device)
     if fabric.world_size > 1:
         dist.all_reduce(lowest_rank, dist.ReduceOp.MIN)
     if lowest_rank == fabric.world_size:

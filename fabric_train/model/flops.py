@@ -93,7 +93,8 @@ def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) 
             names_below.add(name)
         if id(parameter) in looked_up:
             continue
-        numel = parameter.numel() * (expert_share if _EXPERT.search(name) else 1)
+        used_share = expert_share if _EXPERT.search(name) else 1
+        numel = parameter.numel() * used_share
         num_used += numel
         if is_frozen:
             num_frozen += numel

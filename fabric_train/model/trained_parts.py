@@ -87,8 +87,8 @@ def match_parameters(option: str, pattern: str, names: Names, source: str) -> se
     all_names: list[str] = []
     for synonyms in names.values():
         all_names += synonyms
-    expression = NamePattern(option, ".*" if pattern == ALL else pattern, "embed_tokens")
-    matched = expression.matching_parts(all_names)
+    expression = ".*" if pattern == ALL else pattern
+    matched = NamePattern(option, expression, example="embed_tokens").matching_parts(all_names)
     parameters = {name for name, synonyms in names.items() if not matched.isdisjoint(synonyms)}
     if not parameters:
         fault = f"no parameter of {source} matches; it has {_describe_names(all_names, pattern)}"

@@ -45,9 +45,11 @@ def choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpo
     # a --model_name that is a checkpoint, and an --init_adapter that is a run
     has_other_start = bool(model.family or start_from.checkpoint or start_from.branch)
     names_checkpoint = not has_other_start and checkpoints.means_checkpoint(Path(model.model_name))
-    if names_checkpoint and not (start_from.resume and checkpoints.newest_checkpoint(folder, damages)):
-        start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
-        arguments = replace(arguments, checkpoint=start_from)
+    if names_checkpoint:
+        continues_run = start_from.resume and checkpoints.newest_checkpoint(folder, damages) is not None
+        if not continues_run:
+            start_from = replace(start_from, checkpoint=model.model_name, weights_only=True)
+            arguments = replace(arguments, checkpoint=start_from)
     arguments = _with_adapter_of_run(arguments, damages)
 
     checkpoint = checkpoints.choose_checkpoint(

@@ -145,7 +145,8 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
     """Return what forbids the objective with the data and the devices of a run."""
     preference = arguments.preference
     option = f"--objective {preference.objective}"
-    if preference.needs_reference and (arguments.model.scaling or arguments.model.rope_theta):
+    changes_positions = bool(arguments.model.scaling or arguments.model.rope_theta)
+    if preference.needs_reference and changes_positions:
         return [f"{option} compares with a model of the same positions: give --rope_scaling in a run before"]
     if OBJECTIVES.module_of(preference.objective) != PROJECT:
         return []  # it knows which data it takes

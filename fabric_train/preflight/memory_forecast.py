@@ -232,7 +232,10 @@ class _ShardedStep:
         ]
 
     def moments_of_end(self) -> list[dict[str, int]]:
-        """Return the moments with the gradients of what is outside of the layers; a tied one is added to the head's."""
+        """Return the moments with the gradients of what is outside of the layers.
+
+        If head and embedding are tied, the embedding's gradient is added to the head's.
+        """
         units = self.units
         pass_itemsize = self.layout.pass_itemsize
         trained_embedding = units.trained_embedding if self._embedding else 0  # reduced apart

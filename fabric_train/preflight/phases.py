@@ -123,8 +123,9 @@ def _with_data(arguments: "TrainArguments", phase: PhaseSettings) -> "TrainArgum
     for group, names in _GROUPS_OF_DATA.items():
         values: dict[str, Any] = {name: phase.data[name] for name in names if name in phase.data}
         if group == "data":
-            values |= dict.fromkeys(_SHARES)  # the shares are those of the datasets before
-        arguments = replace(arguments, **{group: replace(getattr(arguments, group), **values)})
+            values |= dict.fromkeys(_SHARES)  # those so far are of the datasets before
+        changed_group = replace(getattr(arguments, group), **values)
+        arguments = replace(arguments, **{group: changed_group})
     faults = [*arguments.data.faults(), *arguments.model.faults()]
     if faults:
         raise InputError(*(f"{phase.label}: {fault.removeprefix('--')}" for fault in faults))

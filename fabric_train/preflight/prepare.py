@@ -153,10 +153,11 @@ def prepare(
     if compares and arguments.adapter.init_adapter and (adapter_dir / "trainer.json").is_file():
         run = _with_notes(run, *_compare_objectives(run, adapter_dir))
 
-    # the stretches after it; a run that has ended its own stretch goes on with the next one
+    # the stretches after it; a run that has completed its own stretch goes on with the next one
     run = _with_following(run, stretches[stretch_index + 1 :])
     has_ended = run.start.state.step == run.plan.last_step and not run.ends_early
-    if checkpoint is not None and run.next_run is not None and has_ended and not run.start.state.unlogged:
+    is_complete = has_ended and not run.start.state.unlogged
+    if checkpoint is not None and run.next_run is not None and is_complete:
         return run.continued_from(checkpoint, run.start.state)
     return run
 
@@ -282,7 +283,8 @@ def _prepare_stretch(
     # notes for the user, and what `auto` means
     init_adapter = arguments.adapter.init_adapter
     has_own_adapter = checkpoint is not None and is_adapter(checkpoint)
-    if adapter_base is not None and init_adapter is not None and not has_own_adapter and not global_rank():
+    begins_with_other = init_adapter is not None and not has_own_adapter
+    if adapter_base is not None and begins_with_other and global_rank() == 0:
         run = _with_notes(run, note_on_other_base(Path(init_adapter), adapter_base))
     run = _with_notes(
         run,
@@ -376,7 +378,8 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     planning = arguments.planning
     if planning.checks and str(device.devices) in ("auto", "-1"):
         device = replace(device, devices=1)
-    if planning.plans_for_others and not (planning.checks and device.accelerator == "cpu"):
+    checks_for_cpu = planning.checks and device.accelerator == "cpu"
+    if planning.plans_for_others and not checks_for_cpu:
         accelerator = "cuda"
         num_devices = strategy.count_planned_devices(device.devices)
     else:

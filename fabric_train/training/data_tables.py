@@ -99,16 +99,16 @@ def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Ta
         return []
     if len(data.source_names) == 1 and data.documents.shares is None:
         return []
-    num_tokens = _count_stream_tokens(checkpoint) if checkpoint else []
+    tokens_read = _count_stream_tokens(checkpoint) if checkpoint else []  # of each source
     columns = ["size", "share"]
-    if num_tokens:
+    if tokens_read:
         columns += ["tokens read", "of all"]
     table = figures_table("Stream", columns)
     for index, name in enumerate(data.source_names):
         size, shares = data.documents.describe_source(name)
         cells = [size, shares]
-        if num_tokens:
-            cells += [f"{num_tokens[index]:,}", f"{num_tokens[index] / sum(num_tokens):.2%}"]
+        if tokens_read:
+            cells += [f"{tokens_read[index]:,}", f"{tokens_read[index] / sum(tokens_read):.2%}"]
         table.add_row(name, *cells)
     return [table]
 

@@ -151,7 +151,8 @@ class Loop:
                 waits = is_last or bool(sync.stop_signal)
                 checkpoint = self._save(point, is_scheduled=is_scheduled, waits=waits)
                 point = replace(point, checkpoint=checkpoint)
-            if sync.stop_signal and (state.unlogged or not is_last):
+            is_unfinished = bool(state.unlogged) or not is_last
+            if sync.stop_signal and is_unfinished:
                 return End(state, point.checkpoint, sync.stop_signal)
             if ends_early:
                 break

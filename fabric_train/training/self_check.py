@@ -118,9 +118,10 @@ class _Row:
     def thinned(self) -> "_Row":
         """Return the row with the first quarter of its supervised tokens."""
         supervised = np.flatnonzero(self.labels[1:] != IGNORED_LABEL) + 1
-        num_supervised = math.ceil(len(supervised) / 4)
+        num_kept = math.ceil(len(supervised) / 4)
+        dropped = supervised[num_kept:]
         labels = self.labels.copy()
-        labels[supervised[num_supervised:]] = IGNORED_LABEL
+        labels[dropped] = IGNORED_LABEL
         return _Row(self.input_ids, labels, self.starts)
 
     @property

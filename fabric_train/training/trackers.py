@@ -151,13 +151,15 @@ class WandbLogger(_WandbApi):
         self._id = _read_run_id(run.folder / "wandb_run_id")
         if self.mode == "offline":
             _set_offline_runs_aside(run.folder / "wandb", self._id)
+        finish_timeout = 0.0  # no limit: the upload of a model may take its time
+        if run.config["log_model"] == "none":
+            finish_timeout = _SECONDS_TO_FINISH  # so long may a dead network hold up the end of the run
         settings = wandb.Settings(
             silent=True,
             console="off",
             disable_git=True,
             disable_code=True,
-            # a dead network holds up the end of the run no longer; a model may take its time
-            finish_timeout=_SECONDS_TO_FINISH if run.config["log_model"] == "none" else 0,
+            finish_timeout=finish_timeout,
             finish_timeout_raises=True,
         )
         config = run.config
@@ -398,12 +400,14 @@ def complete_trackers(names: Sequence[str], run: LoggedRun) -> None:
     for name in _TRACKERS:
         if name not in names:
             continue
-        if name == "wandb" and (wandb_mode() == "disabled" or _is_wandb_complete(run, rows[-1].step)):
+        if name == "wandb" and _lacks_nothing_in_wandb(run, rows[-1].step):
             continue
         GuardedLogger(f"--loggers {name}", partial(LOGGERS[name], run)).close()
 
 
-def _is_wandb_complete(run: LoggedRun, last_step: int) -> bool:
-    """Return whether W&B has all steps of a run; opening the run would be slow."""
+def _lacks_nothing_in_wandb(run: LoggedRun, last_step: int) -> bool:
+    """Return whether W&B has all steps of a run, or is disabled; opening the run would be slow."""
+    if wandb_mode() == "disabled":
+        return True
     file = run.folder / "wandb" / _COMPLETE_FILE
     return file.is_file() and file.read_bytes().strip() == str(last_step).encode()
