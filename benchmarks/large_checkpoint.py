@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from fabric_train.checkpoint.files import hash_file
-from fabric_train.checkpoint.rank_writer import join_parts, write_part
+from fabric_train.checkpoint.rank_writer import join_rank_hashes, write_rank_hashes
 from fabric_train.checkpoint.tensors import LocalTensor, Write, full_writes, sharded_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
@@ -53,8 +53,8 @@ def write_checkpoint(folder: Path, config: LlamaConfig, tokenizer: Path, sharded
     shutil.copyfile(tokenizer / "tokenizer_config.json", folder / "tokenizer" / "tokenizer_config.json")
     (folder / "trainer.json").write_text(json.dumps(_trainer(sharded)))
     files = [file for file in folder.rglob("*") if file.is_file()]
-    write_part(folder, 0, {file.relative_to(folder).as_posix(): hash_file(file) for file in files})
-    join_parts(folder)
+    write_rank_hashes(folder, 0, {file.relative_to(folder).as_posix(): hash_file(file) for file in files})
+    join_rank_hashes(folder)
     return sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
 
 

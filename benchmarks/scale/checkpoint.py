@@ -22,7 +22,7 @@ from fabric_train.checkpoint.discovery import (
     saved_checkpoints,
 )
 from fabric_train.checkpoint.files import CHECKSUMS, find_damage
-from fabric_train.checkpoint.rank_writer import join_parts
+from fabric_train.checkpoint.rank_writer import join_rank_hashes
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.shard_index import SHARD_INDEX
 from fabric_train.model.weight_files import CheckpointTensors
@@ -59,7 +59,7 @@ def _of_size(run: Path, shapes: Shapes, num_ranks: int) -> Iterator[tuple[str, s
     temporary = target.with_name(f".{target.name}.incomplete-benchmark")
     of_part = entries(shapes)
     write_parts(temporary, shapes, num_ranks, _NUMBER)
-    joined = _seconds(lambda: join_parts(temporary, of_part))
+    joined = _seconds(lambda: join_rank_hashes(temporary, of_part))
     for step in range(_NUMBER - _KEPT, _NUMBER):
         link_checkpoint(temporary, target.with_name(f"step-{step:08d}"), step)
     renamed = _seconds(lambda: replace_checkpoint(temporary, target))

@@ -234,7 +234,7 @@ def _write_sparse_checkpoint(folder: Path, billions: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from fabric_train.checkpoint.rank_writer import join_parts
+    from fabric_train.checkpoint.rank_writer import join_rank_hashes
     from tests.support.sparse_checkpoints import entries, write_parts
 
     config = config_of(billions)
@@ -242,7 +242,7 @@ def _write_sparse_checkpoint(folder: Path, billions: int) -> None:
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     write_parts(folder, shapes, _SAVING_RANKS, step=1)
-    join_parts(folder, entries(shapes))
+    join_rank_hashes(folder, entries(shapes))
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     shutil.copytree(real_data.smollm2(), folder / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))

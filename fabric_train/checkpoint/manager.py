@@ -24,7 +24,7 @@ from fabric_train.checkpoint.adapter_folder import CONFIG as ADAPTER_CONFIG
 from fabric_train.checkpoint.adapter_folder import peft_config
 from fabric_train.checkpoint.base_weights import hashed_or_noted
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
-from fabric_train.checkpoint.rank_writer import BackgroundTask, RankWriter, Staging, Write, join_parts
+from fabric_train.checkpoint.rank_writer import BackgroundTask, RankWriter, Staging, Write, join_rank_hashes
 from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
 from fabric_train.checkpoint.trainer_json import (
     ADVICE,
@@ -319,7 +319,7 @@ class CheckpointManager:
 
     def _complete(self, pending: _PendingSave) -> None:
         """Give the checkpoint its final name, and remove old ones. Rank 0 calls this, in a thread."""
-        join_parts(pending.temporary, pending.sharded)
+        join_rank_hashes(pending.temporary, pending.sharded)
         # a checkpoint of this step exists if it is damaged, or if a signal came before its evaluation was complete
         replace_checkpoint(pending.temporary, pending.target)
         prune(pending.target, self._keep, self._undamaged)

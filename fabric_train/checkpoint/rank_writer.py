@@ -168,7 +168,7 @@ class RankWriter:
             writes: What this rank writes of the tensors.
             staging: Buffers to copy the tensors to first; None writes them directly.
             write_texts: Writes the files without tensors into ``folder``; rank 0 calls it.
-            first_rows: See :func:`write_part`.
+            first_rows: See :func:`write_rank_hashes`.
         """
         self._folder = folder
         self._rank = rank
@@ -214,11 +214,11 @@ class RankWriter:
             self._write_texts(self._folder)
             for path in self._folder.rglob("*"):
                 is_tensor_file = path.suffix == ".safetensors"  # hashed by the ranks that wrote it
-                is_rank_file = path.name.startswith(_RANK_FILE_PREFIX)  # removed by ``join_parts``
+                is_rank_file = path.name.startswith(_RANK_FILE_PREFIX)  # removed by ``join_rank_hashes``
                 if path.is_file() and not is_tensor_file and not is_rank_file:
                     hashes[path.relative_to(self._folder).as_posix()] = hash_file(path)
 
-        fsync(write_part(self._folder, self._rank, hashes, self._first_rows))
+        fsync(write_rank_hashes(self._folder, self._rank, hashes, self._first_rows))
 
     def _copy(self) -> list[Write]:
         """Return the writes with copies of the tensors in host memory, if there is staging."""
@@ -257,7 +257,7 @@ class RankWriter:
         return hasher.pieces()
 
 
-def write_part(
+def write_rank_hashes(
     folder: Path,
     rank: int,
     files: dict[str, list[FilePiece]],
@@ -279,11 +279,11 @@ def write_part(
     return path
 
 
-def join_parts(folder: Path, sharded: Mapping[str, Sequence[Entry]] | None = None) -> Path:
+def join_rank_hashes(folder: Path, sharded: Mapping[str, Sequence[Entry]] | None = None) -> Path:
     """Join the ranks' hashes into checksums.json, and their rows into an index of each sharded part.
 
     Args:
-        folder: An unfinished checkpoint, in which every rank has called :func:`write_part`.
+        folder: An unfinished checkpoint, in which every rank has called :func:`write_rank_hashes`.
         sharded: The tensors of each sharded part.
 
     Returns:

@@ -8,7 +8,7 @@ import torch
 
 from fabric_train.checkpoint.discovery import lowest_loss, prune, replace_checkpoint, saved_checkpoints
 from fabric_train.checkpoint.files import CHECKSUMS, find_damage
-from fabric_train.checkpoint.rank_writer import join_parts
+from fabric_train.checkpoint.rank_writer import join_rank_hashes
 from fabric_train.cli.errors import InputError
 from fabric_train.model.shard_index import SHARD_INDEX
 from fabric_train.model.weight_files import CheckpointTensors
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = run / "checkpoints" / "step-00000006"
     temporary = target.with_name(".unfinished")
     write_parts(temporary, SHAPES, NUM_RANKS, 6)
-    join_parts(temporary, entries(SHAPES))
+    join_rank_hashes(temporary, entries(SHAPES))
     replace_checkpoint(temporary, target)
     return target
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint.files import CHECKSUMS, hash_file
-from fabric_train.checkpoint.rank_writer import join_parts, write_part
+from fabric_train.checkpoint.rank_writer import join_rank_hashes, write_rank_hashes
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
 from tests.support.forked_runs import ForkedRuns
@@ -78,8 +78,8 @@ def write_checksums(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and path.name != CHECKSUMS:
             hashes[path.relative_to(folder).as_posix()] = hash_file(path)
-    write_part(folder, 0, hashes)
-    join_parts(folder)
+    write_rank_hashes(folder, 0, hashes)
+    join_rank_hashes(folder)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fabric_train.checkpoint.files import CHECKSUMS, FilePiece, hash_file
-from fabric_train.checkpoint.rank_writer import write_part
+from fabric_train.checkpoint.rank_writer import write_rank_hashes
 from fabric_train.checkpoint.tensors import LocalTensor, first_rows, sharded_writes
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerState
 from fabric_train.model.origin import ModelOrigin
@@ -40,7 +40,7 @@ def write_parts(folder: Path, shapes: Shapes, num_ranks: int, step: int) -> None
         for part, tensors in (("model", weights), ("optimizer", _adamw_states(weights))):
             rows_by_part[part] = first_rows(tensors)
             hashes |= _write_shard(folder, part, tensors, rank)
-        write_part(folder, rank, hashes, rows_by_part)
+        write_rank_hashes(folder, rank, hashes, rows_by_part)
 
 
 def _write_shard(folder: Path, part: str, tensors: list[LocalTensor], rank: int) -> dict[str, list[FilePiece]]:
