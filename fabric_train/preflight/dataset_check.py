@@ -300,6 +300,7 @@ def longest_row(data: "TrainingData") -> int:
 
 
 def _faults_of_length(dataset: TokenDataset, split: str, rows: Rows, shape: ModelShape) -> list[str]:
+    """Return a fault if the rows of a split are too short to predict a token, or too long for the model."""
     longest = rows.longest()
     if longest < 2:
         return [f"{dataset.folder}: rows of {split} have {longest} tokens, none to predict; tokenize again"]

@@ -214,6 +214,7 @@ class _TraceInputs:
 def _trace(
     shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch
 ) -> Activations:
+    """Trace a model with layers of these kinds; a TraceError if it cannot run on fake tensors."""
     # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     try:
@@ -252,6 +253,7 @@ def _quiet_torch() -> Iterator[None]:
 def _trace_inputs(
     shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch, attention: str
 ) -> _TraceInputs:
+    """Return what the trace of a model with layers of these kinds depends on."""
     config = _with_layers(shape.config, len(kinds))
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
     tile_size = arguments.fsdp.mlp_tile_size
@@ -278,6 +280,7 @@ def _trace_inputs(
 
 @cache  # a choice of ``auto`` and the plan of it take the same trace, which takes seconds
 def _trace_once(inputs: _TraceInputs) -> Activations:
+    """Run a micro-batch on fake tensors, and note the bytes at the moments that ``Activations`` names."""
     batch = inputs.batch
     with ExitStack() as kernels, FakeTensorMode():
         # attention: the GPU's kernels, and the keys of all ranks that share rows

@@ -378,6 +378,7 @@ class RunRequest:
         return max(forecasts, key=lambda forecast: forecast.device_bytes)
 
     def _forecast(self, shape: ModelShape) -> Forecast:
+        """Compute the forecast for the model of one phase."""
         layout = self.layout()
         plan = self.plan
         units = read_units(shape, self.arguments)
@@ -431,6 +432,7 @@ class RunRequest:
         return {*range(interval, num_steps + 1, interval), num_steps} | self.plan.epoch_ends()
 
     def _micro_batch(self) -> MicroBatch:
+        """Return what a device computes in one forward pass, with its dtypes."""
         precision = self.arguments.model.precision
         held_dtype = weights_dtype(precision)
         computed_dtype = compute_dtype(precision)

@@ -106,6 +106,7 @@ class _LayerCall:
 
 
 def _compiled_forward(layer: nn.Module, forward: Compiled, budget: float, operations_key: Hashable) -> Compiled:
+    """Return a ``forward`` that allocates the buffers of a layer's compiled graphs; see ``compile_for_trace``."""
     names, weights = zip(*layer.named_parameters(), strict=True)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -154,6 +155,7 @@ def _constants(layer: nn.Module) -> tuple[Any, ...]:
 
 @cache
 def _graphs_of(call: _LayerCall) -> Compiled:
+    """Return a function of weights and tensors that traces the graphs of a call when it is first called."""
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table

@@ -198,6 +198,7 @@ def _apply_changes(request: RunRequest, changes: Iterable[Mapping[str, Any]]) ->
 
 
 def _apply_change(request: RunRequest, name: str, value: Any) -> RunRequest:
+    """Return the request of a run with one argument changed, and with the plan that follows from it."""
     arguments = request.arguments
     plan = request.plan
     if name == "devices":

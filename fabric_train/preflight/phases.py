@@ -267,6 +267,7 @@ def _types_of_values(arguments: "TrainArguments") -> dict[str, Any]:
 
 
 def _make_phase(label: str, values: Mapping[str, Any], num_steps: int) -> PhaseSettings:
+    """Return the phase with these values, which are checked, of a run of ``num_steps`` steps."""
     start = values["from"]
     if start >= 1:  # a step
         first_step = int(start)

@@ -188,6 +188,7 @@ def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
+    """Return why a model cannot be trained on a stream."""
     faults = []
     if max_step is None:
         faults.append("--streaming_dataset has no known length: give --max_step")
