@@ -96,7 +96,7 @@ def setup_model(
         if is_changed and is_single and fabric.device.type == "cpu":
             use_sparse_embedding_grad(model)
 
-    # float8 replaces linear layers, so adapters are off meanwhile.
+    # float8 replaces linear layers, so adapters are taken off before and put on again after it.
     if arguments.model.float8:
         check_gpu_has_float8(fabric.device)
         with without_adapters(model):

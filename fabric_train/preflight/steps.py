@@ -52,7 +52,7 @@ def starting_point(
     if start_from.branch is None:
         return start
 
-    # metrics that a signal left unlogged are of the other run's step; of other data, no row was read
+    # the branch: unlogged metrics and early stopping stay with the other run; of other data, no row is read yet
     has_same_data = not saved.data_changes(order)
     branch = checkpoints.BranchPoint(
         run=str(checkpoints.run_of(checkpoint)), step=state.step, continues_data=has_same_data, changed={}

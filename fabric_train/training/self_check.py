@@ -324,24 +324,24 @@ def _find_parameter_faults(fabric: Fabric, model: _FabricModule) -> list[str]:
         if parameter.requires_grad:
             parameters[original_name(wrapped_name)] = parameter
 
-    is_infinite = torch.zeros(len(parameters), dtype=torch.int64)
-    has_gradient = torch.zeros_like(is_infinite)
-    has_bad_gradient = torch.zeros_like(is_infinite)
+    has_bad_value = torch.zeros(len(parameters), dtype=torch.int64)
+    has_gradient = torch.zeros_like(has_bad_value)
+    has_bad_gradient = torch.zeros_like(has_bad_value)
     for index, (name, parameter) in enumerate(parameters.items()):
         gradient = local_part(parameter.grad)
-        is_infinite[index] = not local_part(parameter).isfinite().all()
+        has_bad_value[index] = not local_part(parameter).isfinite().all()
         is_nonzero = gradient is not None and bool(gradient.any())
         has_gradient[index] = is_nonzero or _waits_for_second_matrix(name, parameters)
         has_bad_gradient[index] = gradient is not None and not gradient.isfinite().all()
 
-    marks = torch.stack([is_infinite, has_gradient, has_bad_gradient])  # [3, parameters]
+    marks = torch.stack([has_bad_value, has_gradient, has_bad_gradient])  # [3, parameters]
     is_marked = gather_over_ranks(fabric, marks).sum(dim=0) > 0  # on any rank
-    is_infinite, has_gradient, has_bad_gradient = is_marked.cpu()
+    has_bad_value, has_gradient, has_bad_gradient = is_marked.cpu()
 
     names = list(parameters)
     faults = []
     for description, is_wrong in (
-        ("hold values that are not finite", is_infinite),
+        ("hold values that are not finite", has_bad_value),
         ("get no gradient from these rows", ~has_gradient),
         ("get a gradient that is not finite", has_bad_gradient),
     ):
