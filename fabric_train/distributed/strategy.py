@@ -167,7 +167,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     parallelism = resolve_parallelism(arguments, num_processes, accelerator)
     clear_launcher_options()
     plugins: list[Any] = [precision_plugin(arguments, parallelism, accelerator)]
-    if parallelism != "xla":  # whose strategy brings an environment of its own, and Fabric refuses two
+    if parallelism != "xla":  # XLA's strategy brings an environment of its own, and Fabric refuses two
         plugins.append(find_cluster_environment(device.num_nodes, accelerator))
     fabric = Fabric(
         accelerator=OneXLADevice() if accelerator == "tpu" else accelerator,

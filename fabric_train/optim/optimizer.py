@@ -126,7 +126,7 @@ def build_adamw(parameters: OptimizedParameters) -> DeclaredStates:
     if len(weights_dtypes) == 1:
         (weights_dtype,) = weights_dtypes
 
-    # Moments have the dtype of the weights by default. In 8 bits, only matrices have; other parameters have fp32.
+    # Moments have the dtype of the weights by default. Only those of matrices are in 8 bits; others are fp32 then.
     in_8bit = []
     if arguments.optimizer_states is None:
         moments_dtype = weights_dtype

@@ -186,7 +186,9 @@ def _compute_logps(
             pairs = torch.from_numpy(rows.index.pieces(local_rows).documents)
             logps[pairs.to(fabric.device)] = batch_logps
     if fabric.world_size > 1:
-        if fabric.global_rank % ranks.group_size:
-            logps.zero_()  # the first rank of the group has the same
+        # the ranks of a group have the same values: only the first one adds them
+        is_first_of_group = fabric.global_rank % ranks.group_size == 0
+        if not is_first_of_group:
+            logps.zero_()
         dist.all_reduce(logps)
     return logps.cpu().numpy()

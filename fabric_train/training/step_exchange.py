@@ -139,7 +139,8 @@ def _pack(fabric: Fabric, report: RankReport) -> PackedTensors:
         }
     )
     # The ranks of a tensor- or context-parallel group compute the same rows: only the first one of a group counts.
-    if fabric.global_rank % data_ranks(fabric).group_size:
+    is_first_of_group = fabric.global_rank % data_ranks(fabric).group_size == 0
+    if not is_first_of_group:
         loss_sums = {name: torch.zeros_like(tensor) for name, tensor in loss_sums.items()}
         work_sums.vector.zero_()
 
