@@ -296,11 +296,11 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
         if inputs.longest_row is not None:
             choose_frequencies(model, inputs.longest_row)
         if inputs.adapter:
-            attach(model, inputs.adapter, "the model", "cpu")
+            attach(model, inputs.adapter, source="the model", device="cpu")
             freeze_other_parts(model, inputs.adapter)
         model.train()
         layers = [module for module in model.modules() if type(module) in inputs.layer_classes]
-        if inputs.kinds[0] is not None:
+        if inputs.kinds[0] is not None:  # only some parts train
             _freeze(model, inputs)
         live = _LiveBytes(model)
         if inputs.loss_in_head:

@@ -225,7 +225,8 @@ def choose_parts(
     trained = model.trained
     for phase in phases:
         phase_model = with_parts(model, phase.parts) if phase.parts else model
-        if phase.first_step == stretch.first_step or phase_model.trained.keys() != trained.keys():
+        begins_stretch = phase.first_step == stretch.first_step  # then it replaces the model of the command line
+        if begins_stretch or phase_model.trained.keys() != trained.keys():
             models[phase.first_step] = phase_model
             trained = phase_model.trained
     return model, models
