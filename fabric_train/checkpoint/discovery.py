@@ -64,14 +64,13 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
             if len(names) > _MAX_LISTED:
                 names = [names[0], "…", *names[-3:]]
             raise InputError(f"{path}: the run has no such checkpoint; it has {', '.join(names)}")
-        path = checkpoints[step]
+        _check_usable(checkpoints[step], damages)
+        return checkpoints[step]
 
     # a single checkpoint; a damaged one may have nothing of it but the name of its folder
     has_checkpoint_name = _NAME.fullmatch(path.name) is not None
     if path.is_dir() and (has_checkpoint_name or (path / "trainer.json").exists()):
-        fault = find_fault(path, damages)
-        if fault:
-            raise InputError(f"{path} {fault}; use another checkpoint")
+        _check_usable(path, damages)
         return path
 
     # the best or the newest checkpoint of a run
@@ -100,6 +99,13 @@ def check_model_exists(name: str) -> None:
     path = Path(name)
     if not (os.path.lexists(path) or is_short_name(path)):
         check_model_folder(name)
+
+
+def _check_usable(checkpoint: Path, damages: Damages | None) -> None:
+    """Raise an InputError if a checkpoint that the user names cannot be used."""
+    fault = find_fault(checkpoint, damages)
+    if fault:
+        raise InputError(f"{checkpoint} {fault}; use another checkpoint")
 
 
 def branch_point(branch: str) -> Path:
