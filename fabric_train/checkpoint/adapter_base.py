@@ -96,7 +96,9 @@ def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
         if same_weights(base, saved) is not None:
             return None
         if saved.place == base.place:
-            return f"--init_adapter {adapter_dir}: the weights of {base.place} have changed since it was trained on them"
+            return (
+                f"--init_adapter {adapter_dir}: the weights of {base.place} have changed since it was trained on them"
+            )
         return f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.place}, not of {base.place}"
     base_name = read_json(adapter_dir / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(base_name, str) or _is_same_model(base_name, base.place):

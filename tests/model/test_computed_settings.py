@@ -15,7 +15,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.models import find_model
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.merge_models.models import find_folder
-from fabric_train.model.computed_settings import describe_unknown
+from fabric_train.model.computed_settings import bidirectional_setting, describe_unknown
 from fabric_train.model.hf_model import read_shape
 from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
@@ -186,3 +186,10 @@ def test_names_of_python_code_are_noted_and_not_copied(
     ]
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in (tmp_path / "copy" / name).read_text()
+
+
+def test_the_setting_of_xlm_is_read_although_its_models_are_refused_for_another_reason() -> None:
+    from transformers import XLMConfig
+
+    assert bidirectional_setting(XLMConfig(causal=False)) == "causal false"
+    assert bidirectional_setting(XLMConfig(causal=True)) is None
