@@ -181,7 +181,7 @@ def texts_in(content: Any) -> Iterator[str]:
     ],
 )
 def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
-    copy: Path, damage: Callable[[Path], object], lost: set[str]
+    copy: Path, damage: Callable[[Path], object], lost: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(copy)
     faults = {key: section.fault for key, section in sections_of(copy).items() if section.fault}
@@ -189,6 +189,9 @@ def test_a_damaged_file_leaves_its_sections_out_with_a_reason(
     assert all("\n" not in fault for fault in faults.values())
     main([str(copy)])
     assert "Left out: " in (copy / "report.html").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out of the report: ")]
+    assert lines
+    assert len(lines) == len(set(lines))  # once, of however many sections
 
 
 def replace_bytes(file: Path, old: bytes, new: bytes) -> None:
