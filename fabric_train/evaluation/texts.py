@@ -353,10 +353,10 @@ class PackedText(EncodedText):
         self.owners = np.repeat(document_of_piece, num_targets)
         self.num_bytes = np.bincount(document_of_piece, weights=num_bytes, minlength=num_documents)
         self.sources = np.zeros(num_documents, dtype=np.int64)
+        self.source_names: tuple[str, ...] = self._rows.source_names
         if text.name:
             self.source_names = (text.name,)  # the one source of all documents
         else:
-            self.source_names = self._rows.source_names
             self.sources[document_of_piece] = sources
 
     def location(self, document: int) -> str:

@@ -52,7 +52,8 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
             f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"
         ) from error
     for warning in caught_warnings:
-        note(f"{folder}: {first_line(warning.message)}")
+        message = str(warning.message).strip()
+        note(f"{folder}: {message.splitlines()[0]}")
     return adapted_model
 
 

@@ -283,8 +283,7 @@ def _prepare_stretch(
     # notes for the user, and what `auto` means
     init_adapter = arguments.adapter.init_adapter
     has_own_adapter = checkpoint is not None and is_adapter(checkpoint)
-    begins_with_other = init_adapter is not None and not has_own_adapter
-    if adapter_base is not None and begins_with_other and global_rank() == 0:
+    if init_adapter is not None and not has_own_adapter and adapter_base is not None and global_rank() == 0:
         run = _with_notes(run, note_on_other_base(Path(init_adapter), adapter_base))
     run = _with_notes(
         run,

@@ -85,7 +85,7 @@ def main() -> None:
         description,
         keep=None,
         asynchronous=False,
-        saved=lambda _: None,
+        on_saved=lambda _: None,
     )
     manager.save(checkpoints.TrainerState(step=last_step))
     destroy_process_group(fabric)
