@@ -102,8 +102,8 @@ def main() -> None:
     arguments = parse_arguments(ConvertArguments)
     from fabric_train.checkpoint import check_exists
 
-    for checkpoint in arguments.checkpoint:
-        check_exists(Path(checkpoint))  # before torch is imported, which takes seconds
+    if len(arguments.checkpoint) == 1:  # of several, plan_exports names all that are missing
+        check_exists(Path(arguments.checkpoint[0]))  # before torch is imported, which takes seconds
     plan = plan_exports(arguments)
 
     failed = []
