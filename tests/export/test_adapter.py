@@ -56,8 +56,8 @@ def checkpoint(
 ) -> Path:
     """A checkpoint of an adapter that has changed much; DoRA's merge is LoRA's, and scales the rows."""
     run = tmp_path_factory.mktemp("adapter") / "run"
-    given = {"adapter": "dora", "lora_rank": 4, "lr": 3e-2, "max_step": 4, "save_step_interval": 2}
-    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    options = {"adapter": "dora", "lora_rank": 4, "lr": 3e-2, "max_step": 4, "save_step_interval": 2}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **options), 1).finish()
     return run / "checkpoints" / "step-00000004"
 
 
@@ -70,8 +70,8 @@ def whole_module(
 ) -> Path:
     """A checkpoint of LoRA beside a tied embedding that trains whole."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    given = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "embed_tokens", "lr": 3e-2, "max_step": 2}
-    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    options = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "embed_tokens", "lr": 3e-2, "max_step": 2}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **options), 1).finish()
     return run / "checkpoints" / "step-00000002"
 
 
@@ -84,8 +84,8 @@ def in_4_bits(
 ) -> Path:
     """A checkpoint of LoRA that was trained in bf16 beside weights in 4 bits."""
     run = tmp_path_factory.mktemp("nf4") / "run"
-    given = {"lora_rank": 4, "base_weights": "nf4", "precision": "bf16-true", "lr": 3e-2, "max_step": 3}
-    forked_runs_in_4_bits.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **given), 1).finish()
+    options = {"lora_rank": 4, "base_weights": "nf4", "precision": "bf16-true", "lr": 3e-2, "max_step": 3}
+    forked_runs_in_4_bits.start(argv(tiny_model_dir, tiny_tokens_dir, run, parallelism="single", **options), 1).finish()
     return run / "checkpoints" / "step-00000003"
 
 
@@ -97,13 +97,15 @@ def head_apart(
     forked_runs: ForkedRuns,
 ) -> Path:
     """A checkpoint of LoRA beside a head that trains apart from the embedding, to which the base ties it."""
-    run = tmp_path_factory.mktemp("head") / "run"
-    given = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "lm_head", "lr": 3e-2, "max_step": 2}
-    for step in (1, 2):  # the second time, it goes on
-        resumed = {"checkpoint": run.with_name("1") / "checkpoints" / "step-00000001"} if step == 2 else {}
-        line = argv(tiny_model_dir, tiny_tokens_dir, run.with_name(str(step)), parallelism="single", **given, **resumed)
-        forked_runs.start([*line, "--save_step_interval", "1"], 1).finish()
-    return run.with_name("2") / "checkpoints" / "step-00000002"
+    folder = tmp_path_factory.mktemp("head")
+    options: dict[str, Any] = {"lora_rank": 2, "lora_targets": "q_proj", "train_also": "lm_head", "lr": 3e-2}
+    options |= {"parallelism": "single", "max_step": 2, "save_step_interval": 1}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, folder / "1", **options), 1).finish()
+
+    # a second run goes on from the first step
+    options["checkpoint"] = folder / "1" / "checkpoints" / "step-00000001"
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, folder / "2", **options), 1).finish()
+    return folder / "2" / "checkpoints" / "step-00000002"
 
 
 def base_in_4_bits(model: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -118,9 +120,15 @@ def exported(source: ExportSource, target: Path, dtype: torch.dtype = torch.floa
 
 
 def base_with_adapter(model: Path, adapter: Path) -> Any:
-    return peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(adapter)
-    )
+    """Return what peft makes of a base model and an adapter, in fp32."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(base, str(adapter))
+
+
+def merged_weights(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a base model into which peft has merged an adapter, in fp32."""
+    weights: dict[str, torch.Tensor] = base_with_adapter(model, adapter).merge_and_unload().state_dict()
+    return weights
 
 
 def test_what_an_export_lacks_is_one_line_before_it_begins(
@@ -167,44 +175,57 @@ def test_an_exported_adapter_stops_where_the_run_said(
     """The base's own settings do not have the token that ends a turn of the run's chats."""
     model, tokenizer = load_for_inference(str(checkpoint))
     prompt = tokenizer("Once upon a time", return_tensors="pt")
-    tokens = model.generate(**prompt, max_new_tokens=50)[0, prompt["input_ids"].shape[1] :].tolist()
-    end = tokens[0]
-    assert len(tokens) > 1
-    copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
-    settings = json.loads((copy / "generation_config.json").read_text())
-    (copy / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [1, end]}))
+    prompt_length = prompt["input_ids"].shape[1]
+    new_ids = model.generate(**prompt, max_new_tokens=50)[0, prompt_length:].tolist()
+    assert len(new_ids) > 1
+
+    # the same checkpoint, whose run says that the first of these tokens ends a turn
+    end_id = new_ids[0]
+    checkpoint_copy = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    settings_file = checkpoint_copy / "generation_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps(settings | {"eos_token_id": [1, end_id]}))
     monkeypatch.chdir(tmp_path)
     with verify_in_this_process():
-        convert(ExportSource(copy), Path("exported"), torch.float32, "5GB", CardFacts("exported"))
+        convert(ExportSource(checkpoint_copy), Path("exported"), torch.float32, "5GB", CardFacts("exported"))
+
+    # the code of the card, as a user would run it, and this project's own loading
     snippet = (tmp_path / "exported" / "README.md").read_text().split("```python\n")[1].partition("```")[0]
     values: dict[str, Any] = {}
-    exec(snippet, values)  # as a user would run it
+    exec(snippet, values)
     adapted, _ = load_for_inference("exported")
     for output in (values["output"], adapted.generate(**prompt, max_new_tokens=50)):
-        assert output[0, prompt["input_ids"].shape[1] :].tolist() == [end]
+        assert output[0, prompt_length:].tolist() == [end_id]
 
 
 def test_an_adapter_is_exported_as_a_folder_of_peft(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # would be among the program's lines
         report = exported(ExportSource(checkpoint), tmp_path / "export")
-    assert (report.tensors.compared, report.faults) == (len(load_file(checkpoint / "adapter_model.safetensors")), [])
+    assert report.faults == []
+    assert report.tensors.compared == len(load_file(checkpoint / "adapter_model.safetensors"))
     assert report.logits.max_difference <= 1e-4 * report.logits.max_value
     assert (metadata_load(tmp_path / "export" / "README.md") or {})["library_name"] == "peft"
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+
+    # peft computes what this project does, which is not what the base does
+    peft_model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    adapted, _ = load_for_inference(str(checkpoint))
+    base, _ = load_for_inference(str(tiny_model_dir))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     ids = tokenizer("To be, or not to be", return_tensors="pt")["input_ids"]
-    ours, _ = load_for_inference(str(checkpoint))
-    plain, _ = load_for_inference(str(tiny_model_dir))
     with torch.inference_mode():
-        torch.testing.assert_close(ours(ids).logits, loaded(ids).logits, rtol=0, atol=1e-5)
-        assert (ours(ids).logits - plain(ids).logits).abs().max() > 1e-2
-    stored = load_file(tmp_path / "export" / "adapter_model.safetensors")
+        logits = adapted(ids).logits
+        torch.testing.assert_close(logits, peft_model(ids).logits, rtol=0, atol=1e-5)
+        assert (logits - base(ids).logits).abs().max() > 1e-2
+
+    # a tensor that differs is a fault, and so are the logits
+    weights_file = tmp_path / "export" / "adapter_model.safetensors"
+    stored = load_file(weights_file)
     name = min(stored)
-    save_file(stored | {name: stored[name] + 1}, tmp_path / "export" / "adapter_model.safetensors")
-    damaged = compare(tmp_path / "export", ExportSource(checkpoint), torch.float32)
-    assert damaged.tensors.different == [name.removeprefix("base_model.model.")]
-    assert len(damaged.faults) == 2  # and the logits
+    save_file(stored | {name: stored[name] + 1}, weights_file)
+    damaged_report = compare(tmp_path / "export", ExportSource(checkpoint), torch.float32)
+    assert damaged_report.tensors.different == [name.removeprefix("base_model.model.")]
+    assert len(damaged_report.faults) == 2
 
 
 def test_models_are_merged_with_an_adapter_that_is_in_its_base(
@@ -220,32 +241,36 @@ def test_models_are_merged_with_an_adapter_that_is_in_its_base(
 
 
 def test_a_merged_model_is_base_and_adapter(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
-    report = exported(ExportSource(checkpoint, merges="original"), tmp_path / "whole")
-    merged = base_with_adapter(tiny_model_dir, checkpoint).merge_and_unload().state_dict()
-    found = load_file(tmp_path / "whole" / "model.safetensors")
-    assert found.keys() == merged.keys() - {"lm_head.weight"}  # tied, as in the base
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, merged[name], rtol=0, atol=2e-6)
+    # in fp32, the weights are those of peft
+    source = ExportSource(checkpoint, merges="original")
+    report = exported(source, tmp_path / "float32")
+    expected = merged_weights(tiny_model_dir, checkpoint)
+    weights = load_file(tmp_path / "float32" / "model.safetensors")
+    assert weights.keys() == expected.keys() - {"lm_head.weight"}  # tied, as in the base
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
     assert report.adapted.max_difference <= 1e-4 * report.adapted.max_value
-    rounded = exported(ExportSource(checkpoint, merges="original"), tmp_path / "rounded", torch.bfloat16)
-    stored = load_file(tmp_path / "rounded" / "model.safetensors")
-    assert all(torch.equal(stored[name], weight.bfloat16()) for name, weight in found.items())  # rounded once
-    assert rounded.adapted.max_difference <= 1e-4 * rounded.adapted.max_value < rounded.rounded.max_value
-    assert rounded.rounded.max_difference > 10 * report.rounded.max_difference
+
+    # in bf16, they are rounded once, and the report has what that changes
+    rounded_report = exported(source, tmp_path / "bfloat16", torch.bfloat16)
+    rounded_weights = load_file(tmp_path / "bfloat16" / "model.safetensors")
+    for name, weight in weights.items():
+        assert torch.equal(rounded_weights[name], weight.bfloat16())
+    adapted = rounded_report.adapted
+    assert adapted.max_difference <= 1e-4 * adapted.max_value < rounded_report.rounded.max_value
+    assert rounded_report.rounded.max_difference > 10 * report.rounded.max_difference
 
 
 def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
     run = checkpoint.parents[1]
-    words = ("last:2", 1.0, torch.float32)
+    target = tmp_path / "out"
     with pytest.raises(InputError, match="average whole models, with --merge true"):
-        plan_average([run], tmp_path / "out", *words)
-    (source,) = plan_average([run], tmp_path / "out", *words, merges="original").values()
-    exported(source, tmp_path / "out")
-    parts = [
-        base_with_adapter(tiny_model_dir, part).merge_and_unload().state_dict() for part in run.glob("checkpoints/*")
-    ]
-    for name, weight in load_file(tmp_path / "out" / "model.safetensors").items():
-        torch.testing.assert_close(weight, sum(part[name] for part in parts) / 2, rtol=0, atol=2e-6)
+        plan_average([run], target, average="last:2", decay=1.0, dtype=torch.float32)
+    plan = plan_average([run], target, average="last:2", decay=1.0, dtype=torch.float32, merges="original")
+    exported(plan[target], target)
+    first, second = (merged_weights(tiny_model_dir, path) for path in run.glob("checkpoints/*"))
+    for name, weight in load_file(target / "model.safetensors").items():
+        torch.testing.assert_close(weight, (first[name] + second[name]) / 2, rtol=0, atol=2e-6)
 
 
 def test_a_whole_model_is_not_merged(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -264,47 +289,56 @@ def test_models_of_one_base_read_it_once_and_have_the_losses_that_they_have_alon
     exported(ExportSource(checkpoint), tmp_path / "export")
     text = write_jsonl(tmp_path / "texts.jsonl", ["To be, or not to be, that is the question.", "Words, words."])
     models = [whole_module, tiny_model_dir, checkpoint, tmp_path / "export", checkpoint.with_name("step-00000002")]
-    loaded: list[object] = []
+    num_loaded = 0
 
-    def load(*given: Any) -> Any:
-        loaded.append(given)
-        return load_onto_devices(*given)
+    def load_and_count(*arguments: Any) -> Any:
+        nonlocal num_loaded
+        num_loaded += 1
+        return load_onto_devices(*arguments)
 
     for module in (load_model, models_in_turn):
-        monkeypatch.setattr(module, "load_onto_devices", load)
+        monkeypatch.setattr(module, "load_onto_devices", load_and_count)
 
-    def losses(name: str, *models: object) -> dict[str, bytes]:
+    def evaluated_losses(name: str, *models: object) -> dict[str, bytes]:
+        """Return the content of the files with the losses by their names, which identify the model."""
         words = ["--models", *models, "--texts", f"text={text}", "--output_dir", tmp_path / name]
         compare_models(parse_arguments(EvaluateArguments, [*map(str, words)]))
         return {file.name: file.read_bytes() for file in (tmp_path / name / "token_losses").iterdir()}
 
-    together = losses("together", *models)
-    assert len(loaded) == 1
-    alone = [losses(f"alone-{number}", model) for number, model in enumerate(models)]
-    assert len(loaded) == 1 + len(models)
-    assert together == {name: content for one in alone for name, content in one.items()}
-    assert len(together) == len({*together.values()}) == len(models)
-    assert [*json.loads((tmp_path / "together" / "evaluation.json").read_text())] == [*map(str, models)]
+    losses = evaluated_losses("together", *models)
+    assert num_loaded == 1
+    losses_alone: dict[str, bytes] = {}
+    for index, model in enumerate(models):
+        losses_alone |= evaluated_losses(f"alone-{index}", model)
+    assert num_loaded == 1 + len(models)
+    assert losses == losses_alone
+    assert len(losses) == len(set(losses.values())) == len(models)  # no two models have the same
+    assert list(json.loads((tmp_path / "together" / "evaluation.json").read_text())) == [*map(str, models)]
 
 
 def test_a_model_in_4_bits_generates_and_is_evaluated_in_4_bits(
     tmp_path: Path, tiny_model_dir: Path, in_4_bits: Path
 ) -> None:
-    ours, tokenizer = load_for_inference(str(in_4_bits))
-    layers = [module for module in ours.modules() if isinstance(module, NF4Linear)]
+    # two values in a byte
+    model, tokenizer = load_for_inference(str(in_4_bits))
+    layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
     assert len(layers) == 14
-    assert all(layer.weight.nbytes * 2 == layer.in_features * layer.out_features for layer in layers)
-    adapted = peft.PeftModel.from_pretrained(base_in_4_bits(tiny_model_dir), str(in_4_bits))
+    for layer in layers:
+        assert layer.weight.nbytes * 2 == layer.in_features * layer.out_features
+
+    # it generates what peft does on the base of bitsandbytes
+    peft_model = peft.PeftModel.from_pretrained(base_in_4_bits(tiny_model_dir), str(in_4_bits))
     ids = tokenizer("To be, or not to be", return_tensors="pt")["input_ids"]
-    given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    assert ours.generate(ids, **given).tolist() == adapted.generate(input_ids=ids, **given).tolist()
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert model.generate(ids, **options).tolist() == peft_model.generate(input_ids=ids, **options).tolist()
+
+    # it is evaluated with the dequantized weights, but the embedding is in bf16, as in training
     with torch.inference_mode():
-        torch.testing.assert_close(ours(ids).logits, adapted(ids).logits, rtol=0, atol=0.02)  # of about 1, in bf16
+        torch.testing.assert_close(model(ids).logits, peft_model(ids).logits, rtol=0, atol=0.02)  # of about 1, in bf16
         scored = models_in_turn.ModelsInTurn().load(str(in_4_bits))(ids).logits
-        expected = layered(open_unmerged(in_4_bits, torch.float32, "dequantized"), ids)
+        dequantized = layered(open_unmerged(in_4_bits, torch.float32, "dequantized"), ids)
         original = layered(open_unmerged(in_4_bits, torch.float32), ids)
-    # the embedding is in bf16, as in training
-    assert 20 * (scored - expected).abs().max() < (original - expected).abs().max()
+    assert 20 * (scored - dequantized).abs().max() < (original - dequantized).abs().max()
 
 
 def layered(opened: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -315,34 +349,40 @@ def layered(opened: Any, ids: torch.Tensor) -> torch.Tensor:
 def test_an_adapter_of_4_bits_is_merged_into_original_or_dequantized_weights(
     tmp_path: Path, tiny_model_dir: Path, in_4_bits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reports: dict[str, Any] = {}
+    # the program and the card say how far the merged model is from the trained one
+    trained: dict[str, Any] = {}  # the report on this, by the weights that are merged into
+    weights: dict[str, dict[str, torch.Tensor]] = {}
     into: MergeInto
     for into in ("original", "dequantized"):
-        (source,) = plan_targets([in_4_bits], tmp_path / into, torch.float32, merges=into)[0].values()
-        reports[into] = exported(source, tmp_path / into)
-        convert_to_hf.print_report(reports[into], into)
-        measured = reports[into].trained.max_difference
-        assert f"{measured:g} from base in 4 bits + adapter" in capsys.readouterr().out
-        card = (tmp_path / into / "README.md").read_text()
-        assert f"differ by {measured:.3g} at most from the model as it was trained" in card
+        target = tmp_path / into
+        plan, _ = plan_targets([in_4_bits], target, torch.float32, merges=into)
+        report = exported(plan[target], target)
+        convert_to_hf.print_report(report, into)
+        difference = report.trained.max_difference
+        assert f"{difference:g} from base in 4 bits + adapter" in capsys.readouterr().out
+        card = (target / "README.md").read_text()
+        assert f"differ by {difference:.3g} at most from the model as it was trained" in card
         assert ("merged into what the 4 bits stand for" in card) == (into == "dequantized")
         assert "| `base_weights` | nf4 |" in card
-    original, dequantized = (reports[into].trained for into in ("original", "dequantized"))
-    assert dequantized.max_difference <= 1e-5 * dequantized.max_value < 1e-3 < original.max_difference
-    assert dequantized.compared == original.compared
-    plain, merged = (load_file(tmp_path / into / "model.safetensors") for into in ("original", "dequantized"))
-    expected = base_with_adapter(tiny_model_dir, in_4_bits).merge_and_unload().state_dict()
-    changes = load_file(tiny_model_dir / "model.safetensors")
-    rounded = {name: weight.bfloat16() for name, weight in changes.items()}
-    for name, weight in plain.items():
+        trained[into] = report.trained
+        weights[into] = load_file(target / "model.safetensors")
+    assert trained["dequantized"].max_difference <= 1e-5 * trained["dequantized"].max_value < 1e-3
+    assert trained["original"].max_difference > 1e-3
+    assert trained["dequantized"].compared == trained["original"].compared
+
+    # the original weights are merged as peft does, and the dequantized ones differ by what 4 bits change in the base
+    expected = merged_weights(tiny_model_dir, in_4_bits)
+    base = load_file(tiny_model_dir / "model.safetensors")
+    for name, weight in weights["original"].items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
+        dequantized_weight = weights["dequantized"][name]
         if name.endswith("_proj.weight"):
-            packed, state = quantize_4bit(rounded[name], blocksize=64, quant_type="nf4")
+            packed, state = quantize_4bit(base[name].bfloat16(), blocksize=64, quant_type="nf4")
             state.dtype = torch.float32
-            difference = dequantize_4bit(packed, state) - changes[name]
-            torch.testing.assert_close(merged[name] - weight, difference, rtol=0, atol=2e-6)
+            change_of_base = dequantize_4bit(packed, state) - base[name]
+            torch.testing.assert_close(dequantized_weight - weight, change_of_base, rtol=0, atol=2e-6)
         else:
-            assert torch.equal(merged[name], weight)
+            assert torch.equal(dequantized_weight, weight)
 
 
 def test_merge_into_is_for_merging_and_for_weights_in_4_bits(tmp_path: Path, checkpoint: Path) -> None:
@@ -362,15 +402,17 @@ def test_a_tied_embedding_that_trained_whole_stays_tied(
     config = json.loads((tmp_path / "export" / "adapter_config.json").read_text())
     assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
     assert read_adapter(tmp_path / "export").train_also == read_adapter(whole_module).train_also
-    assert {*AdapterTensors(tmp_path / "export")} == {*AdapterTensors(whole_module)}
+    assert set(AdapterTensors(tmp_path / "export")) == set(AdapterTensors(whole_module))
+
+    # merged, the head is still the embedding
     exported(ExportSource(whole_module, merges="original"), tmp_path / "whole")
     assert "lm_head.weight" not in load_file(tmp_path / "whole" / "model.safetensors")
     assert AutoConfig.from_pretrained(tmp_path / "whole").tie_word_embeddings
     ids = torch.arange(20)[None]
-    plain = base_with_adapter(tiny_model_dir, tmp_path / "export")
+    peft_model = base_with_adapter(tiny_model_dir, tmp_path / "export")
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     with torch.inference_mode():
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
-        torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(merged_model(ids).logits, peft_model(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_a_head_that_trained_apart_from_the_embedding_is_untied(
@@ -379,18 +421,24 @@ def test_a_head_that_trained_apart_from_the_embedding_is_untied(
     base = load_file(tiny_model_dir / "model.safetensors")["model.embed_tokens.weight"]
     head = load_file(head_apart / "adapter_model.safetensors")["base_model.model.lm_head.weight"]
     assert 1e-3 < (head - base).abs().max() < 0.2  # it began with the embedding's weights
-    exported(ExportSource(head_apart), tmp_path / "export")
+
+    # merged, both weights are in the file
     exported(ExportSource(head_apart, merges="original"), tmp_path / "whole")
     assert not AutoConfig.from_pretrained(tmp_path / "whole").tie_word_embeddings
-    found = load_file(tmp_path / "whole" / "model.safetensors")
-    assert torch.equal(found["lm_head.weight"], head)
-    assert torch.equal(found["model.embed_tokens.weight"], base)
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], head)
+    assert torch.equal(weights["model.embed_tokens.weight"], base)
+
+    # the adapter in peft, the merged model and this project's own loading compute the same
+    exported(ExportSource(head_apart), tmp_path / "export")
+    peft_model = base_with_adapter(tiny_model_dir, tmp_path / "export")
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    model, _ = load_for_inference(str(head_apart))
     ids = torch.arange(20)[None]
-    plain, (ours, _) = base_with_adapter(tiny_model_dir, tmp_path / "export"), load_for_inference(str(head_apart))
     with torch.inference_mode():
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
-        torch.testing.assert_close(merged, plain(ids).logits, rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+        expected = peft_model(ids).logits
+        torch.testing.assert_close(merged_model(ids).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_an_adapter_is_pushed_with_a_card_that_names_base_and_quantization(

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export import average, convert
+from fabric_train.export import average as average_module
+from fabric_train.export import convert
 from fabric_train.export.average import AveragedTensors, PlainAverage, WeightedCheckpoint
 from fabric_train.export.convert import write_export
 from fabric_train.programs import convert_to_hf
@@ -51,8 +52,8 @@ def run(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns, weights: list[Tensors]
 ) -> Path:
     """A run with a full, a sharded and again a full checkpoint."""
-    given = run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
-    folder = shutil.copytree(given, tmp_path_factory.mktemp("average") / "mixed")
+    shared_run = run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
+    folder = shutil.copytree(shared_run, tmp_path_factory.mktemp("average") / "mixed")
     write_full(folder / "checkpoints" / "step-00000003", tiny_model_dir, weights[2], step=3)
     return folder
 
@@ -71,10 +72,13 @@ def refusal(monkeypatch: pytest.MonkeyPatch, target: Path, *argv: object) -> str
 
 
 def other_checkpoint(folder: Path, model_dir: Path, *, vocabulary: bool = False, **config: Any) -> Path:
-    """Write a checkpoint whose model or tokenizer differs from the run's."""
-    given = LlamaConfig.from_pretrained(model_dir)
-    given.update(config)
-    model: Any = LlamaForCausalLM(given)
+    """Write a checkpoint whose model or tokenizer differs from the run's.
+
+    ``config`` has the settings that differ; with ``vocabulary``, the tokens e and a have changed their ids.
+    """
+    model_config = LlamaConfig.from_pretrained(model_dir)
+    model_config.update(config)
+    model: Any = LlamaForCausalLM(model_config)
     model.save_pretrained(folder / "model")
     for file in model_dir.glob("tokenizer*"):
         shutil.copyfile(file, folder / "model" / file.name)
@@ -93,29 +97,43 @@ def other_checkpoint(folder: Path, model_dir: Path, *, vocabulary: bool = False,
 def test_the_average_is_the_exact_one_rounded_to_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: float
 ) -> None:
-    monkeypatch.setattr(average, "_BLOCK", 8)  # so that tensors are several blocks
+    monkeypatch.setattr(average_module, "_BLOCK", 8)  # so that tensors are several blocks
+
+    # three checkpoints with values of very different sizes
     noise = torch.Generator().manual_seed(0)
-    stored = [torch.randn(7, 5, generator=noise) * 10.0 ** torch.randint(-6, 6, (7, 5), generator=noise) for _ in "abc"]
-    parts = []
-    for number, tensor in enumerate(stored):
-        folder = tmp_path / f"step-{number:08d}"
+    matrices = []
+    checkpoints = []
+    for step in range(3):
+        exponents = torch.randint(-6, 6, (7, 5), generator=noise)
+        matrix = torch.randn(7, 5, generator=noise) * 10.0**exponents
+        folder = tmp_path / f"step-{step:08d}"
         folder.mkdir()
-        save_file({"matrix": tensor, "vector": tensor[0].bfloat16()}, folder / "model.safetensors")
-        parts.append(WeightedCheckpoint(folder, decay ** (2 - number)))
-    averaged = AveragedTensors(parts)
-    plain = PlainAverage(parts)
+        save_file({"matrix": matrix, "vector": matrix[0].bfloat16()}, folder / "model.safetensors")
+        matrices.append(matrix)
+        checkpoints.append(WeightedCheckpoint(folder, weight=decay ** (2 - step)))
+
+    # the average equals the other implementation, whole and in blocks
+    averaged = AveragedTensors(checkpoints)
+    plain = PlainAverage(checkpoints)
     for name in ("matrix", "vector"):
         assert torch.equal(averaged.read(name), plain.read(name))
     assert averaged.dtype("vector") == averaged.read("vector").dtype == torch.float32
-    total = sum((Fraction(part.weight) for part in parts), Fraction(0))
-    for index in np.ndindex(7, 5):
-        terms = (Fraction(part.weight) * Fraction(stored[i][index].item()) for i, part in enumerate(parts))
-        exact = sum(terms, Fraction(0)) / total
-        found = np.float32(averaged.read("matrix")[index].item())
-        for beside in (np.nextafter(found, np.float32(-np.inf)), np.nextafter(found, np.float32(np.inf))):
-            assert abs(Fraction(float(found)) - exact) <= abs(Fraction(float(beside)) - exact)
+    average_matrix = averaged.read("matrix")
     block = averaged.read_block("matrix", (2, 1), (3, 2))
-    assert torch.equal(block, averaged.read("matrix")[2:5, 1:3])
+    assert torch.equal(block, average_matrix[2:5, 1:3])
+
+    # no neighbouring number of fp32 is nearer to the exact average
+    weights = [Fraction(checkpoint.weight) for checkpoint in checkpoints]
+    for index in np.ndindex(7, 5):
+        weighted_sum = Fraction(0)
+        for weight, matrix in zip(weights, matrices, strict=True):
+            weighted_sum += weight * Fraction(matrix[index].item())
+        exact = weighted_sum / sum(weights)
+        value = np.float32(average_matrix[index].item())
+        error = abs(Fraction(float(value)) - exact)
+        for direction in (np.float32(-np.inf), np.float32(np.inf)):
+            neighbour = np.nextafter(value, direction)
+            assert error <= abs(Fraction(float(neighbour)) - exact)
 
 
 def test_full_and_sharded_checkpoints_are_averaged_by_age(
@@ -133,10 +151,12 @@ def test_full_and_sharded_checkpoints_are_averaged_by_age(
     assert json.loads((target / "verification.json").read_text())["faults"] == []
     assert "average of 3 checkpoints up to step 3" in capsys.readouterr().out
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
-    loaded = model.state_dict()
-    for name in weights[0]:
-        wanted = (0.25 * weights[0][name].double() + 0.5 * weights[1][name].double() + weights[2][name].double()) / 1.75
-        assert torch.equal(loaded[name], wanted.float())
+    loaded_weights = model.state_dict()
+    first, second, third = weights
+    for name in first:
+        weighted_sum = 0.25 * first[name].double() + 0.5 * second[name].double() + third[name].double()
+        expected = weighted_sum / (0.25 + 0.5 + 1)
+        assert torch.equal(loaded_weights[name], expected.float())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     card = (target / "README.md").read_text()
     assert "The weights are the average of 3 checkpoints." in card
@@ -147,42 +167,50 @@ def test_full_and_sharded_checkpoints_are_averaged_by_age(
 def test_a_list_of_untied_checkpoints_is_averaged_uniformly(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = [other_checkpoint(tmp_path / name, tiny_model_dir, tie_word_embeddings=False) for name in "ab"]
+    first = other_checkpoint(tmp_path / "a", tiny_model_dir, tie_word_embeddings=False)
+    second = other_checkpoint(tmp_path / "b", tiny_model_dir, tie_word_embeddings=False)
     target = tmp_path / "out"
-    export(monkeypatch, "--checkpoint", *parts, "--average", "all", "--dtype", "float32", "--output_dir", target)
-    head, *heads = (load_file(folder / "model.safetensors")["lm_head.weight"] for folder in (target, *parts))
-    assert torch.equal(head, ((heads[0].double() + heads[1].double()) / 2).float())
+    words = ("--checkpoint", first, second, "--average", "all", "--dtype", "float32", "--output_dir", target)
+    export(monkeypatch, *words)
+    head, first_head, second_head = (
+        load_file(folder / "model.safetensors")["lm_head.weight"] for folder in (target, first, second)
+    )
+    expected = (first_head.double() + second_head.double()) / 2
+    assert torch.equal(head, expected.float())
 
 
 def test_a_damaged_checkpoint_is_left_out_of_the_average(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
-    file = copy / "checkpoints" / "step-00000003" / "model.safetensors"
-    with file.open("r+b") as opened:
-        opened.seek(-1, 2)
-        opened.write(b"\x55")
-    export(monkeypatch, "--checkpoint", copy, "--average", "last:2", "--output_dir", tmp_path / "out")
+    run_copy = shutil.copytree(run, tmp_path / "run")
+    weights_file = run_copy / "checkpoints" / "step-00000003" / "model.safetensors"
+    with weights_file.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    export(monkeypatch, "--checkpoint", run_copy, "--average", "last:2", "--output_dir", tmp_path / "out")
     printed = capsys.readouterr()
     assert "average of 2 checkpoints up to step 2" in printed.out
-    assert f"note: {file.parent} is damaged" in printed.err
+    assert f"note: {weights_file.parent} is damaged" in printed.err
 
 
 def test_a_checkpoint_of_a_signal_does_not_count_for_the_last_ones(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
-    stopped = copy / "checkpoints" / "step-00000002"
-    edit_json(stopped / "trainer.json", lambda content: content.update(scheduled=False))
-    write_checksums(stopped)
-    export(monkeypatch, "--checkpoint", copy, "--average", "last:2", "--output_dir", tmp_path / "out")
-    assert f"note: {stopped} was saved for a signal or a loss" in capsys.readouterr().err
+    run_copy = shutil.copytree(run, tmp_path / "run")
+    saved_at_signal = run_copy / "checkpoints" / "step-00000002"
+    edit_json(saved_at_signal / "trainer.json", lambda content: content.update(scheduled=False))
+    write_checksums(saved_at_signal)
+
+    # the last two are those of steps 1 and 3
+    export(monkeypatch, "--checkpoint", run_copy, "--average", "last:2", "--output_dir", tmp_path / "out")
+    assert f"note: {saved_at_signal} was saved for a signal or a loss" in capsys.readouterr().err
     card = (tmp_path / "out" / "README.md").read_text()
     for line in ("| `run` | 1 | 50.00% |", "| `run` | 3 | 50.00% |"):
         assert line in card
-    assert "3 different checkpoints" in refusal(
-        monkeypatch, tmp_path / "none", "--checkpoint", copy, "--average", "last:3"
-    )
+
+    # there are no three
+    words = ("--checkpoint", run_copy, "--average", "last:3")
+    assert "3 different checkpoints" in refusal(monkeypatch, tmp_path / "none", *words)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +236,7 @@ def test_checkpoints_of_different_models_are_refused(
 
 
 @pytest.mark.parametrize(
-    "wanted, names, fault",
+    "average, names, fault",
     [
         ("last:4", [""], "--average last:4 needs 4 different checkpoints"),
         ("last:2", ["", ""], "--average last:2 needs a single --checkpoint, a run"),
@@ -218,10 +246,10 @@ def test_checkpoints_of_different_models_are_refused(
     ],
 )
 def test_an_average_of_too_few_checkpoints_is_refused(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, names: list[str], fault: str
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, average: str, names: list[str], fault: str
 ) -> None:
     paths = [run / name for name in names]
-    assert fault in refusal(monkeypatch, tmp_path / "out", "--checkpoint", *paths, "--average", wanted)
+    assert fault in refusal(monkeypatch, tmp_path / "out", "--checkpoint", *paths, "--average", average)
 
 
 def test_a_wrong_bit_in_an_average_leaves_nothing(
@@ -234,9 +262,8 @@ def test_a_wrong_bit_in_an_average_leaves_nothing(
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(convert, "write_export", write_wrong_export)
+    words = ("--checkpoint", run, "--average", "all", "--dtype", "float32", "--output_dir", tmp_path / "out")
     with pytest.raises(SystemExit):
-        export(
-            monkeypatch, "--checkpoint", run, "--average", "all", "--dtype", "float32", "--output_dir", tmp_path / "out"
-        )
+        export(monkeypatch, *words)
     assert "tensors different in shape, type or value: model.norm.weight" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
