@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.inspection import __main__ as inspect
 from fabric_train.token_dataset.document_index import row_checksum
-from fabric_train.token_dataset.manifest import Manifest, read_manifest
+from fabric_train.token_dataset.manifest import Manifest
 from fabric_train.tokenization import merge
+from tests.support.token_datasets import manifest_of
 
 IGNORED = -100
 COLUMNS = ("input_ids", "document_starts", "labels")
@@ -22,9 +24,7 @@ COLUMNS = ("input_ids", "document_starts", "labels")
 
 def merged(target: Path, *folders: Path) -> Manifest:
     merge.main([*map(str, folders), "--output_dir", str(target)])
-    manifest = read_manifest(target)  # raises if the ledger does not balance
-    assert manifest is not None
-    return manifest
+    return manifest_of(target)  # raises if the ledger does not balance
 
 
 def rows_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
@@ -43,28 +43,31 @@ def edit_manifest(folder: Path, *path: str, value: Any) -> None:
 
 
 @pytest.fixture
-def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
+def masked_dir(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     """A copy of the tiny token dataset without validation; the first three tokens of its rows are not supervised."""
-    folder = Path(shutil.copytree(tiny_tokens_dir, tmp_path / "other"))
-    shutil.rmtree(folder / "validation")
+    # rows with labels
     train = datasets.load_from_disk(tiny_tokens_dir)["train"]
     labels = [[IGNORED] * 3 + ids[3:] for ids in train["input_ids"]]
     datasets.disable_progress_bars()
-    datasets.DatasetDict(train=train.add_column("labels", labels, feature=train.features["input_ids"])).save_to_disk(
-        tmp_path / "saved"
-    )
-    checksums = [
-        row_checksum(*(np.array(row, np.int32) for row in (ids, own, starts)))
-        for ids, own, starts in zip(train["input_ids"], labels, train["document_starts"], strict=True)
-    ]
-    np.save(folder / "train" / "index" / "checksums.npy", np.array(checksums, np.uint64))
-    shutil.move(folder / "train" / "index", tmp_path / "saved" / "train")
-    shutil.rmtree(folder / "train")
-    shutil.copytree(tmp_path / "saved" / "train", folder / "train")
-    shutil.copy(tmp_path / "saved" / "dataset_dict.json", folder)
+    masked_train = train.add_column("labels", labels, feature=train.features["input_ids"])
+    saved = tmp_path / "saved"
+    datasets.DatasetDict(train=masked_train).save_to_disk(saved)
+
+    # the index, with the checksums of these rows
+    shutil.copytree(tiny_tokens_dir / "train" / "index", saved / "train" / "index")
+    checksums = []
+    for ids, row_labels, starts in zip(train["input_ids"], labels, train["document_starts"], strict=True):
+        checksums.append(row_checksum(np.int32(ids), np.int32(row_labels), np.int32(starts)))
+    np.save(saved / "train" / "index" / "checksums.npy", np.array(checksums, np.uint64))
+
+    # the folder and its manifest
+    folder = tmp_path / "masked"
+    shutil.copytree(tiny_tokens_dir, folder, ignore=shutil.ignore_patterns("train", "validation"))
+    shutil.copytree(saved / "train", folder / "train")
+    shutil.copy(saved / "dataset_dict.json", folder)
     content = json.loads((folder / "manifest.json").read_text())
     ledger = content["ledger"]
-    validation = content["ledger"].pop("validation")
+    validation = ledger.pop("validation")
     ledger["documents_read"] -= validation["documents"]
     ledger["documents_kept"] -= validation["documents"]
     ledger["train"]["tokens_supervised"] -= 3 * len(train)
@@ -72,61 +75,62 @@ def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     return folder
 
 
-def test_merged_rows_are_in_order_and_splits_are_joined(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
-    merged(tmp_path / "out", other, tiny_tokens_dir)
-    first = rows_of(other)
-    second = rows_of(tiny_tokens_dir)
-    assert "labels" not in second[0]
-    with_labels = [{**row, "labels": row["input_ids"]} for row in second]
-    assert rows_of(tmp_path / "out") == [*first, *with_labels]
+def test_merged_rows_are_in_order_and_splits_are_joined(
+    tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path
+) -> None:
+    merged(tmp_path / "out", masked_dir, tiny_tokens_dir)
+    tiny_rows = rows_of(tiny_tokens_dir)
+    assert "labels" not in tiny_rows[0]
+    labelled_tiny_rows = [{**row, "labels": row["input_ids"]} for row in tiny_rows]
+    assert rows_of(tmp_path / "out") == [*rows_of(masked_dir), *labelled_tiny_rows]
     assert rows_of(tmp_path / "out", "validation") == rows_of(tiny_tokens_dir, "validation")
     assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").is_file()
 
 
 def test_merged_ledger_is_the_sum_and_matches_the_rows(
-    tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
-    ours = read_manifest(tiny_tokens_dir)
-    theirs = read_manifest(other)
-    assert ours is not None
-    assert theirs is not None
-    assert manifest.ledger.documents_read == ours.ledger.documents_read + theirs.ledger.documents_read
+    manifest = merged(tmp_path / "out", tiny_tokens_dir, masked_dir)
+    tiny = manifest_of(tiny_tokens_dir)
+    masked = manifest_of(masked_dir)
+    assert manifest.ledger.documents_read == tiny.ledger.documents_read + masked.ledger.documents_read
     train = manifest.ledger.splits["train"]
-    parts = [ours.ledger.splits["train"], theirs.ledger.splits["train"]]
+    tiny_train = tiny.ledger.splits["train"]
+    masked_train = masked.ledger.splits["train"]
     for name in ("documents", "characters", "tokens_in", "tokens_in_rows", "tokens_supervised", "rows"):
-        assert getattr(train, name) == sum(getattr(part, name) for part in parts), name
-    assert sum(train.tokens_dropped.values()) == sum(sum(part.tokens_dropped.values()) for part in parts)
-    assert manifest.ledger.splits["validation"] == ours.ledger.splits["validation"]
-    assert [source.name for source in manifest.sources] == [source.name for source in ours.sources + theirs.sources]
+        assert getattr(train, name) == getattr(tiny_train, name) + getattr(masked_train, name), name
+    assert Counter(train.tokens_dropped) == Counter(tiny_train.tokens_dropped) + Counter(masked_train.tokens_dropped)
+    assert manifest.ledger.splits["validation"] == tiny.ledger.splits["validation"]
+    assert [source.name for source in manifest.sources] == [source.name for source in tiny.sources + masked.sources]
     inspect.main([str(tmp_path / "out")])  # exits if there are problems
     assert "no problems found" in capsys.readouterr().out
 
 
-def test_merged_manifest_lists_its_parts(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
-    edit_manifest(other, "settings", "seed", value=7)
-    manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
-    ours = read_manifest(tiny_tokens_dir)
-    theirs = read_manifest(other)
-    assert ours is not None
-    assert theirs is not None
-    assert [part.name for part in manifest.parts] == [str(tiny_tokens_dir), str(other)]
-    assert [part.settings for part in manifest.parts] == [ours.settings, theirs.settings]
-    rows = {name: split.rows for name, split in ours.ledger.splits.items()}
-    assert [part.rows for part in manifest.parts] == [rows, {"train": rows["train"]}]
-    assert len({part.manifest_sha256 for part in manifest.parts}) == 2
+def test_merged_manifest_lists_its_parts(tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path) -> None:
+    edit_manifest(masked_dir, "settings", "seed", value=7)
+    manifest = merged(tmp_path / "out", tiny_tokens_dir, masked_dir)
+    tiny = manifest_of(tiny_tokens_dir)
+    tiny_part, masked_part = manifest.parts
+    assert (tiny_part.name, masked_part.name) == (str(tiny_tokens_dir), str(masked_dir))
+    assert tiny_part.settings == tiny.settings
+    assert masked_part.settings == manifest_of(masked_dir).settings
+    num_rows = {name: split.rows for name, split in tiny.ledger.splits.items()}
+    assert tiny_part.rows == num_rows
+    assert masked_part.rows == {"train": num_rows["train"]}
+    assert tiny_part.manifest_sha256 != masked_part.manifest_sha256
 
-    third = Path(shutil.copytree(other, tmp_path / "third"))
-    again = merged(tmp_path / "again", tmp_path / "out", third)
-    assert [part.name for part in again.parts] == [str(tiny_tokens_dir), str(other), str(third)]
-    assert again.ledger.splits["train"].rows == 3 * rows["train"]
+    # the parts of a merged dataset are parts of a further merge
+    third_dir = Path(shutil.copytree(masked_dir, tmp_path / "third"))
+    further = merged(tmp_path / "further", tmp_path / "out", third_dir)
+    assert [part.name for part in further.parts] == [str(tiny_tokens_dir), str(masked_dir), str(third_dir)]
+    assert further.ledger.splits["train"].rows == 3 * num_rows["train"]
 
 
 def test_notes_name_differing_settings_and_files_read_twice(
-    tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit_manifest(other, "settings", "seed", value=7)
-    merged(tmp_path / "out", tiny_tokens_dir, other)
+    edit_manifest(masked_dir, "settings", "seed", value=7)
+    merged(tmp_path / "out", tiny_tokens_dir, masked_dir)
     output = capsys.readouterr().out
     assert "note     --seed differs: 0, 7; manifest.json keeps each part's\n" in output
     assert "note     slice.jsonl of" in output
@@ -134,19 +138,26 @@ def test_notes_name_differing_settings_and_files_read_twice(
 
 
 def test_inspect_accepts_a_document_cut_at_the_end_of_a_part(
-    tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    merged(tmp_path / "out", tiny_tokens_dir, other)
+    merged(tmp_path / "out", tiny_tokens_dir, masked_dir)
     inspect.main([str(tmp_path / "out"), "--rows", "0"])
     assert "Cut off at the end of the split or of a merged part: 2." in capsys.readouterr().out
 
 
-def test_fingerprint_depends_on_the_parts_and_their_order(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
-    orders = {"a": (tiny_tokens_dir, other), "b": (tiny_tokens_dir, other), "c": (other, tiny_tokens_dir)}
+def test_fingerprint_depends_on_the_parts_and_their_order(
+    tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path
+) -> None:
+    fingerprints = {}
+    orders = {
+        "a": (tiny_tokens_dir, masked_dir),
+        "b": (tiny_tokens_dir, masked_dir),
+        "c": (masked_dir, tiny_tokens_dir),
+    }
     for name, folders in orders.items():
         merged(tmp_path / name, *folders)
-    prints = {name: datasets.load_from_disk(tmp_path / name)["train"]._fingerprint for name in orders}
-    assert prints["a"] == prints["b"] != prints["c"]
+        fingerprints[name] = datasets.load_from_disk(tmp_path / name)["train"]._fingerprint
+    assert fingerprints["a"] == fingerprints["b"] != fingerprints["c"]
 
 
 def spoil_tokenizer(folder: Path) -> str:
@@ -195,24 +206,24 @@ def spoil_splits(folder: Path) -> str:
     "spoil", [spoil_tokenizer, spoil_template, spoil_length, spoil_format, spoil_manifest, spoil_listing, spoil_splits]
 )
 def test_bad_input_is_one_error_line_and_nothing_is_written(
-    tmp_path: Path, tiny_tokens_dir: Path, other: Path, spoil: Any
+    tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path, spoil: Any
 ) -> None:
-    fault = spoil(other)
+    pattern = spoil(masked_dir)
     with pytest.raises(InputError) as error:
-        merged(tmp_path / "out", tiny_tokens_dir, other)
-    assert len(error.value.faults) == 1
-    assert re.search(fault, error.value.faults[0])
-    assert str(other) in error.value.faults[0]
+        merged(tmp_path / "out", tiny_tokens_dir, masked_dir)
+    (fault,) = error.value.faults
+    assert re.search(pattern, fault)
+    assert str(masked_dir) in fault
     assert not (tmp_path / "out").exists()
 
 
-def test_all_faults_are_reported_at_once(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
-    third = Path(shutil.copytree(other, tmp_path / "third"))
-    spoil_length(other)
-    spoil_tokenizer(other)
+def test_all_faults_are_reported_at_once(tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path) -> None:
+    third = Path(shutil.copytree(masked_dir, tmp_path / "third"))
+    spoil_length(masked_dir)
+    spoil_tokenizer(masked_dir)
     spoil_tokenizer(third)
     with pytest.raises(InputError) as error:
-        merged(tmp_path / "out", tiny_tokens_dir, other, third)
+        merged(tmp_path / "out", tiny_tokens_dir, masked_dir, third)
     assert len(error.value.faults) == 3
 
 
@@ -223,8 +234,8 @@ def test_a_dataset_given_twice_or_alone_is_an_error(tmp_path: Path, tiny_tokens_
         merged(tmp_path / "out", tiny_tokens_dir)
 
 
-def test_merge_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, other: Path, run_program: Any) -> None:
-    command = ("-m", "fabric_train.tokenization.merge", tiny_tokens_dir, other, "--output_dir", tmp_path / "out")
+def test_merge_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, masked_dir: Path, run_program: Any) -> None:
+    command = ("-m", "fabric_train.tokenization.merge", tiny_tokens_dir, masked_dir, "--output_dir", tmp_path / "out")
     finished = run_program(*command)
     assert (finished.returncode, finished.stderr) == (0, "")
     finished = run_program(*command)

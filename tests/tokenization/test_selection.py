@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -25,40 +24,48 @@ def test_weights_sample_whole_epochs_first_and_print_them(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", B)]
-    argv = ["--weights", "1", "3"]
-    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *argv, validation_split=0)
-    found = Counter(text[0] for text in documents_in(rows["train"], tmp_path / "out"))
-    ledger = manifest_of(tmp_path / "out").ledger
-    records = manifest_of(tmp_path / "out").sources
+    options = {"weights": [1, 3], "validation_split": 0}
+    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, **options)
     printed = " ".join(capsys.readouterr().out.split())
-    total = sum(record.tokens for record in records)
-    for record, weight, share in zip(records, (1, 3), (0.25, 0.75), strict=True):
-        assert (record.weight, record.share_asked) == (weight, share)
+
+    # each source has its share of the tokens, in the manifest and on the terminal
+    manifest = manifest_of(tmp_path / "out")
+    train = manifest.ledger.splits["train"]
+    num_tokens = sum(record.tokens for record in manifest.sources)
+    for record, weight, share in zip(manifest.sources, (1, 3), (0.25, 0.75), strict=True):
+        assert record.weight == weight
+        assert record.share_asked == share
         assert record.train_tokens is not None
-        assert record.train_tokens == pytest.approx(total * share, rel=0.1)
-        assert record.share_reached == pytest.approx(record.train_tokens / ledger.splits["train"].tokens_in, abs=1e-6)
+        assert record.train_tokens == pytest.approx(num_tokens * share, rel=0.1)
+        assert record.share_reached == pytest.approx(record.train_tokens / train.tokens_in, abs=1e-6)
         assert record.epochs == pytest.approx(record.train_tokens / record.tokens, abs=1e-4)
         assert (
             f"weight {weight}: {record.train_tokens:,} tokens in train, {record.share_reached:.2%} of all "
             f"({share:.2%} asked), {record.epochs:.2f} epochs"
         ) in printed
-    assert ledger.splits["train"].tokens_in == sum(record.train_tokens or 0 for record in records)
-    assert abs(sum(found.values()) - ledger.splits["train"].documents) <= 1
-    assert tokenize(tmp_path / "again", tiny_model_dir, *sources, *argv, validation_split=0, num_proc=2) == rows
+
+    # the rows have as many tokens and documents, of which the last may be cut, in any number of processes
+    assert train.tokens_in == sum(record.train_tokens or 0 for record in manifest.sources)
+    num_whole_documents = len(documents_in(rows["train"], tmp_path / "out"))
+    assert train.documents - 1 <= num_whole_documents <= train.documents
+    assert tokenize(tmp_path / "again", tiny_model_dir, *sources, **options, num_proc=2) == rows
 
 
 def test_the_document_that_reaches_a_cap_is_the_last() -> None:
     lengths = np.array([3, 4, 5])
-    caps = {1: 1, 3: 1, 4: 2, 7: 2, 8: 3, 12: 3, 13: 3}
-    assert {cap: _last_within_caps(lengths, None, cap) for cap in caps} == caps
-    assert [_last_within_caps(lengths, number, 7) for number in (1, 2, 3, 4)] == [1, 2, 2, 2]
-    assert [_last_within_caps(lengths, number, None) for number in (1, 3, 4)] == [1, 3, 3]
+    for max_tokens, num_documents in {1: 1, 3: 1, 4: 2, 7: 2, 8: 3, 12: 3, 13: 3}.items():
+        assert _last_within_caps(lengths, max_documents=None, max_tokens=max_tokens) == num_documents
+    for max_documents, num_documents in {1: 1, 2: 2, 3: 2, 4: 2}.items():
+        assert _last_within_caps(lengths, max_documents=max_documents, max_tokens=7) == num_documents
+    for max_documents, num_documents in {1: 1, 3: 3, 4: 3}.items():
+        assert _last_within_caps(lengths, max_documents=max_documents, max_tokens=None) == num_documents
 
 
 def test_epochs_count_tokens_and_not_documents(tmp_path: Path, tiny_model_dir: Path) -> None:
-    long = write_jsonl(tmp_path / "long.jsonl", ["word " * 200, *["a"] * 99])
-    other = write_jsonl(tmp_path / "other.jsonl", B)
-    tokenize(tmp_path / "out", tiny_model_dir, long, other, "--weights", 1, 1, max_tokens=200, validation_split=0)
+    uneven = write_jsonl(tmp_path / "uneven.jsonl", ["word " * 200, *["a"] * 99])
+    even = write_jsonl(tmp_path / "even.jsonl", B)
+    options = {"weights": [1, 1], "max_tokens": 200, "validation_split": 0}
+    tokenize(tmp_path / "out", tiny_model_dir, uneven, even, **options)
     record = manifest_of(tmp_path / "out").sources[0]
     assert record.train_tokens is not None
     assert record.epochs == round(record.train_tokens / record.tokens, 4)
@@ -66,8 +73,10 @@ def test_epochs_count_tokens_and_not_documents(tmp_path: Path, tiny_model_dir: P
 
 @pytest.mark.parametrize("weights", [(1e-320, 3e-320), (5e-324, 1e308), (8e307, 8e307)])
 def test_weights_of_any_size_end(weights: tuple[float, float]) -> None:
-    order = mix(np.full(20, 10), np.repeat([0, 1], 10), weights, 10**4, 0)
-    assert np.bincount(np.repeat([0, 1], 10)[order])[1] == round(1000 * (weights[1] / sum(weights)))
+    sources = np.repeat([0, 1], 10)  # ten documents of ten tokens each
+    order = mix(np.full(20, 10), sources, weights, 10_000, 0)
+    num_second = np.count_nonzero(sources[order] == 1)
+    assert num_second == round(1000 * (weights[1] / sum(weights)))
 
 
 def test_a_mixture_has_the_requested_number_of_tokens(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -77,32 +86,35 @@ def test_a_mixture_has_the_requested_number_of_tokens(tmp_path: Path, tiny_model
 
 
 @given(
-    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=20), min_size=1, max_size=4),
-    st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
-    st.integers(1, 3_000),
-    st.integers(0, 5),
+    lengths_of_sources=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=20), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
+    num_tokens=st.integers(1, 3_000),
+    seed=st.integers(0, 5),
 )
 def test_each_source_reaches_its_share_in_balanced_epochs(
-    lengths: list[list[int]], weights: list[float], num_tokens: int, seed: int
+    lengths_of_sources: list[list[int]], weights: list[float], num_tokens: int, seed: int
 ) -> None:
-    flat = np.array([length for own in lengths for length in own])
-    sources = np.repeat(range(len(lengths)), [len(own) for own in lengths])
-    weights = weights[: len(lengths)]
-    order = mix(flat, sources, weights, num_tokens, seed)
+    weights = weights[: len(lengths_of_sources)]
+    lengths = np.concatenate(lengths_of_sources)
+    sources = np.repeat(range(len(lengths_of_sources)), [len(source) for source in lengths_of_sources])
+    order = mix(lengths, sources, weights, num_tokens, seed)
     for source, weight in enumerate(weights):
-        own = order[sources[order] == source]
-        wanted = num_tokens * weight / sum(weights)
-        assert wanted - 1e-6 <= flat[own].sum() < wanted + max(lengths[source]) + 1e-6
-        times = np.bincount(own, minlength=len(flat))[sources == source]
-        assert times.max() - times.min() <= 1
+        # the last document may exceed the share
+        documents = order[sources[order] == source]
+        tokens_asked = num_tokens * weight / sum(weights)
+        longest = max(lengths_of_sources[source])
+        assert tokens_asked - 1e-6 <= lengths[documents].sum() < tokens_asked + longest + 1e-6
+
+        # no document is repeated before all others of its source were read
+        times_read = np.bincount(documents, minlength=len(lengths))[sources == source]
+        assert times_read.max() - times_read.min() <= 1
 
 
 def test_duplicates_across_sources_are_skipped_and_counted(tmp_path: Path, tiny_model_dir: Path) -> None:
     sources = [write_jsonl(tmp_path / "a.jsonl", [*A, A[3], A[3]]), write_jsonl(tmp_path / "b.jsonl", [A[0], *B])]
     rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, deduplicate="true", validation_split=0, max_length=4)
-    assert (
-        documents_in(rows["train"], tmp_path / "out") == [*A, *B][: len(documents_in(rows["train"], tmp_path / "out"))]
-    )
+    documents = documents_in(rows["train"], tmp_path / "out")
+    assert documents == [*A, *B][: len(documents)]  # what does not fill the last row is left out
     ledger = manifest_of(tmp_path / "out").ledger
     assert (ledger.documents_read, ledger.documents_kept) == (43, 40)
     assert ledger.documents_skipped == {"duplicate": 3}
@@ -120,12 +132,15 @@ def test_the_ledger_says_what_was_left_out_of_each_source(
     manifest = manifest_of(tmp_path / "out")
     assert {source.name: source.documents_skipped for source in manifest.sources} == expected
     assert [source.documents_read for source in manifest.sources] == [len(A) + 3, len(B) + 3, 2]
-    assert "10 documents, " in (said := capsys.readouterr().out)
-    assert "; left out: 2 empty, 1 duplicate\n" in said
+    output = capsys.readouterr().out
+    assert "10 documents, " in output
+    assert "; left out: 2 empty, 1 duplicate\n" in output
+
+    # the inspector shows the sources below each reason
     inspect([str(tmp_path / "out"), "--rows", "0"])
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    begin = next(number for number, line in enumerate(shown) if line[:2] == ["skipped:", "duplicate"])
-    assert [line[:2] for line in shown[begin + 1 : begin + 4]] == [["a", "2"], ["b", "1"], ["v", "1"]]
+    first_cells = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    heading = first_cells.index(["skipped:", "duplicate"])
+    assert first_cells[heading + 1 : heading + 4] == [["a", "2"], ["b", "1"], ["v", "1"]]
 
 
 def test_a_manifest_whose_sources_do_not_add_up_is_damaged(tmp_path: Path, tiny_tokens_dir: Path) -> None:
@@ -146,21 +161,21 @@ def test_duplicates_do_not_count_toward_a_cap(tmp_path: Path, tiny_model_dir: Pa
 def test_a_given_validation_source_is_not_mixed_into_train(tmp_path: Path, tiny_model_dir: Path) -> None:
     train = write_jsonl(tmp_path / "a.jsonl", A)
     held_out = write_jsonl(tmp_path / "v.jsonl", [*B, A[0]])
-    argv = ["--validation_dataset", held_out, "--deduplicate", "true", "--max_documents", 20]
-    rows = tokenize(tmp_path / "out", tiny_model_dir, train, *argv, max_length=4)
-    found = {name: documents_in(rows[name], tmp_path / "out") for name in ("train", "validation")}
-    assert set(found["train"]) <= set(A[:20])
-    assert set(found["validation"]) <= set(B)
-    ledger = manifest_of(tmp_path / "out").ledger
-    assert (ledger.splits["train"].documents, ledger.splits["validation"].documents) == (20, 10)
-    assert [source.documents for source in manifest_of(tmp_path / "out").sources] == [20, 10]
+    options = {"validation_dataset": held_out, "deduplicate": "true", "max_documents": 20}
+    rows = tokenize(tmp_path / "out", tiny_model_dir, train, **options, max_length=4)
+    assert set(documents_in(rows["train"], tmp_path / "out")) <= set(A[:20])
+    assert set(documents_in(rows["validation"], tmp_path / "out")) <= set(B)
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest.ledger.splits["train"].documents == 20
+    assert manifest.ledger.splits["validation"].documents == 10
+    assert [source.documents for source in manifest.sources] == [20, 10]
 
 
 def test_validation_split_depends_on_number_share_and_seed() -> None:
-    chosen = draw_validation(1000, 0.05, 3)
-    assert chosen.sum() == 50
-    assert (chosen == draw_validation(1000, 0.05, 3)).all()
-    assert (chosen != draw_validation(1000, 0.05, 4)).any()
+    is_held_out = draw_validation(1000, 0.05, seed=3)
+    assert is_held_out.sum() == 50
+    assert (is_held_out == draw_validation(1000, 0.05, seed=3)).all()
+    assert (is_held_out != draw_validation(1000, 0.05, seed=4)).any()
 
 
 def test_a_weight_for_a_source_without_documents_is_an_error(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -173,11 +188,13 @@ def test_bad_rows_are_skipped_and_counted_on_request(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "a.jsonl"
-    good = "".join(json.dumps({"text": text}) + "\n" for text in A)
-    source.write_bytes(b'{"text": 3}\n' + good.encode() + b'nonsense\n{"txt": "a"}\n{"text": "\xff"}\n')
+    good_lines = "".join(json.dumps({"text": text}) + "\n" for text in A)
+    source.write_bytes(b'{"text": 3}\n' + good_lines.encode() + b'nonsense\n{"txt": "a"}\n{"text": "\xff"}\n')
     tokenize(tmp_path / "out", tiny_model_dir, source, on_bad_rows="skip", validation_split=0)
     ledger = manifest_of(tmp_path / "out").ledger
-    assert (ledger.documents_read, ledger.documents_kept, ledger.documents_skipped) == (34, 30, {"bad_row": 4})
+    assert ledger.documents_read == len(A) + 4
+    assert ledger.documents_kept == len(A)
+    assert ledger.documents_skipped == {"bad_row": 4}
     assert "the first bad row left out" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"line 1: column 'text' holds int.*--on_bad_rows skip leaves such rows out"):
         tokenize(tmp_path / "strict", tiny_model_dir, source, validation_split=0)
