@@ -5,6 +5,9 @@ import json
 import math
 import shutil
 import traceback
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +47,13 @@ LENGTH = 16
 def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> list[str]:
     """Two token datasets: es and va in rows that are cut and overlap, va and en in rows with padding."""
     folder = tmp_path_factory.mktemp("sources")
-    texts = {name: [f"{name} {text[: 5 + 9 * number % 60]}" for number, text in enumerate(TEXTS)] for name in SOURCES}
-    files = {name: f"{name}={write_jsonl(folder / f'{name}.jsonl', texts[name])}" for name in SOURCES}
-    given: dict[str, Any] = {"max_length": LENGTH, "validation_split": 0.3}
-    tokenize(folder / "cut", tiny_model_dir, files["es"], files["va"], overlap=3, packing="concat", **given)
-    tokenize(folder / "whole", tiny_model_dir, files["va"], files["en"], packing="best_fit", **given)
+    files = {}
+    for name in SOURCES:
+        texts = [f"{name} {text[: 5 + 9 * number % 60]}" for number, text in enumerate(TEXTS)]  # of many lengths
+        files[name] = f"{name}={write_jsonl(folder / f'{name}.jsonl', texts)}"
+    options: dict[str, Any] = {"max_length": LENGTH, "validation_split": 0.3}
+    tokenize(folder / "cut", tiny_model_dir, files["es"], files["va"], overlap=3, packing="concat", **options)
+    tokenize(folder / "whole", tiny_model_dir, files["va"], files["en"], packing="best_fit", **options)
     return [str(folder / "cut"), str(folder / "whole")]
 
 
@@ -57,87 +62,126 @@ def mixture(folders: list[str], request: pytest.FixtureRequest) -> TokenMixture:
     return open_mixture(folders, Shares("--shares", None), request.param, Path(folders[0]))
 
 
-def owners_by_hand(dataset: TokenDataset, split: str, row: int) -> list[tuple[str, int, float, int]]:
-    """Return the source of each token of a row, the number of its piece, and the piece's bytes and tokens."""
-    index = Path(dataset.folder, split, "index")
-    documents, rows, continuations = (np.load(index / f"{name}.npy") for name in ("documents", "rows", "continuations"))
-    first = rows[row]
-    last = rows[row + 1]
-    begun = iter(range(int(first["documents"]), int(last["documents"])))
-    continued = {int(one["ordinal"]): one for one in continuations[first["continuations"] : last["continuations"]]}
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a document in a row."""
+
+    source: str
+    ordinal: int
+    """Its place among the pieces of the row."""
+    num_tokens: int
+    num_bytes: float
+    """Of its tokens, as their share of the document's bytes."""
+
+
+def pieces_of_tokens(dataset: TokenDataset, split: str, row: int) -> list[Piece]:
+    """Return the piece that each token of a row belongs to, read from the arrays of the document index."""
+    folder = Path(dataset.folder, split, "index")
+    documents = np.load(folder / "documents.npy")
+    rows = np.load(folder / "rows.npy")
+    continuations = np.load(folder / "continuations.npy")
     assert dataset.manifest is not None
-    files = [record.name for record in dataset.manifest.sources for _ in range(record.num_files)]
-    owners: list[tuple[str, int, float, int]] = []
-    for ordinal in range(int(last["documents"] - first["documents"]) + len(continued)):
-        one = continued.get(ordinal)
-        document = documents[next(begun) if one is None else one["document"]]
-        left = int(document["tokens"]) - (0 if one is None else int(one["start"]))
-        length = min(left, LENGTH - len(owners))
-        num_bytes = int(document["bytes"]) * length / int(document["tokens"])
-        owners += [(files[document["file"]], ordinal, num_bytes, length)] * length
-    return owners
+    sources_of_files: list[str] = []
+    for record in dataset.manifest.sources:
+        sources_of_files += [record.name] * record.num_files
+
+    # the pieces of a row are documents that begin in it, and continued ones at their ordinals
+    start = rows[row]
+    end = rows[row + 1]
+    begun_documents = iter(range(int(start["documents"]), int(end["documents"])))
+    row_continuations = continuations[start["continuations"] : end["continuations"]]
+    continuation_by_ordinal = {int(record["ordinal"]): record for record in row_continuations}
+    num_pieces = int(end["documents"] - start["documents"]) + len(row_continuations)
+    pieces: list[Piece] = []  # of each token
+    for ordinal in range(num_pieces):
+        if ordinal in continuation_by_ordinal:
+            continuation = continuation_by_ordinal[ordinal]
+            document = documents[continuation["document"]]
+            first_token = int(continuation["start"])
+        else:
+            document = documents[next(begun_documents)]
+            first_token = 0
+        document_tokens = int(document["tokens"])
+        num_tokens = min(document_tokens - first_token, LENGTH - len(pieces))  # the row may end before
+        num_bytes = int(document["bytes"]) * num_tokens / document_tokens
+        piece = Piece(sources_of_files[document["file"]], ordinal, num_tokens, num_bytes)
+        pieces += [piece] * num_tokens
+    return pieces
 
 
-class ByHand:
-    """Sums of nats, supervised tokens and bytes by source, token by token from logits."""
+@dataclass
+class SourceSums:
+    """Sums over the supervised tokens of a source."""
 
-    def __init__(self, model: Any, mixture: TokenMixture, split: str) -> None:
-        self.model = model
-        self.parts = mixture.parts
-        self.split = split
-        self.isolates = mixture.isolates
-        self.rows = [
-            (part, row)
-            for part in mixture.parts
-            for row in range(len(part.train if split == "train" else part.validation or []))
-        ]
+    nats: float = 0.0
+    num_tokens: int = 0
+    num_bytes: float = 0.0
 
-    @torch.no_grad()
-    def sums(self, rows: list[int]) -> dict[str, list[float]]:
-        sums: dict[str, list[float]] = {name: [0.0, 0, 0.0] for name in SOURCES}
-        for part, row in (self.rows[row] for row in rows):
-            columns = (part.train if self.split == "train" else part.validation).split[row]  # type: ignore[union-attr]
-            ids = columns["input_ids"]
-            labels = columns.get("labels", columns["input_ids"])
-            starts = sorted({0, *(columns["document_starts"] if self.isolates else [])})
-            owners = owners_by_hand(part, self.split, row)
-            targets: dict[tuple[str, int, float, int], int] = {}
-            for begin, end in zip(starts, [*starts[1:], LENGTH], strict=True):
-                logits = self.model(torch.tensor([ids[begin:end]])).logits[0].float()
-                for position in range(begin + 1, end):
-                    if labels[position] == IGNORED_LABEL:
-                        continue
-                    owner = owners[position]
-                    target = torch.tensor(labels[position])
-                    sums[owner[0]][0] += F.cross_entropy(logits[position - 1 - begin], target).item()
-                    sums[owner[0]][1] += 1
-                    targets[owner] = targets.get(owner, 0) + 1
-            for (source, _, num_bytes, length), number in targets.items():
-                sums[source][2] += num_bytes * min(1, number / max(length - 1, 1))
-        return sums
+
+@torch.no_grad()
+def sums_by_hand(model: Any, mixture: TokenMixture, split: str, rows: list[int]) -> dict[str, SourceSums]:
+    """Return the sums of each source in some rows of a mixture, token by token from logits."""
+    dataset_rows = []  # token dataset and row in it, of each row of the mixture
+    for dataset in mixture.parts:
+        dataset_split = dataset.train if split == "train" else dataset.validation
+        assert dataset_split is not None
+        dataset_rows += [(dataset, dataset_split, row) for row in range(len(dataset_split))]
+
+    sums = {name: SourceSums() for name in SOURCES}
+    for mixture_row in rows:
+        dataset, dataset_split, row = dataset_rows[mixture_row]
+        columns = dataset_split.split[row]
+        ids = columns["input_ids"]
+        labels = columns.get("labels", ids)
+        pieces = pieces_of_tokens(dataset, split, row)
+
+        # the loss of each supervised token, from what attention lets it see
+        starts = sorted({0, *columns["document_starts"]}) if mixture.isolates else [0]
+        num_targets: Counter[Piece] = Counter()
+        for begin, end in pairwise([*starts, LENGTH]):
+            logits = model(torch.tensor([ids[begin:end]])).logits[0].float()
+            for position in range(begin + 1, end):
+                if labels[position] == IGNORED_LABEL:
+                    continue
+                piece = pieces[position]
+                target = torch.tensor(labels[position])
+                sums[piece.source].nats += F.cross_entropy(logits[position - 1 - begin], target).item()
+                sums[piece.source].num_tokens += 1
+                num_targets[piece] += 1
+
+        # the bytes of a piece count as far as its tokens are targets, of which the first cannot be one
+        for piece, count in num_targets.items():
+            share = min(1, count / max(piece.num_tokens - 1, 1))
+            sums[piece.source].num_bytes += piece.num_bytes * share
+    return sums
 
 
 @pytest.mark.parametrize("in_head", [True, False])
 def test_losses_of_sources_are_those_of_every_token_by_hand(
     tiny_model_dir: Path, mixture: TokenMixture, in_head: bool
 ) -> None:
-    by_hand, model = (AutoModelForCausalLM.from_pretrained(tiny_model_dir) for _ in range(2))
+    assert mixture.source_names == SOURCES
+    rows = list(range(0, len(mixture.train), 9))
+    plain_model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    expected = sums_by_hand(plain_model, mixture, "train", rows)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     if in_head:
         assert compute_loss_in_head(model)
     fabric = Fabric(accelerator="cpu", devices=1)
-    wrapped = fabric.setup_module(model)
-    assert mixture.source_names == SOURCES
-    rows = list(range(0, len(mixture.train), 9))
-    wanted = ByHand(by_hand, mixture, "train").sums(rows)
-    for size in (1, 4, len(rows)):
-        cut = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
-        batches = [mixture.train.__getitems__(part) for part in [*cut, []]]
-        window = Window(1, 0, False, np.array(rows), size, batches)
-        loss = backpropagate(fabric, wrapped, window, CrossEntropy(), num_sources=3)
-        for number, name in enumerate(SOURCES):
-            nats, tokens, _ = wanted[name]
-            assert loss.sources.counts[number] == tokens > 0
-            assert loss.sources.losses[number].item() == pytest.approx(nats, rel=1e-5)
+    wrapped_model = fabric.setup_module(model)
+    for batch_size in (1, 4, len(rows)):
+        batches = [
+            mixture.train.__getitems__(rows[begin : begin + batch_size]) for begin in range(0, len(rows), batch_size)
+        ]
+        batches.append(mixture.train.__getitems__([]))  # as a rank without rows has it
+        window = Window(
+            step=1, epoch=0, ends_epoch=False, rows=np.array(rows), micro_batch_size=batch_size, batches=batches
+        )
+        loss = backpropagate(fabric, wrapped_model, window, CrossEntropy(), num_sources=3)
+        for source, name in enumerate(SOURCES):
+            assert loss.sources.counts[source] == expected[name].num_tokens > 0
+            assert loss.sources.losses[source].item() == pytest.approx(expected[name].nats, rel=1e-5)
         assert loss.sources.losses.sum().item() == pytest.approx(loss.summed.sum().item(), rel=1e-12)
 
 
@@ -146,37 +190,38 @@ def test_evaluation_has_nats_tokens_and_bytes_of_each_source(tiny_model_dir: Pat
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     assert mixture.validation is not None
     rows = list(range(len(mixture.validation)))
-    wanted = ByHand(model, mixture, "validation").sums(rows)
+    sums = sums_by_hand(model, mixture, "validation", rows)
     batches = [mixture.validation.__getitems__(rows[begin : begin + 3]) for begin in range(0, len(rows), 3)]
-    found = evaluate(fabric, fabric.setup_module(model), batches, mixture.validation.source_names)
-    assert found is not None
-    for name, (nats, tokens, num_bytes) in wanted.items():
-        source = found.sources[name]
-        assert source.num_tokens == tokens
-        assert source.nats == pytest.approx(nats, rel=1e-5)
-        assert source.num_bytes == pytest.approx(num_bytes, rel=1e-12)
-        assert source.bits_per_byte == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
-    assert found.whole.num_bytes == pytest.approx(sum(one[2] for one in wanted.values()), rel=1e-12)
+    evaluation = evaluate(fabric, fabric.setup_module(model), batches, mixture.validation.source_names)
+    assert evaluation is not None
+    for name, expected in sums.items():
+        source = evaluation.sources[name]
+        assert source.num_tokens == expected.num_tokens
+        assert source.nats == pytest.approx(expected.nats, rel=1e-5)
+        assert source.num_bytes == pytest.approx(expected.num_bytes, rel=1e-12)
+        assert source.bits_per_byte == pytest.approx(expected.nats / math.log(2) / expected.num_bytes, rel=1e-5)
+    num_bytes = sum(expected.num_bytes for expected in sums.values())
+    assert evaluation.whole.num_bytes == pytest.approx(num_bytes, rel=1e-12)
 
 
 def test_a_loss_that_is_not_finite_is_in_its_own_source_only(folders: list[str]) -> None:
     rows = open_dataset(folders[0]).train
     batch = rows.__getitems__(range(len(rows)))
     assert batch.pieces is not None
-    losses = torch.ones(int(batch.pieces.num_targets.sum()))
-    losses[0] = torch.nan
-    of_sources = sum_by_source(sum_by_piece(losses, batch), batch.pieces.sources, 2)
-    assert of_sources.isnan().tolist() == [source == batch.pieces.sources[0] for source in (0, 1)]
+    token_losses = torch.ones(int(batch.pieces.num_targets.sum()))
+    token_losses[0] = torch.nan
+    source_losses = sum_by_source(sum_by_piece(token_losses, batch), batch.pieces.sources, num_sources=2)
+    first_source = int(batch.pieces.sources[0])
+    assert source_losses.isnan().tolist() == [source == first_source for source in (0, 1)]
 
 
 def test_limited_validation_reads_equally_many_rows_of_each_source(folders: list[str]) -> None:
     dataset = open_dataset(folders[0])
     assert dataset.validation is not None
-    main = dataset.validation.main_sources()
-    for row, source in enumerate(main.tolist()):
-        owners = [owner[0] for owner in owners_by_hand(dataset, "validation", row)]
-        counts = [owners.count(name) for name in SOURCES[:2]]
-        assert counts[source] >= max(counts) - 3  # repeated tokens do not count
+    for row, main_source in enumerate(dataset.validation.main_sources().tolist()):
+        sources_of_tokens = [piece.source for piece in pieces_of_tokens(dataset, "validation", row)]
+        counts = [sources_of_tokens.count(name) for name in SOURCES[:2]]
+        assert counts[main_source] >= max(counts) - 3  # repeated tokens do not count
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -211,7 +256,7 @@ class Runs:
         self.tokens = tokens
 
     def start(self, name: str, num_ranks: int = 1, before: str = "", **options: Any) -> Any:
-        given = {
+        all_options = {
             "micro_batch_size": 4,
             "max_step": 3,
             "eval_at_start": None,
@@ -219,9 +264,10 @@ class Runs:
             "eval_iters": None,
             **options,
         }
-        words = argv(self.model, Path("TOKENS"), self.folder / name, **given)
-        place = words.index("TOKENS")
-        return self.forked.start([*words[:place], *self.tokens, *words[place + 1 :]], num_ranks, before=before)
+        words = argv(self.model, Path("TOKENS"), self.folder / name, **all_options)
+        index = words.index("TOKENS")
+        words[index : index + 1] = self.tokens  # argv takes one token dataset
+        return self.forked.start(words, num_ranks, before=before)
 
     def evaluation(self, name: str, step: int = 3) -> Evaluation:
         state = read_trainer_json(self.folder / name / "checkpoints" / f"step-{step:08d}").state
@@ -233,9 +279,9 @@ class Runs:
 def runs(
     tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path, folders: list[str]
 ) -> Runs:
-    made = Runs(tmp_path_factory.mktemp("runs"), forked_runs, tiny_model_dir, folders)
-    made.start("whole").finish()
-    return made
+    runs = Runs(tmp_path_factory.mktemp("runs"), forked_runs, tiny_model_dir, folders)
+    runs.start("whole").finish()
+    return runs
 
 
 @pytest.mark.slow
@@ -247,31 +293,36 @@ def test_sources_add_up_to_the_whole_in_every_cut(
     runs: Runs, folders: list[str], num_ranks: int, micro_batch_size: int, options: dict[str, Any]
 ) -> None:
     name = f"cut-{num_ranks}-{micro_batch_size}"
-    given = {"micro_batch_size": micro_batch_size, "eval_batch_size": micro_batch_size, **options}
-    runs.start(name, num_ranks, **given).finish()
-    found = runs.evaluation(name)
-    same = runs.evaluation("whole")
-    assert math.fsum(one.nats for one in found.sources.values()) == pytest.approx(found.whole.nats, rel=1e-12)
-    assert sum(one.num_tokens for one in found.sources.values()) == found.whole.num_tokens
-    assert found.rows == same.rows is not None
-    for source, loss in found.sources.items():
-        assert loss.num_tokens == same.sources[source].num_tokens
-        assert loss.num_bytes == pytest.approx(same.sources[source].num_bytes, rel=1e-12)
-        assert loss.loss == pytest.approx(same.sources[source].loss, rel=1e-5)
+    sizes = {"micro_batch_size": micro_batch_size, "eval_batch_size": micro_batch_size}
+    runs.start(name, num_ranks, **sizes, **options).finish()
+
+    # in an evaluation, the sources add up, and are those of the first run
+    evaluation = runs.evaluation(name)
+    first_evaluation = runs.evaluation("whole")
+    sources = evaluation.sources
+    assert math.fsum(loss.nats for loss in sources.values()) == pytest.approx(evaluation.whole.nats, rel=1e-12)
+    assert sum(loss.num_tokens for loss in sources.values()) == evaluation.whole.num_tokens
+    assert evaluation.rows == first_evaluation.rows is not None
+    for source, loss in sources.items():
+        first_loss = first_evaluation.sources[source]
+        assert loss.num_tokens == first_loss.num_tokens
+        assert loss.num_bytes == pytest.approx(first_loss.num_bytes, rel=1e-12)
+        assert loss.loss == pytest.approx(first_loss.loss, rel=1e-5)
+
+    # so are they in each step of training; row 0 of metrics.csv is the evaluation before it
     mixture = open_mixture(folders, Shares("--shares", None), True, Path(folders[0]))
-    train = mixture.train
-    rows = rows_of(runs.folder / name)
-    others = rows_of(runs.folder / "whole")
-    for step, row in enumerate(rows[1:]):
-        order = window_rows(mixture, step)
-        pieces = train.__getitems__(order).pieces
+    metrics = rows_of(runs.folder / name)[1:]
+    first_metrics = rows_of(runs.folder / "whole")[1:]
+    for window, (row, first_row) in enumerate(zip(metrics, first_metrics, strict=True)):
+        pieces = mixture.train.__getitems__(window_rows(mixture, window)).pieces
         assert pieces is not None
         counts = pieces.count_by_source(3)[0].tolist()
-        nats = [float(row[f"train_loss/{source}"]) * count for source, count in zip(SOURCES, counts, strict=True)]
-        assert math.fsum(nats) == pytest.approx(float(row["train_loss"]) * sum(counts), rel=1e-12)
-        for source in SOURCES:
+        nats = []
+        for source, count in zip(SOURCES, counts, strict=True):
             column = f"train_loss/{source}"
-            assert float(row[column]) == pytest.approx(float(others[step + 1][column]), rel=1e-5)
+            assert float(row[column]) == pytest.approx(float(first_row[column]), rel=1e-5)
+            nats.append(float(row[column]) * count)
+        assert math.fsum(nats) == pytest.approx(float(row["train_loss"]) * sum(counts), rel=1e-12)
 
 
 def window_rows(mixture: TokenMixture, window: int) -> list[int]:
@@ -282,29 +333,24 @@ def window_rows(mixture: TokenMixture, window: int) -> list[int]:
 @pytest.mark.slow
 def test_a_new_run_is_evaluated_at_step_0(runs: Runs) -> None:
     rows = rows_of(runs.folder / "whole")
-    assert [(row["step"], bool(row["val_loss"])) for row in rows] == [
-        ("0", True),
-        ("1", False),
-        ("2", False),
-        ("3", True),
-    ]
-    assert (rows[0]["train_loss"], rows[0]["num_tokens"]) == ("", "0")
-    for source in (*SOURCES, None):
-        loss, perplexity, bits = (
-            float(rows[0][f"{name}/{source}" if source else other])
-            for name, other in (
-                ("val_loss", "val_loss"),
-                ("val_perplexity", "perplexity"),
-                ("val_bits_per_byte", "val_bits_per_byte"),
-            )
-        )
-        assert perplexity == pytest.approx(math.exp(loss))
-        assert 0 < bits < 100
-    weights = runs.folder / "whole" / "checkpoints" / "step-00000003"
-    runs.start("weights", checkpoint=weights, weights_only="true", max_step=1).finish()
-    again = rows_of(runs.folder / "weights")
-    assert again[0]["step"] == "0"
-    assert float(again[0]["val_loss/es"]) == pytest.approx(float(rows[3]["val_loss/es"]), rel=1e-12)
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
+    assert [row["step"] for row in rows if row["val_loss"]] == ["0", "3"]
+
+    # the figures before the first step, of each source and of all
+    row = rows[0]
+    assert (row["train_loss"], row["num_tokens"]) == ("", "0")
+    columns = [(f"val_loss/{name}", f"val_perplexity/{name}", f"val_bits_per_byte/{name}") for name in SOURCES]
+    columns.append(("val_loss", "perplexity", "val_bits_per_byte"))
+    for loss_column, perplexity_column, bits_column in columns:
+        assert float(row[perplexity_column]) == pytest.approx(math.exp(float(row[loss_column])))
+        assert 0 < float(row[bits_column]) < 100
+
+    # a run that begins with these weights has their losses at its step 0
+    checkpoint = runs.folder / "whole" / "checkpoints" / "step-00000003"
+    runs.start("weights", checkpoint=checkpoint, weights_only="true", max_step=1).finish()
+    first_row = rows_of(runs.folder / "weights")[0]
+    assert first_row["step"] == "0"
+    assert float(first_row["val_loss/es"]) == pytest.approx(float(rows[3]["val_loss/es"]), rel=1e-12)
 
 
 @pytest.mark.slow
