@@ -351,7 +351,7 @@ def test_an_interrupted_run_continues_to_the_same_index(
     assert index_files(tmp_path / "out") == index_files(tmp_path / "whole")
 
 
-def interrupt(*_: object) -> None:
+def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
