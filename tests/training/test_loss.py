@@ -63,30 +63,33 @@ def test_gradient_of_unequal_micro_batches_is_the_one_worked_out_by_hand(
     paths = ["--model_name", "none", "--train_data_dir", "none", "--output_dir", "none", "--devices", "2"]
     run = forked_runs.start([*paths, *options], 2, program="tests.support.bigram")
     run.finish()
-    found = json.loads(run.stdout().splitlines()[-1])
-    assert found["loss"] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
-    assert found["norm"] == pytest.approx(norm, rel=1e-6)
+    step = json.loads(run.stdout().splitlines()[-1])
+    assert step["loss"] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
+    assert step["norm"] == pytest.approx(norm, rel=1e-6)
     scale = min(grad_clip / norm, 1) if grad_clip else 1
     # torch divides by the norm plus 1e-6, which is 3e-6 of the norm
-    torch.testing.assert_close(torch.tensor(found["weights"]), -gradient * scale, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(torch.tensor(step["weights"]), -gradient * scale, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.numerical
 def test_unequal_micro_batches_have_the_gradient_of_the_whole_window(fabric: Fabric) -> None:
+    # six rows of which one has few labels and one has none
     rows = torch.randint(0, VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(0))
     labels = rows.clone()
     labels[0, 2:] = IGNORED_LABEL
     labels[3] = IGNORED_LABEL
-    gradients = []
-    losses = []
-    for cut in ([6], [1, 5], [2, 2, 2], [1, 1, 1, 1, 1, 1]):
+
+    def loss_and_gradient(rows_of_batches: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         model = fabric.setup_module(Bigram())
-        parts = zip(rows.split(cut), labels.split(cut), strict=True)
-        losses.append(accumulate(fabric, model, window(*(Batch(ids, wanted) for ids, wanted in parts))).mean)
-        gradients.append(model.table.weight.grad.clone())
-    for gradient, loss in zip(gradients[1:], losses[1:], strict=True):
-        torch.testing.assert_close(gradient, gradients[0], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+        batches = map(Batch, rows.split(rows_of_batches), labels.split(rows_of_batches))
+        loss = accumulate(fabric, model, window(*batches))
+        return loss.mean, model.table.weight.grad
+
+    whole_loss, whole_gradient = loss_and_gradient([6])
+    for rows_of_batches in ([1, 5], [2, 2, 2], [1, 1, 1, 1, 1, 1]):
+        loss, gradient = loss_and_gradient(rows_of_batches)
+        torch.testing.assert_close(gradient, whole_gradient, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(loss, whole_loss, rtol=1e-6, atol=0)
 
 
 def test_a_window_without_supervised_tokens_has_loss_and_gradient_zero(fabric: Fabric) -> None:

@@ -156,8 +156,8 @@ def test_step_0_is_logged_once_by_a_run_that_starts_again(tmp_path: Path) -> Non
     logger = TensorBoardLogger(tmp_path / "tensorboard", -1)
     logger.log(metrics(0, 2.0))
     logger.close()
-    found = scalars(tmp_path / "tensorboard").Scalars("train/loss")
-    assert [(event.step, event.value) for event in found] == [(0, 2.0)]
+    (event,) = scalars(tmp_path / "tensorboard").Scalars("train/loss")
+    assert (event.step, event.value) == (0, 2.0)
 
 
 SOURCES = ("es", 'a, "b"', "gone\nlines")
@@ -165,23 +165,28 @@ SOURCES = ("es", 'a, "b"', "gone\nlines")
 
 def test_losses_of_sources_are_columns_whatever_the_names_hold(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    value = {"val_loss/es": 2.718281828459045, 'train_loss/a, "b"': 0.1, "val_bits_per_byte/gone\nlines": 3.5}
-    row = replace(metrics(1), by_source=value)
-    logger = CSVLogger(path, -1, extra_columns([], [], SOURCES))
-    logger.log(row)
-    logger.close()
-    assert read_metrics(path, 1) == [row]
-    (cells,) = rows_of(path)
-    figures = ("train_loss", "val_loss", "val_perplexity", "val_bits_per_byte")
-    assert list(cells) == [*COLUMNS, *(f"{figure}/{name}" for name in SOURCES for figure in figures)]
-    assert {name: cell for name, cell in cells.items() if "/" in name and cell} == {
-        name: str(number) for name, number in value.items()
-    }
-    board = TensorBoardLogger(tmp_path / "tensorboard", -1)
-    board.log(row)
-    board.close()
-    grouped = {"val/es/loss", 'train/a, "b"/loss', "val/gone\nlines/bits_per_byte"}
-    assert grouped <= set(scalars(tmp_path / "tensorboard").Tags()["scalars"])
+    losses = {"val_loss/es": 2.718281828459045, 'train_loss/a, "b"': 0.1, "val_bits_per_byte/gone\nlines": 3.5}
+    logged = replace(metrics(1), by_source=losses)
+
+    # metrics.csv has four columns for each source, and the values in theirs
+    csv_logger = CSVLogger(path, -1, extra_columns([], [], SOURCES))
+    csv_logger.log(logged)
+    csv_logger.close()
+    assert read_metrics(path, 1) == [logged]
+    (row,) = rows_of(path)
+    columns = list(COLUMNS)
+    for name in SOURCES:
+        columns += [f"train_loss/{name}", f"val_loss/{name}", f"val_perplexity/{name}", f"val_bits_per_byte/{name}"]
+    assert list(row) == columns
+    for column in columns[len(COLUMNS) :]:
+        assert row[column] == str(losses.get(column, ""))
+
+    # TensorBoard has them in groups
+    tensorboard = TensorBoardLogger(tmp_path / "tensorboard", -1)
+    tensorboard.log(logged)
+    tensorboard.close()
+    tags = {"val/es/loss", 'train/a, "b"/loss', "val/gone\nlines/bits_per_byte"}
+    assert tags <= set(scalars(tmp_path / "tensorboard").Tags()["scalars"])
 
 
 def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path: Path) -> None:
@@ -191,10 +196,11 @@ def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path:
         logger = CSVLogger(path, step - 1, extra_columns([], [], [name]))
         logger.log(replace(metrics(step), by_source={f"val_loss/{name}": float(step)}))
         logger.close()
-    rows = rows_of(path)
-    assert [(row["step"], row["val_loss/es"], row["val_loss/va"]) for row in rows] == [
-        *(("1", "", ""), ("2", "", "")),
-        *(("3", "3.0", ""), ("4", "", "4.0")),
+    assert [(row["step"], row["val_loss/es"], row["val_loss/va"]) for row in rows_of(path)] == [
+        ("1", "", ""),
+        ("2", "", ""),
+        ("3", "3.0", ""),
+        ("4", "", "4.0"),
     ]
 
 
@@ -230,15 +236,21 @@ def test_a_damaged_metrics_csv_is_named_and_left_as_it_is(tmp_path: Path, damage
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 20), st.integers(0, 9))
+@given(
+    inserted=st.binary(max_size=200),
+    position=st.integers(0, 400),
+    num_removed=st.integers(0, 20),
+    last_step=st.integers(0, 9),
+)
 def test_any_bytes_are_a_metrics_csv_or_named(
-    tmp_path: Path, put: bytes, place: int, removed: int, last_step: int
+    tmp_path: Path, inserted: bytes, position: int, num_removed: int, last_step: int
 ) -> None:
     path = tmp_path / "metrics.csv"
     path.unlink(missing_ok=True)
     write_csv(path, 0, range(1, 8))
     content = path.read_bytes()
-    for damaged in (put, content[:place] + put + content[place + removed :]):
+    partly_damaged = content[:position] + inserted + content[position + num_removed :]
+    for damaged in (inserted, partly_damaged):
         path.write_bytes(damaged)
         try:
             CSVLogger(path, last_step).close()
@@ -334,8 +346,8 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
         for step in steps:
             logger.log(metrics(step, loss))
         logger.close()
-    found = [(event.step, event.value) for event in scalars(tmp_path).Scalars("train/loss")]
-    assert found == [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 8)]
+    losses = [(event.step, event.value) for event in scalars(tmp_path).Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]
 
 
 def test_event_files_end_at_the_checkpoint_that_a_run_resumes_from(tmp_path: Path) -> None:
@@ -378,13 +390,19 @@ def fails(*_: object) -> NoReturn:
 
 @pytest.mark.parametrize("method", ["log", "log_samples", "log_model", "log_report", "flush", "close"])
 def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture, method: str) -> None:
-    whole = Logger()
-    setattr(whole, method, fails)
-    logger = GuardedLogger("--loggers tensorboard", lambda: whole)
-    given: dict[str, list[object]] = {"log": [metrics(1)], "log_samples": [[]], "log_model": [Path("step-00000001")]}
-    given["log_report"] = [Path("report.html"), "# The report"]
+    failing_logger = Logger()
+    setattr(failing_logger, method, fails)
+    logger = GuardedLogger("--loggers tensorboard", lambda: failing_logger)
+    arguments: dict[str, list[object]] = {
+        "log": [metrics(1)],
+        "log_samples": [[]],
+        "log_model": [Path("step-00000001")],
+        "log_report": [Path("report.html"), "# The report"],
+        "flush": [],
+        "close": [],
+    }
     for _ in range(2):
-        getattr(logger, method)(*given.get(method, []))
+        getattr(logger, method)(*arguments[method])
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("warning: --loggers tensorboard: No space left on device: events; ")
     assert line.endswith("; the run goes on without it, and metrics.csv has every step")
@@ -570,11 +588,12 @@ needs = {
 def log_and_resume(tracker: str, run: Path, checkpoint: Path, runs: ForkedRuns, env: dict[str, str]) -> None:
     """Log steps 1 and 2 and die, log them again, then resume after step 1 with steps 2 and 3."""
     run.mkdir()
-    for *further, last_step in (("dies", 0), (0,), (1,)):
-        words = [tracker, run, checkpoint, last_step, *further]
-        started = runs.start(words, 1, before=LOG_TO_TRACKER, env=env, cwd=run.parent)
-        started.finish()
-        assert (started.lines(), started.stderr()) == (["mode None"], "")
+    words = [tracker, run, checkpoint]
+    for last_words in ([0, "dies"], [0], [1]):  # the step to log after, and whether to end without closing
+        session = runs.start([*words, *last_words], 1, before=LOG_TO_TRACKER, env=env, cwd=run.parent)
+        session.finish()
+        assert session.lines() == ["mode None"]
+        assert session.stderr() == ""
 
 
 @needs["mlflow"]

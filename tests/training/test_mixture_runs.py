@@ -1,11 +1,12 @@
 """Runs on several token datasets in shares and phases see the planned tokens; resumed, they go on in their order."""
 
+import csv
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fabric_train.arguments import TrainArguments, TrainingArguments
@@ -51,15 +52,26 @@ class Mixing:
         names: tuple[str, ...] = NAMES,
         **options: Any,
     ) -> ForkedRun:
+        """Start a run on the token datasets ``names``; ``shares`` are words of the command line after them."""
         words = argv(self.model, Path("TOKENS"), Path(run), **{**OPTIONS, **options})
-        place = words.index("TOKENS")
-        return self._runs.start(
-            [*words[:place], *names, *map(str, shares), *words[place + 1 :]], num_ranks, cwd=self.folder, before=before
-        )
+        index = words.index("TOKENS")
+        words[index : index + 1] = [*names, *map(str, shares)]  # argv takes one token dataset
+        return self._runs.start(words, num_ranks, cwd=self.folder, before=before)
+
+    def num_rows(self) -> list[int]:
+        """Return the number of training rows of each token dataset."""
+        return [manifest_of(self.folder / name).ledger.splits["train"].rows for name in NAMES]
 
     def state(self, run: str, step: int) -> dict[str, Any]:
+        """Return the trainer.json of a checkpoint."""
         file = self.folder / run / "checkpoints" / f"step-{step:08d}" / "trainer.json"
         return dict(json.loads(file.read_text()))
+
+    def shares_seen(self, run: str, step: int) -> dict[str, float]:
+        """Return the share of each source in what a run has seen, as a model card has it."""
+        saved = read_trainer_json(self.folder / run / "checkpoints" / f"step-{step:08d}")
+        (stage,) = all_stages(read_record(saved))
+        return {source.name: source.share for source in stage.sources}
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +87,44 @@ def whole(mixing: Mixing) -> ForkedRun:
     return run
 
 
+def rows_by_column(run: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's metrics.csv."""
+    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def last_step(run: ForkedRun) -> int:
     (steps,) = re.findall(r"^steps +([0-9]+), the last", run.stdout(), re.MULTILINE)
     return int(steps)
 
 
+def check_tables(run: ForkedRun, num_rows: list[int], rows_seen: list[int]) -> None:
+    """Check the tables of sources that a run prints before it trains and at its end.
+
+    Args:
+        run: The run, which has done all that it planned.
+        num_rows: The rows of each token dataset.
+        rows_seen: The rows that the run has read of each.
+    """
+    before, after = run.stdout().split("Done\n")
+    lines_before = [line.split() for line in before.splitlines()]
+    lines_after = [line.split() for line in after.splitlines()]
+    for name, source_rows, seen in zip(NAMES, num_rows, rows_seen, strict=True):
+        tokens_seen = f"{seen * 16:,}"
+        share = f"{seen / sum(rows_seen):.2%}"
+        epochs = f"{seen / source_rows:.2f}"
+        planned_cells = [name, f"{source_rows * 16:,}", share, epochs, tokens_seen]
+        assert planned_cells in lines_before
+        assert [*planned_cells, tokens_seen] in lines_after
+
+
 def test_what_a_run_saw_of_each_source_is_what_was_planned(mixing: Mixing, whole: ForkedRun) -> None:
-    rows = [manifest_of(mixing.folder / name).ledger.splits["train"].rows for name in NAMES]
-    wanted = [2 * rows[0], 2 * round(0.15 * rows[1]), 4 * rows[2]]
+    va_rows, es_rows, en_rows = mixing.num_rows()
+    rows_seen = [2 * va_rows, 2 * round(0.15 * es_rows), 2 * 2 * en_rows]  # in two epochs
     state = mixing.state("whole", last_step(whole))
-    assert state["rows_of_sources"] == wanted
-    assert state["num_tokens"] == 16 * sum(wanted)
-    before, after = whole.stdout().split("Done\n")
-    for name, total, seen in zip(NAMES, rows, wanted, strict=True):
-        share = f"{seen / sum(wanted):.2%}"
-        epochs = f"{seen / total:.2f}"
-        planned = [name, f"{total * 16:,}", share, epochs, f"{seen * 16:,}"]
-        assert planned in [line.split() for line in before.splitlines()]
-        assert [*planned, planned[-1]] in [line.split() for line in after.splitlines()]
+    assert state["rows_of_sources"] == rows_seen
+    assert state["num_tokens"] == 16 * sum(rows_seen)
+    check_tables(whole, mixing.num_rows(), rows_seen)
 
 
 def test_checkpoint_of_a_mixture_has_its_order_and_describes_all_sources(mixing: Mixing, whole: ForkedRun) -> None:
@@ -100,8 +132,7 @@ def test_checkpoint_of_a_mixture_has_its_order_and_describes_all_sources(mixing:
     assert order["version"] == 2
     assert sum(order["rows_per_epoch"]) == order["num_rows"]
     checkpoint = manifest_of(mixing.folder / "whole" / "checkpoints" / "step-00000004")
-    parts = [manifest_of(mixing.folder / name).ledger.splits["train"].rows for name in NAMES]
-    assert checkpoint.ledger.splits["train"].rows == sum(parts)
+    assert checkpoint.ledger.splits["train"].rows == sum(mixing.num_rows())
     assert [part.name for part in checkpoint.parts] == list(NAMES)
 
 
@@ -109,21 +140,23 @@ def test_checkpoint_of_a_mixture_has_its_order_and_describes_all_sources(mixing:
 def test_resumed_mixture_reads_the_same_rows_on_any_number_of_ranks(
     mixing: Mixing, whole: ForkedRun, num_ranks: int
 ) -> None:
-    end = last_step(whole)
     checkpoint = mixing.folder / "whole" / "checkpoints" / "step-00000004"
     options: dict[str, Any] = {"checkpoint": checkpoint, "resume": "true", **TWO_EPOCHS}
     run = f"resumed-{num_ranks}"
     mixing.start(run, num_ranks, "--shares", 1.0, 0.15, 2, **options).finish()
-    here, there = (mixing.state(each, end) for each in (run, "whole"))
+    state = mixing.state(run, last_step(whole))
+    whole_state = mixing.state("whole", last_step(whole))
     for name in ("rows_hash", "rows_of_sources", "counted_of_sources", "num_tokens", "data"):
-        assert here[name] == there[name]
-    ours = metrics(mixing.folder / run)
-    theirs = metrics(mixing.folder / "whole")[4:]
+        assert state[name] == whole_state[name]
+
+    # the logged rows, which have the step and the loss in the columns 0 and 2
+    rows = metrics(mixing.folder / run)
+    whole_rows = metrics(mixing.folder / "whole")[4:]
     if num_ranks == 2:
-        assert ours == theirs
-    for row, same in zip(ours, theirs, strict=True):
-        assert row[0] == same[0]
-        assert float(row[2]) == pytest.approx(float(same[2]), abs=1e-5)
+        assert rows == whole_rows
+    for row, whole_row in zip(rows, whole_rows, strict=True):
+        assert row[0] == whole_row[0]
+        assert float(row[2]) == pytest.approx(float(whole_row[2]), abs=1e-5)
 
 
 def test_mixture_is_not_resumed_in_other_shares(mixing: Mixing, whole: ForkedRun) -> None:
@@ -139,23 +172,13 @@ def test_mixture_is_not_resumed_in_other_shares(mixing: Mixing, whole: ForkedRun
 
 
 def test_token_shares_are_those_of_every_step(mixing: Mixing) -> None:
-    run = mixing.start(
-        "tokens",
-        1,
-        "--token_shares",
-        "en=0.25",
-        "va=0.5",
-        "es=0.25",
-        max_step=3,
-        save_step_interval=1,
-        keep_checkpoints=9,
-    )
-    run.finish()
-    assert [mixing.state("tokens", step)["rows_of_sources"] for step in (1, 2, 3)] == [[4, 2, 2], [8, 4, 4], [12, 6, 6]]
+    shares = ("--token_shares", "en=0.25", "va=0.5", "es=0.25")
+    mixing.start("tokens", 1, *shares, max_step=3, save_step_interval=1, keep_checkpoints=9).finish()
+    for step in (1, 2, 3):
+        assert mixing.state("tokens", step)["rows_of_sources"] == [4 * step, 2 * step, 2 * step]  # va, es, en
     assert mixing.state("tokens", 3)["mixture_sources"] == list(NAMES)
-    (stage,) = all_stages(read_record(read_trainer_json(mixing.folder / "tokens" / "checkpoints" / "step-00000003")))
-    seen = {f"{name}.jsonl": share for name, share in zip(NAMES, (0.5, 0.25, 0.25), strict=True)}
-    assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
+    expected = {"va.jsonl": 0.5, "es.jsonl": 0.25, "en.jsonl": 0.25}
+    assert mixing.shares_seen("tokens", 3) == pytest.approx(expected)
 
 
 def trained_on(run: Path) -> dict[str, str]:
@@ -166,21 +189,23 @@ def trained_on(run: Path) -> dict[str, str]:
 
 
 def test_a_report_says_what_the_steps_consumed_of_each_source(mixing: Mixing, whole: ForkedRun) -> None:
-    rows = mixing.state("whole", last_step(whole))["rows_of_sources"]
-    assert trained_on(mixing.folder / "whole") == {
-        name: f"{count / sum(rows):.1%}" for name, count in zip(NAMES, rows, strict=True)
-    }
+    rows_seen = mixing.state("whole", last_step(whole))["rows_of_sources"]
+    expected = {name: f"{count / sum(rows_seen):.1%}" for name, count in zip(NAMES, rows_seen, strict=True)}
+    assert trained_on(mixing.folder / "whole") == expected
+
     # a branch with other data counts on from what the steps before it consumed
     branch = f"{mixing.folder / 'whole'}@4"
     options: dict[str, Any] = {"branch": branch, "max_step": 6, "save_step_interval": 1, "total_batch_size": 24}
     mixing.start("on-en", 1, names=("en",), **options, micro_batch_size=12).finish()
-    before = mixing.state("whole", 4)["counted_of_sources"]
-    after = mixing.state("on-en", 6)["counted_of_sources"]
-    (english,) = [name for name in after if Path(name).stem == "en"]
-    assert {**after, english: 0} == {**before, english: 0}
-    assert after[english] > before[english]
-    shares = {Path(name).stem: f"{count / sum(after.values()):.1%}" for name, count in after.items()}
-    assert trained_on(mixing.folder / "on-en") == shares
+    counts_at_branch = mixing.state("whole", 4)["counted_of_sources"]
+    counts = mixing.state("on-en", 6)["counted_of_sources"]
+    for name, count in counts.items():
+        if Path(name).stem == "en":
+            assert count > counts_at_branch[name]
+        else:
+            assert count == counts_at_branch[name]
+    expected = {Path(name).stem: f"{count / sum(counts.values()):.1%}" for name, count in counts.items()}
+    assert trained_on(mixing.folder / "on-en") == expected
 
 
 def test_sources_of_a_folder_share_what_was_seen_of_it(mixing: Mixing) -> None:
@@ -188,23 +213,26 @@ def test_sources_of_a_folder_share_what_was_seen_of_it(mixing: Mixing) -> None:
     tokenize(merged, mixing.model, mixing.folder / "va.jsonl", mixing.folder / "es.jsonl")
     run = mixing.start("parts", 1, "--token_shares", 0.5, 0.5, names=("en", "merged"), max_step=1, save_step_interval=1)
     run.finish()
-    (stage,) = all_stages(read_record(read_trainer_json(mixing.folder / "parts" / "checkpoints" / "step-00000001")))
-    tokens = manifest_of(merged).ledger.splits["train"].sources
-    of_merged = {Path(name).name: one.tokens_in_rows for name, one in tokens.items()}
-    seen = {name: 0.5 * number / sum(of_merged.values()) for name, number in of_merged.items()}
-    assert {source.name: source.share for source in stage.sources} == pytest.approx(seen | {"en.jsonl": 0.5})
+    ledgers = manifest_of(merged).ledger.splits["train"].sources
+    num_tokens = {Path(name).name: ledger.tokens_in_rows for name, ledger in ledgers.items()}
+    expected = {name: 0.5 * count / sum(num_tokens.values()) for name, count in num_tokens.items()}
+    expected["en.jsonl"] = 0.5
+    assert mixing.shares_seen("parts", 1) == pytest.approx(expected)
 
 
 def test_shares_of_named_sources_are_those_of_the_others_too(mixing: Mixing) -> None:
     folder = mixing.folder / "named"
-    places = [f"{name}={mixing.folder}/{name}.jsonl" for name in NAMES]
-    tokenize(folder, mixing.model, *places)
+    tokenize(folder, mixing.model, *(f"{name}={mixing.folder}/{name}.jsonl" for name in NAMES))
     run = mixing.start("named-run", 1, "--token_shares", "named:es=0.25", "named=0.75", names=("named",), max_step=1)
     run.finish()
-    (stage,) = all_stages(read_record(read_trainer_json(mixing.folder / "named-run" / "checkpoints" / "step-00000001")))
-    tokens = {name: one.tokens_in_rows for name, one in manifest_of(folder).ledger.splits["train"].sources.items()}
-    seen = {name: 0.75 * tokens[name] / (tokens["va"] + tokens["en"]) for name in ("va", "en")} | {"es": 0.25}
-    assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
+
+    # the two other sources share 0.75 by their tokens
+    ledgers = manifest_of(folder).ledger.splits["train"].sources
+    va_tokens = ledgers["va"].tokens_in_rows
+    en_tokens = ledgers["en"].tokens_in_rows
+    va_share = 0.75 * va_tokens / (va_tokens + en_tokens)
+    expected = {"va": va_share, "es": 0.25, "en": 0.75 - va_share}
+    assert mixing.shares_seen("named-run", 1) == pytest.approx(expected)
 
 
 def test_share_of_less_than_a_row_is_refused(mixing: Mixing) -> None:
@@ -235,39 +263,40 @@ def phased(mixing: Mixing) -> ForkedRun:
 def test_phases_are_planned_and_taken(mixing: Mixing, phased: ForkedRun) -> None:
     before, after = phased.stdout().split("Done\n")
     assert "12, the last one in phase 3 of 3\n" in after
-    total = [manifest_of(mixing.folder / name).ledger.splits["train"].rows for name in NAMES]
-    rows = [mixing.state("phased", step)["rows_of_sources"] for step in (6, 8, 12)]  # borders are saved
-    seen = [[late - early for early, late in zip(*pair, strict=True)] for pair in pairwise([[0, 0, 0], *rows])]
-    assert seen[2] == [8, 24, 0]
-    assert seen[1][1] == 0
-    starts = ["1–6 constant, 0.001", "7–8 constant, 0.001", "9–12 linear, 0.01 to 0.00325"]
-    timeline = [" ".join(line.split()) for line in before.split("Phases\n")[1].splitlines()]
-    wanted = [
-        f"{name} {count / sum(counts):.2%} {count * 16:,}"
-        for counts in seen
-        for name, count in zip(NAMES, counts, strict=True)
-        if count
-    ]
-    for start, place in zip(starts, (0, 3, 5), strict=True):
-        wanted[place] = f"{start} {wanted[place]}"
-    assert timeline[1 : len(wanted) + 1] == wanted
-    for name, num_rows, count in zip(NAMES, total, rows[2], strict=True):
-        share = f"{count / sum(rows[2]):.2%}"
-        epochs = f"{count / num_rows:.2f}"
-        planned = [name, f"{num_rows * 16:,}", share, epochs, f"{count * 16:,}"]
-        assert planned in [line.split() for line in before.splitlines()]
-        assert [*planned, planned[-1]] in [line.split() for line in after.splitlines()]
+
+    # the rows of va, es and en that each phase has read; its last step is saved
+    totals = np.array([[0, 0, 0], *(mixing.state("phased", step)["rows_of_sources"] for step in (6, 8, 12))])
+    first_phase, second_phase, third_phase = np.diff(totals, axis=0).tolist()
+    assert second_phase[1] == 0
+    assert third_phase == [8, 24, 0]
+
+    # the table of phases: steps and learning rate stand in the first line of each
+    expected_lines = []
+    for heading, rows_read in (
+        ("1–6 constant, 0.001 ", first_phase),
+        ("7–8 constant, 0.001 ", second_phase),
+        ("9–12 linear, 0.01 to 0.00325 ", third_phase),
+    ):
+        lines = []
+        for name, count in zip(NAMES, rows_read, strict=True):
+            if count:
+                lines.append(f"{name} {count / sum(rows_read):.2%} {count * 16:,}")
+        expected_lines += [heading + lines[0], *lines[1:]]
+    lines_of_table = [" ".join(line.split()) for line in before.split("Phases\n")[1].splitlines()]
+    assert lines_of_table[1 : len(expected_lines) + 1] == expected_lines
+    check_tables(phased, mixing.num_rows(), totals[-1].tolist())
 
 
 def test_a_phase_has_its_schedule_and_begins_and_ends_an_epoch(mixing: Mixing, phased: ForkedRun) -> None:
-    rows = metrics(mixing.folder / "phased")
-    own = TrainingArguments(lr=0.01, min_lr=0.001, lr_schedule="linear")
-    rates = [0.001] * 8 + [learning_rate(step, 4, own) for step in range(1, 5)]
-    assert [float(row[5]) for row in rows] == rates
-    assert {6, 8, 12} <= {int(row[0]) for row in rows if row[3]}  # evaluated
-    epochs = [int(row[1]) for row in rows]
-    assert epochs[5] < epochs[6]
-    assert epochs[7] < epochs[8]
+    rows = rows_by_column(mixing.folder / "phased")
+    last_phase = TrainingArguments(lr=0.01, min_lr=0.001, lr_schedule="linear")
+    rates = [0.001] * 8 + [learning_rate(step, 4, last_phase) for step in range(1, 5)]
+    assert [float(row["learning_rate"]) for row in rows] == rates
+    evaluated_steps = {int(row["step"]) for row in rows if row["val_loss"]}
+    assert {6, 8, 12} <= evaluated_steps
+    epochs = {int(row["step"]): int(row["epoch"]) for row in rows}
+    assert epochs[6] < epochs[7]
+    assert epochs[8] < epochs[9]
     trainer = mixing.state("phased", 12)
     assert [phase["first_step"] for phase in trainer["data"]["phases"]] == [7, 9]
     (schedule,) = trainer["phase_schedules"]
@@ -295,36 +324,40 @@ def test_a_killed_run_resumes_across_a_phase_border_bit_for_bit(mixing: Mixing, 
 def test_one_rank_reads_the_same_rows_in_every_phase(mixing: Mixing, phased: ForkedRun) -> None:
     mixing.start("alone", 1, "--shares", 1.0, 0.15, 2, **IN_PHASES, keep_checkpoints=9).finish()
     for step in (6, 8, 12):
-        here, there = (mixing.state(run, step) for run in ("alone", "phased"))
-        assert [here[name] for name in ("rows_hash", "rows_of_sources", "epoch")] == [
-            there[name] for name in ("rows_hash", "rows_of_sources", "epoch")
-        ]
+        alone = mixing.state("alone", step)
+        on_two_ranks = mixing.state("phased", step)
+        for name in ("rows_hash", "rows_of_sources", "epoch"):
+            assert alone[name] == on_two_ranks[name]
 
 
 def test_only_phases_that_have_not_begun_may_change(mixing: Mixing, phased: ForkedRun) -> None:
-    checkpoint = mixing.folder / "phased" / "checkpoints" / "step-00000008"
-    given = {**IN_PHASES, "phases": "other.yaml", "checkpoint": checkpoint, "resume": "true"}
+    def resume(name: str, step: int, phases: str, **options: object) -> ForkedRun:
+        """Resume the run from the checkpoint of a step with other phases."""
+        (mixing.folder / "changed.yaml").write_text(phases)
+        checkpoint = mixing.folder / "phased" / "checkpoints" / f"step-{step:08d}"
+        all_options = {**IN_PHASES, "phases": "changed.yaml", "checkpoint": checkpoint, "resume": "true", **options}
+        return mixing.start(name, 1, "--shares", 1.0, 0.15, 2, **all_options)
 
-    def resume(name: str, phases: str, **options: object) -> ForkedRun:
-        (mixing.folder / "other.yaml").write_text(phases)
-        return mixing.start(name, 1, "--shares", 1.0, 0.15, 2, **{**given, **options})
+    # at step 8 the second phase has begun, and the third has not
+    second_changed = resume("second-changed", 8, "- {from: 7, shares: [1, 0, 1]}")
+    assert second_changed.wait() == [2]
+    assert "--phases differs in a phase that has begun: " in second_changed.stderr()
+    third_changed = resume("third-changed", 8, PHASES.replace("0.75, 0]", "0.5, 0.25]"))
+    third_changed.finish()
+    note = "note: the phases that begin after step 8 are others than at step-00000008: from step 9 "
+    assert note in third_changed.stdout()
 
-    begun = resume("begun", "- {from: 7, shares: [1, 0, 1]}")
-    assert begun.wait() == [2]
-    assert "--phases differs in a phase that has begun: " in begun.stderr()
-    later = resume("later", PHASES.replace("0.75, 0]", "0.5, 0.25]"))
-    later.finish()
-    assert "note: the phases that begin after step 8 are others than at step-00000008: from step 9 " in later.stdout()
-    ended = mixing.folder / "phased" / "checkpoints" / "step-00000010"
-    own = resume("own", PHASES.replace("0.01", "0.02"), checkpoint=ended)
-    assert own.wait() == [2]
-    (line,) = own.stderr().splitlines()
+    # at step 10 the third has begun too, and keeps its learning rate
+    rate_changed = resume("rate-changed", 10, PHASES.replace("0.01", "0.02"))
+    assert rate_changed.wait() == [2]
+    (line,) = rate_changed.stderr().splitlines()
     assert line.startswith("error: --phases from step 9, lr: 0.01 -> 0.02 since ")
-    # more steps alone: the phase that has begun keeps its schedule, and the rate does not jump
-    longer = resume("longer", PHASES.replace("0.5", "7"), checkpoint=ended, max_step=14)
+
+    # with more steps alone, it keeps its schedule, and the rate does not jump
+    longer = resume("longer", 10, PHASES.replace("0.5", "7"), max_step=14)
     longer.finish()
     assert "note: the phase has 6 steps now and had 4: so that the learning rate does not jump" in longer.stdout()
-    rates = [float(row[5]) for row in metrics(mixing.folder / "longer")]
+    rates = [float(row["learning_rate"]) for row in rows_by_column(mixing.folder / "longer")]
     assert rates == pytest.approx([0.0055, 0.00325, 0.00325, 0.00325])
 
 
@@ -334,10 +367,13 @@ def test_a_branch_takes_other_phases_from_a_border(mixing: Mixing, phased: Forke
     )
     options = {**IN_PHASES, "phases": "branch.yaml", "branch": f"{mixing.folder / 'phased'}@8"}
     mixing.start("branch", 1, "--shares", 1.0, 0.15, 2, **options).finish()
-    there = mixing.state("phased", 8)["rows_of_sources"]
-    here = mixing.state("branch", 12)["rows_of_sources"]
-    assert here[:2] == there[:2]
-    assert here[2] > there[2]
+
+    # from step 9 on, the branch reads en alone
+    va_before, es_before, en_before = mixing.state("phased", 8)["rows_of_sources"]
+    va_rows, es_rows, en_rows = mixing.state("branch", 12)["rows_of_sources"]
+    assert va_rows == va_before
+    assert es_rows == es_before
+    assert en_rows > en_before
     (branch,) = mixing.state("branch", 12)["lineage"]
     assert branch["continues_data"]
     assert "lr 0.01" in branch["changed"]["phases"][0]
