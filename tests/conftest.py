@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -35,6 +35,11 @@ from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_llama3_like_tokenizer, write_sentencepiece_tokenizer, write_tiny_model
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+
+    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
+
 # a busy machine is no failure, and every run draws other examples
 hypothesis.settings.register_profile("untimed", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("untimed")
@@ -42,32 +47,37 @@ sys.dont_write_bytecode = False  # for this process, see above
 # imports make objects that stay: looking for garbage among them costs a tenth of the time until the first test
 gc.disable()
 
-# A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. Programs inherit
-# that, but not a function: pytest goes on to ignore these signals, and the programs that it starts receive them
-for _number in (signal.SIGINT, signal.SIGHUP):
-    if signal.getsignal(_number) == signal.SIG_IGN:
-        signal.signal(_number, lambda *_: None)
+# A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. A program inherits
+# that a signal is ignored, but not a handler. With a handler that does nothing, pytest still ignores these signals, and
+# the programs that it starts receive them
+for _signal_number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_signal_number) == signal.SIG_IGN:
+        signal.signal(_signal_number, lambda *_: None)
 
 
-_LONGEST = ("test_compile.py", "test_resume.py", "test_preference.py")
+_LONGEST_FILES = ("test_compile.py", "test_resume.py", "test_preference.py")
 _MATRIX = Path(__file__).with_name("matrix.txt")
-
-
-_SHARE_A_START = ("tests/cuda_rehearsal/", "tests/report/")
+_FOLDERS_WITH_ONE_START = ("tests/cuda_rehearsal/", "tests/report/")
 """Folders whose files share a server of runs, or runs: to start these takes 7 s and more."""
 
 
-class _ByFile(LoadFileScheduling):
-    """Gives each file to one worker, and all files of a folder that shares a start to the same."""
+class _FileScheduling(LoadFileScheduling):
+    """Gives each file to one worker, and all files of a folder with one start to the same worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        shared = next((folder for folder in _SHARE_A_START if nodeid.startswith(folder)), None)
-        return shared or super()._split_scope(nodeid)
+        """Return the file or folder of a test; a worker gets all tests of a scope."""
+        for folder in _FOLDERS_WITH_ONE_START:
+            if nodeid.startswith(folder):
+                return folder
+        scope: str = super()._split_scope(nodeid)
+        return scope
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> LoadFileScheduling | None:
     """Return the scheduler of ``--dist loadfile``."""
-    return _ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    return _FileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,17 +86,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Raises:
         pytest.UsageError: it names a test that does not exist.
     """
-    listed = {line for line in _MATRIX.read_text(encoding="utf-8").splitlines() if line.startswith("tests/")}
-    collected = {item.nodeid: item for item in items}
-    for name in listed & collected.keys():
-        collected[name].add_marker("matrix")
-    files = {name.partition("::")[0] for name in collected}
-    unknown = [name for name in sorted(listed - collected.keys()) if name.partition("::")[0] in files]
-    if unknown and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"{_MATRIX.name} names tests that do not exist: {', '.join(unknown)}")
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    # stable: the order within a file stays
-    items.sort(key=lambda item: (item.path.name not in _LONGEST, -slow[item.path]))
+    names_in_matrix = {line for line in _MATRIX.read_text(encoding="utf-8").splitlines() if line.startswith("tests/")}
+    item_by_name = {item.nodeid: item for item in items}
+    for name in names_in_matrix & item_by_name.keys():
+        item_by_name[name].add_marker("matrix")
+
+    # where single tests are asked for, the others of their file are not collected
+    if not any("::" in argument for argument in config.args):
+        collected_files = {_file_of(name) for name in item_by_name}
+        missing_names = sorted(names_in_matrix - item_by_name.keys())
+        unknown_names = [name for name in missing_names if _file_of(name) in collected_files]
+        if unknown_names:
+            raise pytest.UsageError(f"{_MATRIX.name} names tests that do not exist: {', '.join(unknown_names)}")
+
+    num_slow_tests = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    # the sort is stable: the order within a file stays
+    items.sort(key=lambda item: (item.path.name not in _LONGEST_FILES, -num_slow_tests[item.path]))
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,13 +128,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no GPU here")
 
 
-if TYPE_CHECKING:
-    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
-
-
 def pytest_sessionfinish() -> None:
     """Kill data workers that a failed test has left: they ignore SIGTERM, and Python would wait for them at exit."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error here for each of its workers
+    # torch handles SIGCHLD, and its handler would raise an error here for each worker that is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in multiprocessing.active_children():
         worker.kill()
 
@@ -135,6 +151,7 @@ def _no_log_of_an_earlier_test() -> Iterator[None]:
     Otherwise later tests would find its lines in their output, and their own notes in the log or nowhere.
     """
     yield
+    # only modules that the test has imported: to import them here would take seconds
     run_log = sys.modules.get("fabric_train.training.run_log")
     if run_log is not None:
         run_log.end_log()
@@ -169,6 +186,7 @@ def chatml_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> P
     content = json.loads((smollm2_dir / "tokenizer.json").read_text(encoding="utf-8"))
     model = content["model"]
     model["vocab"] = {token: index for token, index in model["vocab"].items() if index < 2000}
+    # a merge stays if its result is still a token
     model["merges"] = [merge for merge in model["merges"] if "".join(merge) in model["vocab"]]
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     for name in ("tokenizer_config.json", "chat_template.jinja"):
@@ -279,17 +297,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: 
 @pytest.fixture(scope="session")
 def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, shakespeare_jsonl: Path) -> Path:
     """A token dataset of a slice of Shakespeare (60 documents of 1,500 characters) in rows of 64 tokens."""
-    from tests.support.token_datasets import tokenize  # slow: torch and transformers, which not every process needs
+    # slow to import: torch and transformers, which not every process needs
+    from tests.support.token_datasets import tokenize, write_jsonl
 
     folder = tmp_path_factory.mktemp("tokens")
-    documents = folder / "slice.jsonl"
     with shakespeare_jsonl.open(encoding="utf-8") as lines:
         text = json.loads(next(lines))["text"]
-    slices = [text[start : start + 1500] for start in range(0, 60 * 1500, 1500)]
-    documents.write_text("".join(json.dumps({"text": part}) + "\n" for part in slices), encoding="utf-8")
-    tokens = folder / "tokens"
-    tokenize(tokens, tiny_model_dir, documents, max_length=64, validation_split=0.04)
-    return tokens
+    documents = [text[start : start + 1500] for start in range(0, 60 * 1500, 1500)]
+    source = write_jsonl(folder / "slice.jsonl", documents)
+    tokenize(folder / "tokens", tiny_model_dir, source, max_length=64, validation_split=0.04)
+    return folder / "tokens"
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fabric_train.all_arguments import ALL_ARGUMENTS
-from tests.support.documented_commands import Command, commands_in, pattern_of, plain, words_of, write_stand_ins
+from tests.support.documented_commands import Command, commands_in, pattern_of, plain, words_of
+from tests.support.documented_inputs import write_stand_ins
 from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.forked_runs import ForkedRuns
 from tests.support.program_arguments import PROGRAM_ARGUMENTS, words_of_program

@@ -24,7 +24,7 @@ MODULES = {
     "merge": "fabric_train.tokenization.merge",
 }
 TEXTS = [
-    f"Document {number} says that {number} and one are {number + 1}, and then it says so again." for number in range(40)
+    f"Document {index} says that {index} and one are {index + 1}, and then it says so again." for index in range(40)
 ]
 
 
@@ -61,10 +61,9 @@ def make_folder(folder: Path, model: Path, tokens: Path) -> Path:
 
 
 def write_rows(folder: Path, **splits: dict[str, list]) -> None:
-    """Write a token dataset without a manifest."""
-    datasets.DatasetDict({name: datasets.Dataset.from_dict(rows) for name, rows in splits.items()}).save_to_disk(
-        str(folder)
-    )
+    """Write a token dataset without a manifest, from the columns of each split."""
+    dataset = {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
+    datasets.DatasetDict(dataset).save_to_disk(str(folder))
 
 
 def edit_json(file: Path, change: Callable[[Any], Any]) -> None:
@@ -154,6 +153,7 @@ def _break_documents(folder: Path) -> None:
 
 
 def _break_models(folder: Path) -> None:
+    # each call makes a copy of the good model, in which one thing is damaged
     def model(name: str, *removed: str) -> Path:
         shutil.copytree(folder / "model", folder / "models" / name)
         for file in removed:
@@ -189,11 +189,11 @@ def _break_models(folder: Path) -> None:
 
 def _break_tokenizers(folder: Path) -> None:
     def tokenizer(name: str) -> Path:
-        place = folder / "tokenizers" / name
-        place.mkdir(parents=True)
+        tokenizer_dir = folder / "tokenizers" / name
+        tokenizer_dir.mkdir(parents=True)
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(folder / "model" / file, place / file)
-        return place
+            shutil.copyfile(folder / "model" / file, tokenizer_dir / file)
+        return tokenizer_dir
 
     (tokenizer("empty-json") / "tokenizer.json").write_text("")
     cut(tokenizer("cut-json") / "tokenizer.json")
@@ -211,22 +211,23 @@ def _break_token_datasets(folder: Path) -> None:
         return folder / "datasets" / name
 
     rows = [[1, 2, 3]] * 8
-    made = folder / "datasets"
-    write_rows(made / "no-validation", train={"input_ids": rows})
-    write_rows(made / "no-train", test={"input_ids": rows})
-    write_rows(made / "other-vocabulary", train={"input_ids": [[1, 5000, 3]]}, validation={"input_ids": [[1, 2, 1000]]})
-    write_rows(made / "other-labels", train={"input_ids": rows, "labels": [[1, 2, 5000]] * 8})
-    write_rows(made / "negative-labels", train={"input_ids": rows, "labels": [[1, 2, -7]] * 8})
-    write_rows(made / "negative", train={"input_ids": [[1, 2], [3, -100]]})
-    write_rows(made / "long", train={"input_ids": [[1] * 300]}, validation={"input_ids": [[1] * 256]})
-    write_rows(made / "texts", train={"text": ["a"]})
-    write_rows(made / "strings", train={"input_ids": ["a"]})
-    write_rows(made / "no-rows", train={"input_ids": rows[:0]})
-    write_rows(made / "empty-rows", train={"input_ids": [[], []]})
-    write_rows(made / "short-rows", train={"input_ids": [[1], [2]]})
-    write_rows(made / "nulls", train={"input_ids": [[1, None, 2], [1, 2, 3]]})
-    write_rows(made / "fewer-labels", train={"input_ids": rows, "labels": [[1, 2]] * 8})
-    write_rows(made / "starts-beyond", train={"input_ids": rows, "document_starts": [[0, 9]] * 8})
+    datasets_dir = folder / "datasets"
+    write_rows(datasets_dir / "no-validation", train={"input_ids": rows})
+    write_rows(datasets_dir / "no-train", test={"input_ids": rows})
+    beyond_vocabulary = {"train": {"input_ids": [[1, 5000, 3]]}, "validation": {"input_ids": [[1, 2, 1000]]}}
+    write_rows(datasets_dir / "other-vocabulary", **beyond_vocabulary)
+    write_rows(datasets_dir / "other-labels", train={"input_ids": rows, "labels": [[1, 2, 5000]] * 8})
+    write_rows(datasets_dir / "negative-labels", train={"input_ids": rows, "labels": [[1, 2, -7]] * 8})
+    write_rows(datasets_dir / "negative", train={"input_ids": [[1, 2], [3, -100]]})
+    write_rows(datasets_dir / "long", train={"input_ids": [[1] * 300]}, validation={"input_ids": [[1] * 256]})
+    write_rows(datasets_dir / "texts", train={"text": ["a"]})
+    write_rows(datasets_dir / "strings", train={"input_ids": ["a"]})
+    write_rows(datasets_dir / "no-rows", train={"input_ids": rows[:0]})
+    write_rows(datasets_dir / "empty-rows", train={"input_ids": [[], []]})
+    write_rows(datasets_dir / "short-rows", train={"input_ids": [[1], [2]]})
+    write_rows(datasets_dir / "nulls", train={"input_ids": [[1, None, 2], [1, 2, 3]]})
+    write_rows(datasets_dir / "fewer-labels", train={"input_ids": rows, "labels": [[1, 2]] * 8})
+    write_rows(datasets_dir / "starts-beyond", train={"input_ids": rows, "document_starts": [[0, 9]] * 8})
     cut(next((dataset("cut-arrow") / "train").glob("*.arrow")))
     next((dataset("lost-arrow") / "train").glob("*.arrow")).unlink()
     (dataset("empty-listing") / "dataset_dict.json").write_text("")
@@ -261,9 +262,9 @@ def _break_runs(folder: Path) -> None:
     (checkpoint("cut-config") / "config.json").write_text("{")
     for name in ("list-trainer", "bare-trainer", "cut-config"):  # as if they had been written like this
         write_checksums(folder / "runs" / name / "checkpoints" / "step-00000007")
-    folder_trainer = checkpoint("folder-trainer")
-    (folder_trainer / "trainer.json").unlink()
-    (folder_trainer / "trainer.json").mkdir()
+    trainer_json = checkpoint("folder-trainer") / "trainer.json"
+    trainer_json.unlink()
+    trainer_json.mkdir()
     (folder / "runs" / "file-checkpoints").mkdir()
     (folder / "runs" / "file-checkpoints" / "checkpoints").touch()
     (folder / "runs" / "folder-metrics" / "metrics.csv").mkdir(parents=True)

@@ -24,6 +24,7 @@ from tests.support.dirty_corpus import DirtyCorpus, Planted
 from tests.support.dirty_texts import TASKS
 from tests.support.programs import ROOT
 
+_DROPPED = "dropped with its document"
 _PROGRESS = re.compile(r"(tokenizing|counting lines|comparing|reading|merging|checking|hashing)\b.*")
 
 FOR_TEXTS = (
@@ -61,26 +62,37 @@ SECTIONS = {
 
 def main() -> None:
     """Print the transcript as Markdown: first the dirt that was found and missed, then the commands."""
-    with TemporaryDirectory() as place:
-        folder = Path(place)
-        (folder / "models").mkdir()
-        (folder / "models" / "tokenizer.model").symlink_to(llama3_tokenizer_model())
-        for program in ("tokenize_dataset.py", "fabric_train"):
-            (folder / program).symlink_to(ROOT / program)
-        corpus = DirtyCorpus()
-        corpus.write(folder / "clean")
-        corpus.plant()
-        corpus.write(folder / "corpus")
-        items = (json.dumps({"task": "riddles", **item}, ensure_ascii=False) + "\n" for item in TASKS)
-        (folder / "TASKS.jsonl").write_text("".join(items), encoding="utf-8")
-
-        shown = {title: "\n\n".join(run(one, folder) for one in commands) for title, commands in SECTIONS.items()}
+    with TemporaryDirectory() as temporary_dir:
+        folder = Path(temporary_dir)
+        planted = write_inputs(folder)
+        transcripts = {}
+        for title, commands in SECTIONS.items():
+            transcripts[title] = "\n\n".join(run(command, folder) for command in commands)
         tables = {
-            "Found and missed": found_and_missed(corpus.planted, folder / "data" / "all"),
+            "Found and missed": found_and_missed(planted, folder / "data" / "all"),
             "The same switches on the corpus without dirt": control(folder),
         }
-    for title, text in (tables | shown).items():
+    for title, text in (tables | transcripts).items():
         print(f"## {title}\n\n{text}\n")
+
+
+def write_inputs(folder: Path) -> list[Planted]:
+    """Write what the commands read, and return the dirt in it.
+
+    These are the programs, a tokenizer, the items of a task, and the corpus without and with dirt.
+    """
+    (folder / "models").mkdir()
+    (folder / "models" / "tokenizer.model").symlink_to(llama3_tokenizer_model())
+    for program in ("tokenize_dataset.py", "fabric_train"):
+        (folder / program).symlink_to(ROOT / program)
+    with (folder / "TASKS.jsonl").open("w", encoding="utf-8") as file:
+        for item in TASKS:
+            file.write(json.dumps({"task": "riddles", **item}, ensure_ascii=False) + "\n")
+    corpus = DirtyCorpus()
+    corpus.write(folder / "clean")
+    corpus.plant()
+    corpus.write(folder / "corpus")
+    return corpus.planted
 
 
 def run(command: str, folder: Path) -> str:
@@ -91,7 +103,7 @@ def run(command: str, folder: Path) -> str:
         "PYTHONPATH": str(folder),
         "COLUMNS": "120",
     }
-    finished = subprocess.run(
+    completed = subprocess.run(
         command,
         shell=True,
         cwd=folder,
@@ -101,73 +113,96 @@ def run(command: str, folder: Path) -> str:
         text=True,
         check=False,
     )
-    lines = [line.rstrip() for line in finished.stdout.splitlines()]
-    shown = [line for line in lines if line and not _PROGRESS.fullmatch(line.strip())]
-    return "```\n" + "\n".join([f"$ {command}", *shown, f"exit code {finished.returncode}"]) + "\n```"
+    lines = [f"$ {command}"]
+    for line in completed.stdout.splitlines():
+        if line.rstrip() and not _PROGRESS.fullmatch(line.strip()):
+            lines.append(line.rstrip())
+    lines.append(f"exit code {completed.returncode}")
+    return "```\n" + "\n".join(lines) + "\n```"
 
 
 def found_and_missed(planted: Sequence[Planted], folder: Path) -> str:
     """Return a table: what became of each kind of dirt in a token dataset."""
-    texts = texts_of(folder)
-    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in planted:
-        text = texts.get((one.source, one.row))
-        if text is None:
-            outcome = "dropped with its document" if one.text else "found"
-        else:
-            outcome = "missed" if one.text in text else "found"
-        outcomes[one.kind][outcome] += 1
-    columns = ("found", "missed", "dropped with its document")
-    rows = [(kind, counts.total(), *(counts[column] for column in columns)) for kind, counts in outcomes.items()]
-    return _table(("kind", "planted", *columns), rows)
+    texts = document_texts(folder)
+    outcomes_by_kind: dict[str, Counter[str]] = defaultdict(Counter)
+    for dirt in planted:
+        text = texts.get((dirt.source, dirt.row))
+        outcomes_by_kind[dirt.kind][_outcome(dirt, text)] += 1
+    rows = []
+    for kind, outcomes in outcomes_by_kind.items():
+        rows.append((kind, outcomes.total(), outcomes["found"], outcomes["missed"], outcomes[_DROPPED]))
+    return _table(("kind", "planted", "found", "missed", _DROPPED), rows)
 
 
-def texts_of(folder: Path) -> dict[tuple[str, int], str]:
+def _outcome(dirt: Planted, text: str | None) -> str:
+    """Return what became of a piece of dirt; ``text`` is of its document, None if that was dropped."""
+    if text is None:
+        return _DROPPED if dirt.text else "found"
+    return "missed" if dirt.text in text else "found"
+
+
+def document_texts(folder: Path) -> dict[tuple[str, int], str]:
     """Return the text of each document of a token dataset by its source and row there.
 
     A document in the last row, which is left over because it is incomplete, has less text or none.
     """
-    manifest = _manifest(folder)
+    manifest = _load_manifest(folder)
     index = open_index(folder, manifest, "train")
     assert index is not None
     rows = np.array(datasets.load_from_disk(folder)["train"].with_format("numpy")["input_ids"][:])
     pieces = index.pieces(np.arange(len(rows)))
-    ids: list[list[int]] = [[] for _ in index.documents]
+    ids_by_document: list[list[int]] = [[] for _ in index.documents]
+    # the pieces of each document in their order
     for piece in np.lexsort([pieces.starts, pieces.documents]):
         position = int(pieces.positions[piece])
         length = int(pieces.lengths[piece])
-        ids[int(pieces.documents[piece])] += rows[pieces.rows[piece]][position : position + length].tolist()
+        piece_ids = rows[pieces.rows[piece]][position : position + length]
+        ids_by_document[int(pieces.documents[piece])] += piece_ids.tolist()
     tokenizer = load_fast(folder / "tokenizer" / "tokenizer.json", special_text_is_plain=False)
-    origins = [index.origin(document) for document in range(len(ids))]
-    return {
-        (origin.source, origin.row): text for origin, text in zip(origins, tokenizer.decode_batch(ids), strict=True)
-    }
+    texts = {}
+    for document, text in enumerate(tokenizer.decode_batch(ids_by_document)):
+        origin = index.origin(document)
+        texts[origin.source, origin.row] = text
+    return texts
 
 
 def control(folder: Path) -> str:
     """Return a table of what the same switches drop and change in the corpus before the dirt, by source."""
-    counts: dict[str, dict[str, int]] = {}
+    counts_by_source: dict[str, dict[str, int]] = {}
     for source in ("es", "en", "chats"):
         switches = FOR_CHATS if source == "chats" else f"{SWITCHES} --boilerplate 10"
         command = f"python tokenize_dataset.py --dataset clean/{source}.jsonl {COMMON} {switches}"
         run(f"{command} --output_dir data/control-{source}", folder)
-        ledger = _manifest(folder / "data" / f"control-{source}").ledger
-        left_out = {f"left out: {reason}": count for reason, count in ledger.documents_skipped.items()}
-        changed = {f"changed: {edit}": count for edit, count in ledger.edits.items()}
-        counts[source] = {"documents read": ledger.documents_read, **left_out, **changed}
-    names = sorted({name for source in counts.values() for name in source}, key=lambda name: (":" in name, name))
-    return _table(("", *counts), [(name, *(source.get(name, 0) for source in counts.values())) for name in names])
+        ledger = _load_manifest(folder / "data" / f"control-{source}").ledger
+        counts = {"documents read": ledger.documents_read}
+        for reason, count in ledger.documents_skipped.items():
+            counts[f"left out: {reason}"] = count
+        for edit, count in ledger.edits.items():
+            counts[f"changed: {edit}"] = count
+        counts_by_source[source] = counts
+
+    names: set[str] = set()
+    for counts in counts_by_source.values():
+        names.update(counts)
+    rows = []
+    # the documents read come first, as the only name without a colon
+    for name in sorted(names, key=lambda name: (":" in name, name)):
+        rows.append((name, *(counts.get(name, 0) for counts in counts_by_source.values())))
+    return _table(("", *counts_by_source), rows)
 
 
-def _manifest(folder: Path) -> Manifest:
+def _load_manifest(folder: Path) -> Manifest:
     manifest = load_manifest(folder)
     assert manifest is not None
     return manifest
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    """Return a table in Markdown."""
+    lines = []
+    for cells in [head, ["---"] * len(head), *rows]:
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ CONTACTS = (
 )
 """Kind of personal data, and a sentence in Spanish and in English."""
 
+_IP_ADDRESSES = ((80, 95), (80, 250), (80, 250), (80, 250))
+"""Least and largest number of each byte: of public addresses."""
+
 SHORT = (
     "Esta web utiliza cookies propias y de terceros.",
     "Aceptar todo. Configurar. Rechazar.",
@@ -117,24 +120,25 @@ PARAPHRASES = (
 )
 
 
-def personal_data(source: random.Random) -> dict[str, str]:
+def personal_data(rng: random.Random) -> dict[str, str]:
     """Return invented personal data by kind; numbers have valid check digits and exist in numbering plans."""
     from stdnum import iban
     from stdnum.es import ccc, dni
 
-    name = source.choice(("ana", "jordi", "maria.soler", "p_garcia", "lucia-ferrer")) + str(source.randint(1, 9999))
-    domain = source.choice(("example.com", "correo.example.es", "mail.example.org"))
-    digits = f"{source.randrange(10**8):08d}"
-    bank = source.choice(("2100", "0049", "0182")) + "0418"
-    account = f"{source.randrange(10**10):010d}"
-    account = bank + ccc.calc_check_digits(f"{bank}00{account}") + account
-    plus = source.choice(("", "+34 "))
+    name = rng.choice(("ana", "jordi", "maria.soler", "p_garcia", "lucia-ferrer")) + str(rng.randint(1, 9999))
+    domain = rng.choice(("example.com", "correo.example.es", "mail.example.org"))
+    dni_digits = f"{rng.randrange(10**8):08d}"
+    # a Spanish account: bank and branch, two check digits, number; the IBAN has two more for all of it
+    bank_and_branch = rng.choice(("2100", "0049", "0182")) + "0418"
+    account_number = f"{rng.randrange(10**10):010d}"
+    account = bank_and_branch + ccc.calc_check_digits(f"{bank_and_branch}00{account_number}") + account_number
+    country_code = rng.choice(("", "+34 "))
     return {
         "e-mail": f"{name}@{domain}",
-        "telephone": f"{plus}6{source.randint(10, 89)} {source.randint(100, 999)} {source.randint(101, 999)}",
+        "telephone": f"{country_code}6{rng.randint(10, 89)} {rng.randint(100, 999)} {rng.randint(101, 999)}",
         "IBAN": iban.format(f"ES{iban.calc_check_digits(f'ES00{account}')}{account}"),
-        "DNI": digits + dni.calc_check_digit(digits),
-        "IP address": ".".join(str(source.randint(80, 95 if place == 0 else 250)) for place in range(4)),
+        "DNI": dni_digits + dni.calc_check_digit(dni_digits),
+        "IP address": ".".join(str(rng.randint(low, high)) for low, high in _IP_ADDRESSES),
         "e-mail in words": f"{name} arroba example punto com",
-        "French telephone, national form": "01 42 " + " ".join(str(source.randint(20, 98)) for _ in range(3)),
+        "French telephone, national form": "01 42 " + " ".join(str(rng.randint(20, 98)) for _ in range(3)),
     }

@@ -77,15 +77,6 @@ def launcher(name: str, port: int) -> list[str]:
         return [sys.executable, "-m", "fabric_train", "--devices", "2"]
     program = str(Path(sys.executable).with_name(name.split()[0]))
     if name == "torchrun":
-        return [
-            program,
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            str(port),
-            "--max-restarts",
-            "2",
-            "-m",
-            "fabric_train",
-        ]
+        options = f"--nproc-per-node 2 --master-port {port} --max-restarts 2"
+        return [program, *options.split(), "-m", "fabric_train"]
     return [program, "run", "--main-port", str(port), "--devices", "2", str(ROOT / "fabric_train")]

@@ -25,12 +25,16 @@ class Node:
     host: str
     address: str
 
+    @property
+    def settings(self) -> Path:
+        """The folder of the namespace's own files of /etc."""
+        return Path("/etc/netns", self.namespace)
+
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the command that replaces itself by ``words`` on this node: a signal to it goes to that program."""
-        return [
-            *("ip", "netns", "exec", self.namespace, "unshare", "--uts"),
-            *("sh", "-c", 'hostname "$0" && exec "$@"', self.host, *words),
-        ]
+        in_namespace = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        with_host_name = ["sh", "-c", 'hostname "$0" && exec "$@"', self.host]
+        return [*in_namespace, *with_host_name, *words]
 
 
 def skip_without_namespaces() -> None:
@@ -44,29 +48,33 @@ def skip_without_namespaces() -> None:
 @contextmanager
 def two_joined_nodes(hosts: tuple[str, str], domain: str) -> Iterator[tuple[Node, Node]]:
     """Create two nodes with these host names, joined by a cable; each knows the other as ``HOST.domain``."""
-    names = [f"ft{os.getpid()}-{index}" for index in range(2)]
-    nodes = [
-        Node(name, host, f"10.231.7.{index}") for index, (name, host) in enumerate(zip(names, hosts, strict=True), 1)
-    ]
-    known = "127.0.0.1 localhost\n" + "".join(f"{one.address} {one.host}.{domain} {one.host}\n" for one in nodes)
-    places = [Path("/etc/netns", name) for name in names]
+    # the process id, because tests may run at the same time on one machine
+    first = Node(f"ft{os.getpid()}-0", hosts[0], "10.231.7.1")
+    second = Node(f"ft{os.getpid()}-1", hosts[1], "10.231.7.2")
+    nodes = (first, second)
+    hosts_file = "127.0.0.1 localhost\n"
+    for node in nodes:
+        hosts_file += f"{node.address} {node.host}.{domain} {node.host}\n"
     try:
-        for place in places:  # ip netns exec shows this file as /etc/hosts
-            place.mkdir(parents=True)
-            (place / "hosts").write_text(known)
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+        for node in nodes:
+            # ip netns exec shows the file hosts in this folder as /etc/hosts
+            node.settings.mkdir(parents=True)
+            (node.settings / "hosts").write_text(hosts_file)
+            _ip("netns", "add", node.namespace)
+        # the cable: each end is named after its node
+        first_end = (first.namespace, "netns", first.namespace)
+        second_end = (second.namespace, "netns", second.namespace)
+        _ip("link", "add", *first_end, "type", "veth", "peer", "name", *second_end)
         for node in nodes:
             inside = ("-netns", node.namespace)
             _ip(*inside, "addr", "add", f"{node.address}/24", "dev", node.namespace)
             _ip(*inside, "link", "set", node.namespace, "up")
             _ip(*inside, "link", "set", "lo", "up")
-        yield nodes[0], nodes[1]
+        yield nodes
     finally:
-        for name, place in zip(names, places, strict=True):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-            shutil.rmtree(place, ignore_errors=True)
+        for node in nodes:
+            subprocess.run(["ip", "netns", "delete", node.namespace], check=False, capture_output=True)
+            shutil.rmtree(node.settings, ignore_errors=True)
 
 
 def _ip(*words: str) -> None:

@@ -8,8 +8,9 @@ from fabric_train.cli.commands import PROGRAMS, script_of
 
 def words_of_program(name: str) -> str:
     """Return the words after ``python`` for ``vocabulary report``: ``-m fabric_train.vocabulary report``."""
-    program, *command = name.split()
-    return " ".join([script_of(program) or f"-m {PROGRAMS[program]}", *command])
+    program, *subcommand = name.split()
+    start = script_of(program) or f"-m {PROGRAMS[program]}"
+    return " ".join([start, *subcommand])
 
 
 PROGRAM_ARGUMENTS: dict[str, Any] = {words_of_program(name): arguments for name, arguments in ALL_ARGUMENTS.items()}

@@ -38,8 +38,8 @@ PUBLISH = "python -m fabric_train.export.publish data/whole --push_to_hub alice/
 
 def main() -> None:
     """Print the transcript as Markdown."""
-    with TemporaryDirectory() as place, StandInHub(part_bytes=1 << 16) as hub:
-        folder = Path(place)
+    with TemporaryDirectory() as temporary_dir, StandInHub(part_bytes=1 << 16) as hub:
+        folder = Path(temporary_dir)
         write_tiny_model(folder / "model", TEXTS)
         weights = trained_weights(folder / "model")
         write_full(folder / "runs" / "1" / "checkpoints" / "step-00000500", folder / "model", weights, step=500)
@@ -73,20 +73,21 @@ def write_parts(folder: Path) -> None:
 
 def run(command: str, folder: Path, hub: StandInHub) -> str:
     """Run a command in a folder and return what it prints, its exit code, and the calls that the hub received."""
-    words = shlex.split(command)[1:]
-    program = words if words[0] == "-m" else [str(ROOT / words[0]), *words[1:]]
+    _python, *words = shlex.split(command)
+    if words[0] != "-m":
+        words[0] = str(ROOT / words[0])
     environment = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder / "home"),
         "PYTHONPATH": str(ROOT),
         "HF_TOKEN": TOKEN,
         "HF_ENDPOINT": hub.address,
-        "HF_HUB_DISABLE_XET": "1",  # so that the hub sees the uploads: with hf_xet they go to a storage of their own
+        "HF_HUB_DISABLE_XET": "1",  # with hf_xet, uploads go to a storage of their own, and the hub does not see them
         "COLUMNS": "100",
     }
     hub.calls.clear()
-    finished = subprocess.run(
-        [sys.executable, *program],
+    completed = subprocess.run(
+        [sys.executable, *words],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -94,16 +95,16 @@ def run(command: str, folder: Path, hub: StandInHub) -> str:
         text=True,
         check=False,
     )
-    lines = [
-        f"$ {command}",
-        *(line.rstrip() for line in finished.stdout.splitlines()),
-        f"exit code {finished.returncode}",
-    ]
-    shown = "\n".join(line for line in lines if line)
-    assert TOKEN not in shown
+    lines = [f"$ {command}"]
+    lines += [line.rstrip() for line in completed.stdout.splitlines() if line.strip()]
+    lines.append(f"exit code {completed.returncode}")
+    printed = "\n".join(lines)
+    assert TOKEN not in printed
     calls = "\n".join(call for call in hub.calls if _REGISTRY not in call) or "nothing"
-    text = f"```\n{shown}\n```\n\nThe hub sees:\n\n```\n{calls}\n```"
-    return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1…", text).replace(hub.address, "https://HUB")
+    text = f"```\n{printed}\n```\n\nThe hub sees:\n\n```\n{calls}\n```"
+    # the first 8 digits of a hash are enough for a reader
+    text = re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1…", text)
+    return text.replace(hub.address, "https://HUB")
 
 
 def show(title: str, text: str) -> None:

@@ -81,15 +81,20 @@ class SlurmCluster:
 
     def kill_node(self, node: str, is_shut_down: bool = False) -> None:
         """Kill everything that runs on a node, as if its power had failed; or, shut down, its ranks first."""
-        daemon = self._daemons.pop(node)
-        daemon.kill()
-        processes = [process for process in psutil.process_iter() if _node(process) == node]
-        parents = {parent for process in processes if (parent := process.parent()) is not None}
-        daemons = [parent for parent in parents if parent.name().startswith("slurmstepd")]
-        for process in (*processes, *daemons) if is_shut_down else (*daemons, *processes):
+        slurmd = self._daemons.pop(node)
+        slurmd.kill()
+        job_processes = [process for process in psutil.process_iter() if _node_of_job(process) == node]
+        step_daemons = set()
+        for process in job_processes:
+            parent = process.parent()
+            if parent is not None and parent.name().startswith("slurmstepd"):
+                step_daemons.add(parent)
+        # a step daemon that sees its processes end tells slurmctld how they ended; after a power failure nobody does
+        killed_in_order = [*job_processes, *step_daemons] if is_shut_down else [*step_daemons, *job_processes]
+        for process in killed_in_order:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        daemon.wait()
+        slurmd.wait()
 
     def close(self) -> None:
         """End all jobs and daemons."""
@@ -123,9 +128,9 @@ class SlurmCluster:
 
     def state(self, job: int | str) -> str:
         """Return a job's state, such as PENDING."""
-        found = re.search(r"JobState=(\w+)", self.command("scontrol", "show", "job", job))
-        assert found is not None
-        return found[1]
+        match = re.search(r"JobState=(\w+)", self.command("scontrol", "show", "job", job))
+        assert match is not None
+        return match[1]
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 600) -> None:
         """Wait until the condition holds; fail with the daemons' logs if the time is over."""
@@ -136,8 +141,10 @@ class SlurmCluster:
 
     def report(self) -> str:
         """Return the queue and the end of every log."""
-        logs = [*self.folder.glob("*.log"), *self.folder.rglob("logs/*.log")]
-        return self.command("squeue") + "".join(f"\n--- {log.name}\n{log.read_text()[-4000:]}" for log in logs)
+        report = self.command("squeue")
+        for log in [*self.folder.glob("*.log"), *self.folder.rglob("logs/*.log")]:
+            report += f"\n--- {log.name}\n{log.read_text()[-4000:]}"
+        return report
 
     def _start(self, *words: str) -> "subprocess.Popen[bytes]":
         with (self.folder / "daemons").open("a") as output:
@@ -155,8 +162,8 @@ def slurm_cluster(folder: Path, free_port: Callable[[], int]) -> Iterator[SlurmC
         cluster.close()
 
 
-def _node(process: psutil.Process) -> str | None:
-    """Return the node that a process of a job runs on."""
+def _node_of_job(process: psutil.Process) -> str | None:
+    """Return the node that a process of a job runs on; None if it belongs to no job."""
     try:
         return process.environ().get("SLURMD_NODENAME")
     except psutil.Error:

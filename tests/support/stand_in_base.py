@@ -31,25 +31,31 @@ _SUITE = "bookworm"  # its Python 3.11 is one that the project supports
 
 def base_image() -> str:
     """Return the name of the base image in the Dockerfile."""
-    found = re.search(r"^ARG BASE=(\S+)$", (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    return found[1]
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    match = re.search(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
+    assert match is not None
+    return match[1]
 
 
 def need_packages(**packages: str) -> None:
-    """Install Debian packages for commands that are missing, or skip the test: command=package."""
+    """Install Debian packages for commands that are missing, or skip the test.
+
+    Args:
+        packages: the package that has a command, by the command.
+    """
     if os.geteuid():
         pytest.skip("only root can install packages and build images")
-    missing = [package for command, package in packages.items() if shutil.which(command) is None]
-    if not missing:
+    missing_packages = [package for command, package in packages.items() if shutil.which(command) is None]
+    if not missing_packages:
         return
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    lock = "DPkg::Lock::Timeout=600"
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "-o", lock, *missing]
-    for command in (["apt-get", "update", "-qq", "-o", lock], install):
-        finished = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            pytest.skip(f"{' '.join(command)}: {finished.stderr.strip().splitlines()[-1:]}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    wait_for_lock = ["-o", "DPkg::Lock::Timeout=600"]  # another test process may be installing
+    update = ["apt-get", "update", "-qq", *wait_for_lock]
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *wait_for_lock, *missing_packages]
+    for command in (update, install):
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            pytest.skip(f"{' '.join(command)}: {completed.stderr.strip().splitlines()[-1:]}")
 
 
 @cache
@@ -59,11 +65,11 @@ def base_folder() -> Path:
     if not target.exists():
         with complete_folder(target) as folder:
             debootstrap(_SUITE, folder)
-            _run("useradd", "--root", str(folder), "--uid", "1000", "--create-home", "ubuntu")
+            _run_or_skip("useradd", "--root", str(folder), "--uid", "1000", "--create-home", "ubuntu")
             shutil.rmtree(folder / "dev")  # device files, which cannot be copied in a user namespace
             (folder / "dev").mkdir()
-            for inside in pip_mounts().values():
-                _make_mount_point(folder, inside)
+            for host_path, container_path in pip_mounts().items():
+                _make_mount_point(folder / container_path.lstrip("/"), host_path)
             folder.chmod(0o755)
     return target
 
@@ -82,8 +88,10 @@ def apptainer_folder() -> Path:
 def debootstrap(suite: str, folder: Path, *packages: str) -> None:
     """Install a minimal Debian with some packages into a folder, or skip the test."""
     need_packages(debootstrap="debootstrap")
-    include = [f"--include={','.join(packages)}"] if packages else []
-    _run("debootstrap", "--variant=minbase", *include, suite, str(folder))
+    options = ["--variant=minbase"]
+    if packages:
+        options.append(f"--include={','.join(packages)}")
+    _run_or_skip("debootstrap", *options, suite, str(folder))
 
 
 def limits(open_files: int | None = None) -> list[str]:
@@ -98,45 +106,61 @@ def run_logged(log: Path, *command: str) -> str:
     Raises:
         AssertionError: it failed.
     """
-    with log.open("w") as output:
-        finished = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
-    text = log.read_text(encoding="utf-8", errors="replace")
-    assert finished.returncode == 0, text[-4000:]
-    return text
+    with log.open("w") as log_file:
+        completed = subprocess.run(command, cwd=ROOT, stdout=log_file, stderr=subprocess.STDOUT, check=False)
+    output = log.read_text(encoding="utf-8", errors="replace")
+    assert completed.returncode == 0, output[-4000:]
+    return output
 
 
 @cache
 def pip_mounts() -> dict[str, str]:
-    """Return what pip needs of this machine during a build, as paths here and inside: settings, folders, certificates.
+    """Return what pip needs of this machine during a build: settings, folders of packages, certificates.
 
     The image contains none of it.
+
+    Returns:
+        The path in the container of each path of this machine.
     """
-    listed = subprocess.run(
+    config_list = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], check=True, text=True, capture_output=True
     ).stdout
-    settings = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
-    words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-    mounts = {word.removesuffix("/simple"): word.removesuffix("/simple") for word in words if word.startswith("/")}
-    if certificates := settings.get("cert"):
-        del mounts[certificates]  # the image has a file of that name
-        mounts[certificates] = settings["cert"] = _CERTIFICATES
-    file = CACHE / "pip.conf"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items())]) + "\n")
-    return {**mounts, str(file): "/etc/pip.conf"}
+    settings = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", config_list, re.MULTILINE))
+
+    # folders of packages have the same path in the container
+    mounts = {}
+    for value in settings.values():
+        for word in value.split():
+            path = word.removeprefix("file://").removesuffix("/simple")
+            if path.startswith("/"):
+                mounts[path] = path
+
+    # the image has a file of the certificates' name
+    certificates = settings.get("cert")
+    if certificates:
+        mounts.pop(certificates)
+        mounts[certificates] = _CERTIFICATES
+        settings["cert"] = _CERTIFICATES
+
+    pip_conf = CACHE / "pip.conf"
+    pip_conf.parent.mkdir(parents=True, exist_ok=True)
+    lines = ["[global]", *(f"{name} = {value}" for name, value in settings.items())]
+    pip_conf.write_text("\n".join(lines) + "\n")
+    mounts[str(pip_conf)] = "/etc/pip.conf"
+    return mounts
 
 
-def _make_mount_point(root: Path, inside: str) -> None:
-    point = root / inside.lstrip("/")
+def _make_mount_point(point: Path, host_path: str) -> None:
+    """Make an empty folder or file, over which a folder or file of this machine can be mounted."""
     point.parent.mkdir(parents=True, exist_ok=True)
-    source = next(here for here, there in pip_mounts().items() if there == inside)
-    if Path(source).is_dir():
+    if Path(host_path).is_dir():
         point.mkdir(exist_ok=True)
     else:
         point.touch()
 
 
-def _run(*command: str) -> None:
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        pytest.skip(f"{' '.join(command[:4])}: {(finished.stderr or finished.stdout).strip()[-300:]}")
+def _run_or_skip(*command: str) -> None:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        output = completed.stderr or completed.stdout
+        pytest.skip(f"{' '.join(command[:4])}: {output.strip()[-300:]}")

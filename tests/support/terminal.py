@@ -17,6 +17,8 @@ from tests.support.forked_runs import ForkedRun
 from tests.support.rank_environment import CONSOLE_VARIABLES
 
 _KIND = "xterm-256color"
+_READ_BYTES = 1 << 16
+_POLL_SECONDS = 0.02
 
 
 def run_in_terminal(
@@ -27,19 +29,19 @@ def run_in_terminal(
     Raises:
         TimeoutError: it did not end in time; it was killed.
     """
-    terminal, program = _open_terminal(columns)
+    screen_end, program_end = _open_terminal(columns)
     inherited = {name: value for name, value in os.environ.items() if name not in CONSOLE_VARIABLES}
     process = subprocess.Popen(
         command,
-        stdin=program,
-        stdout=program,
-        stderr=program,
+        stdin=program_end,
+        stdout=program_end,
+        stderr=program_end,
         cwd=folder,
         env=inherited | {"TERM": _KIND, "OMP_NUM_THREADS": "1"} | dict(env or {}),
         start_new_session=True,
     )
-    os.close(program)
-    written = _read(terminal, lambda: process.poll() is not None, timeout)
+    os.close(program_end)  # the program has its own copy, and reading ends when that is closed
+    written = _read_to_end(screen_end, lambda: process.poll() is not None, timeout)
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -58,26 +60,29 @@ class Terminal:
     """A terminal for forked runs, and its screen; give ``device`` and ``env`` to ``ForkedRuns.start``."""
 
     def __init__(self, columns: int = 80, rows: int = 24, kind: str = _KIND) -> None:
-        self._ours, self._theirs = _open_terminal(columns, rows)
-        self.device = os.ttyname(self._theirs)
+        self._screen_end, self._program_end = _open_terminal(columns, rows)
+        self.device = os.ttyname(self._program_end)
         self.env = {"TERM": kind, "PYTHONWARNINGS": "ignore"}
         self.written = ""
         self._screen = pyte.HistoryScreen(columns, rows, history=10_000)
         self._stream = pyte.ByteStream(self._screen)
 
     def resize(self, columns: int, rows: int) -> None:
-        _set_size(self._theirs, columns, rows)
+        _set_size(self._program_end, columns, rows)
         self._screen.resize(rows, columns)
 
     def lines(self) -> list[str]:
         """Return the lines that the screen shows now, and before them those that have scrolled away."""
-        with suppress(BlockingIOError):
-            while part := os.read(self._ours, 1 << 16):
-                self.written += part.decode(errors="replace")
-                self._stream.feed(part)
+        with suppress(BlockingIOError):  # nothing more to read for now
+            while received := os.read(self._screen_end, _READ_BYTES):
+                self.written += received.decode(errors="replace")
+                self._stream.feed(received)
         columns = range(self._screen.columns)
-        gone = ["".join(line[column].data for column in columns).rstrip() for line in self._screen.history.top]
-        return [*gone, *(line.rstrip() for line in self._screen.display)]
+        lines = []
+        for scrolled_line in self._screen.history.top:
+            lines.append("".join(scrolled_line[column].data for column in columns))
+        lines += self._screen.display
+        return [line.rstrip() for line in lines]
 
     def text(self) -> str:
         return "\n".join(self.lines())
@@ -89,10 +94,12 @@ class Terminal:
             TimeoutError: it did not hold in time.
         """
         deadline = time.monotonic() + timeout
-        while not holds(text := self.text()):
+        text = self.text()
+        while not holds(text):
             if time.monotonic() > deadline:
                 raise TimeoutError(text)
-            time.sleep(0.02)
+            time.sleep(_POLL_SECONDS)
+            text = self.text()
         return text
 
     def wait_for_end(self, run: ForkedRun, timeout: float = 120) -> list[int]:
@@ -104,33 +111,35 @@ class Terminal:
         return run.wait()
 
     def close(self) -> None:
-        os.close(self._ours)
-        os.close(self._theirs)
+        os.close(self._screen_end)
+        os.close(self._program_end)
 
 
 def _open_terminal(columns: int, rows: int = 24) -> tuple[int, int]:
-    """Return both ends of a new terminal: one to read what its screen gets, one for the program."""
-    terminal, program = pty.openpty()
-    _set_size(program, columns, rows)
-    os.set_blocking(terminal, False)
-    return terminal, program
+    """Return both ends of a new terminal: one to read what its screen gets, which never waits, and the program's."""
+    screen_end, program_end = pty.openpty()
+    _set_size(program_end, columns, rows)
+    os.set_blocking(screen_end, False)
+    return screen_end, program_end
 
 
-def _set_size(terminal: int, columns: int, rows: int) -> None:
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+def _set_size(program_end: int, columns: int, rows: int) -> None:
+    """Set the size of a terminal; its program gets a SIGWINCH."""
+    fcntl.ioctl(program_end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
-def _read(terminal: int, has_ended: Callable[[], bool], timeout: float) -> str:
+def _read_to_end(screen_end: int, has_ended: Callable[[], bool], timeout: float) -> str:
     """Return what a program has written when it has ended or the time is over, and close the terminal."""
     written = b""
     deadline = time.monotonic() + timeout
     is_over = False
     while not is_over:
+        # asked before the last read: the program may write between a read and its end
         is_over = has_ended() or time.monotonic() > deadline
-        with suppress(BlockingIOError, OSError):  # EIO: nobody has the other end open any more
-            while part := os.read(terminal, 1 << 16):
-                written += part
+        with suppress(OSError):  # nothing more to read for now, or (EIO) nobody has the other end open any more
+            while received := os.read(screen_end, _READ_BYTES):
+                written += received
         if not is_over:
-            time.sleep(0.02)
-    os.close(terminal)
+            time.sleep(_POLL_SECONDS)
+    os.close(screen_end)
     return written.decode(errors="replace")

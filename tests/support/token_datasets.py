@@ -14,7 +14,7 @@ from fabric_train.token_dataset.manifest import Manifest, read_manifest
 from fabric_train.tokenization.shards import SIZES
 from tests.support.programs import option_words
 
-TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]
+TEXTS = [f"Document {index} says  twice: {index} and {index}.\n\n Fin \u00e9 \U0001f600" for index in range(40)]
 
 
 def tokenize(

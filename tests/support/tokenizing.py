@@ -12,7 +12,8 @@ from fabric_train.programs import tokenize_dataset
 def start(tmp_path: Path, tokenizer: Path, sources: Sequence[Path], *options: object) -> "subprocess.Popen[str]":
     """Start the program, which writes to ``tmp_path/new/out``."""
     argv = ["--dataset", *sources, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "new" / "out", *options]
-    command = [sys.executable, tokenize_dataset.__file__, *map(str, argv)]
+    command = [sys.executable, tokenize_dataset.__file__, *(str(argument) for argument in argv)]
+    # a session of its own, so that a test can send a signal to the program and its workers, and not to itself
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 

@@ -19,24 +19,25 @@ def two_machines() -> Iterator[tuple[list[str], list[str]]]:
     """
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("network namespaces need root and ip (apt-get install iproute2)")
-    names = [f"ft{os.getpid()}-{number}" for number in (1, 2)]
-    cable = [f"v{name}"[:15] for name in names]
+    # the process id, because tests may run at the same time on one machine
+    namespaces = [f"ft{os.getpid()}-1", f"ft{os.getpid()}-2"]
+    cable_ends = [f"v{namespace}"[:15] for namespace in namespaces]  # Linux takes names of up to 15 characters
     try:
-        for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
-        for name, end, address in zip(names, cable, ADDRESSES, strict=True):
-            _ip("link", "set", end, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-        yield ["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]]
+        for namespace in namespaces:
+            _ip("netns", "add", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+        _ip("link", "add", cable_ends[0], "type", "veth", "peer", "name", cable_ends[1])
+        for namespace, cable_end, address in zip(namespaces, cable_ends, ADDRESSES, strict=True):
+            _ip("link", "set", cable_end, "netns", namespace)
+            _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", cable_end)
+            _ip("-n", namespace, "link", "set", cable_end, "up")
+        yield ["ip", "netns", "exec", namespaces[0]], ["ip", "netns", "exec", namespaces[1]]
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        for namespace in namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
+    completed = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    if completed.returncode:
+        pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {completed.stderr.strip()}")

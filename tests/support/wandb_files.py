@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_FILE_HEADER = 7
-_BLOCK = 32 * 1024
-_HEADER = 7
-_FULL = 1
-_LAST = 4
+_FILE_HEADER_BYTES = 7
+_BLOCK_BYTES = 32 * 1024
+_PIECE_HEADER_BYTES = 7
+# kinds of pieces; the first and the middle pieces of a record have other kinds
+_WHOLE_RECORD = 1
+_END_OF_RECORD = 4
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
@@ -22,22 +23,29 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     for content in _records(file.read_bytes()):
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = {}
+        for item in record.history.item:
+            name = item.key or item.nested_key[0]
+            row[name] = json.loads(item.value_json)
+        rows.append(row)
     return rows
 
 
 def _records(log: bytes) -> Iterator[bytes]:
     """Yield the records; each is one or more pieces of uint32 checksum, uint16 length, uint8 kind and content."""
-    offset = _FILE_HEADER
-    pieces = b""
-    while offset + _HEADER <= len(log):
-        if _BLOCK - offset % _BLOCK < _HEADER:  # the rest of the block is too short for a piece
-            offset += _BLOCK - offset % _BLOCK
+    offset = _FILE_HEADER_BYTES
+    record = b""
+    while offset + _PIECE_HEADER_BYTES <= len(log):
+        remaining_in_block = _BLOCK_BYTES - offset % _BLOCK_BYTES
+        if remaining_in_block < _PIECE_HEADER_BYTES:  # too short for a piece
+            offset += remaining_in_block
             continue
-        _, length, kind = struct.unpack_from("<IHB", log, offset)
-        pieces += log[offset + _HEADER : offset + _HEADER + length]
-        offset += _HEADER + length
-        if kind in (_FULL, _LAST):
-            yield pieces
-            pieces = b""
+        _checksum, length, kind = struct.unpack_from("<IHB", log, offset)
+        offset += _PIECE_HEADER_BYTES
+        record += log[offset : offset + length]
+        offset += length
+        if kind in (_WHOLE_RECORD, _END_OF_RECORD):
+            yield record
+            record = b""

@@ -17,23 +17,30 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fabric_train.cli.errors import run_program
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.distributed.watchdog import watch_ranks
+from tests.support.process_counters import (
+    cpu_seconds,
+    loopback_traffic,
+    num_open_files,
+    num_wakeups,
+    only_other_thread,
+    private_bytes,
+)
+from tests.support.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS_OF_MACHINE = 8
 FAULTS = ("killed", "hung", "machine", "rank 0")
 """A rank dies; its main thread stands still; a machine of eight ranks is silent; rank 0 dies."""
 
 _OWN_NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # prctl(2): the kernel sends this process a signal when its parent ends
 _NEVER = 2**62
-_LONGEST_START = 300.0
 _LONGEST_END = 300.0
+_READ_BYTES = 1 << 12
 _POLL_SECONDS = 0.002
 
 
@@ -79,27 +86,57 @@ def observe_ranks(num_ranks: int, fault: str, timeout: float, seconds: float = 0
         timeout: of a rank that is silent or hangs, in seconds.
         seconds: of observation before the fault; the rates are of no use if that is 0.
     """
+    # a process of its own, because this one may have imported torch, and each rank is a fork
     command = [sys.executable, "-m", "tests.support.watched_ranks", str(num_ranks), fault, str(timeout), str(seconds)]
-    if os.geteuid() == 0 and shutil.which("ip") and not subprocess.run([*_OWN_NETWORK, "true"], check=False).returncode:
+    if _can_have_own_network():
         command = [*_OWN_NETWORK, *command]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-    return Observed(**json.loads(done.stdout))
+    import_path = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        import_path.append(os.environ["PYTHONPATH"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_path)}
+    completed = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return Observed(**json.loads(completed.stdout))
 
 
-class _Run(ctypes.Structure):
-    """What all processes share: the time of the first step, and where one rank's main thread stops."""
+def _can_have_own_network() -> bool:
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return False
+    return subprocess.run([*_OWN_NETWORK, "true"], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------- in the process that forks
+
+
+class _SharedState(ctypes.Structure):
+    """The memory that all ranks share with the process that forks them."""
 
     began_at: float
+    """When the first step began, by ``time.monotonic``."""
     hanging_rank: int
+    """The rank whose main thread stops in ``last_step``."""
     last_step: int
     _fields_ = [("began_at", ctypes.c_double), ("hanging_rank", ctypes.c_int64), ("last_step", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
+class _Streams:
+    """The pipes and the file that all ranks inherit, as file descriptors."""
+
+    gate: tuple[int, int]
+    """Nobody writes into this pipe. Ranks wait for its end: when all are forked, its writing end is closed."""
+    ready: int
+    """The writing end of a pipe into which each rank writes a byte when it is connected."""
+    output: int
+    """The file for standard output and error."""
+
+
+@dataclass(frozen=True)
 class _Rank:
-    """What the watchdog needs of Fabric. Rank 0 tells its address over a pipe; then the other ranks are forked."""
+    """What the watchdog needs of Fabric.
+
+    Rank 0 broadcasts its address through a pipe to the process that forks. The other ranks are forked when that knows
+    the address, and have it from their beginning.
+    """
 
     global_rank: int
     world_size: int
@@ -113,29 +150,48 @@ class _Rank:
         return address
 
 
+@dataclass(frozen=True)
+class _Fault:
+    """A fault that has happened."""
+
+    happened_at: float
+    """By ``time.monotonic``."""
+    lost_pids: set[int]
+    """The ranks that do not end by themselves."""
+
+
 def _main() -> None:
-    num_ranks, fault, timeout, seconds = int(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:])
-    print(json.dumps(asdict(_observe(num_ranks, fault, timeout, seconds))))
+    num_ranks, fault, timeout, seconds = sys.argv[1:]
+    print(json.dumps(asdict(_observe(int(num_ranks), fault, float(timeout), float(seconds)))))
 
 
-def _observe(num_ranks: int, fault: str, timeout: float, seconds: float) -> Observed:
-    run = _Run.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Run)))
-    run.last_step = _NEVER
+def _observe(num_ranks: int, fault_name: str, timeout: float, seconds: float) -> Observed:
+    state = _SharedState.from_buffer(mmap.mmap(-1, ctypes.sizeof(_SharedState)))
+    state.last_step = _NEVER
     with tempfile.TemporaryFile() as output:
-        pids = _start(num_ranks, timeout, run, output.fileno())
-        connect_cpu_seconds = _cpu_seconds(pids[0], pids[0])
-        before = _counters(pids[0])
+        pids = _start(num_ranks, timeout, state, output.fileno())
+        rank_0 = pids[0]
+        connect_cpu_seconds = cpu_seconds(rank_0, rank_0)
+
+        # rates while all ranks are well
+        watchdog = only_other_thread(rank_0)
+        cpu_before = cpu_seconds(rank_0, watchdog)
+        wakeups_before = num_wakeups(rank_0, watchdog)
+        traffic_before = loopback_traffic()
         began_at = time.monotonic()
         time.sleep(seconds)
-        after = _counters(pids[0])
-        passed = time.monotonic() - began_at
-        cpu, wakeups, num_bytes, packets = ((last - first) / passed for first, last in zip(before, after, strict=True))
-        memory = _private_bytes(pids[0])
-        open_files = len(os.listdir(f"/proc/{pids[0]}/fd"))
-        happened_at, lost = _let_happen(fault, pids, run)
-        num_ended = _wait_for(set(pids) - lost)
-        seconds_to_end = time.monotonic() - happened_at
-        for pid in lost:
+        cpu_after = cpu_seconds(rank_0, watchdog)
+        wakeups_after = num_wakeups(rank_0, watchdog)
+        traffic_after = loopback_traffic()
+        observed_seconds = time.monotonic() - began_at
+        memory_bytes = private_bytes(rank_0)
+        open_files = num_open_files(rank_0)
+
+        # the fault, and how long the others take to end
+        fault = _let_happen(fault_name, pids, state)
+        num_ended = _wait_for(set(pids) - fault.lost_pids)
+        seconds_to_end = time.monotonic() - fault.happened_at
+        for pid in fault.lost_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         output.seek(0)
@@ -143,11 +199,11 @@ def _observe(num_ranks: int, fault: str, timeout: float, seconds: float) -> Obse
     return Observed(
         num_ranks=num_ranks,
         connect_cpu_seconds=connect_cpu_seconds,
-        cpu_share=cpu,
-        wakeups_per_second=wakeups,
-        bytes_per_second=num_bytes,
-        packets_per_second=packets,
-        memory_bytes=memory,
+        cpu_share=(cpu_after - cpu_before) / observed_seconds,
+        wakeups_per_second=(wakeups_after - wakeups_before) / observed_seconds,
+        bytes_per_second=(traffic_after.num_bytes - traffic_before.num_bytes) / observed_seconds,
+        packets_per_second=(traffic_after.num_packets - traffic_before.num_packets) / observed_seconds,
+        memory_bytes=memory_bytes,
         open_files=open_files,
         seconds_to_end=seconds_to_end,
         num_ended=num_ended,
@@ -155,115 +211,107 @@ def _observe(num_ranks: int, fault: str, timeout: float, seconds: float) -> Obse
     )
 
 
-def _start(num_ranks: int, timeout: float, run: _Run, output: int) -> list[int]:
+def _start(num_ranks: int, timeout: float, state: _SharedState, output: int) -> list[int]:
     """Start the ranks, which connect all at once; return their process ids when all are connected."""
-    gc.freeze()  # the ranks share the pages of the imports
+    gc.freeze()  # garbage collections of the ranks do not touch, and so copy, the pages of the imports
     address_pipe = os.pipe()
     gate = os.pipe()
-    ready = os.pipe()
-    streams = gate, ready[1], output
-    pids = [_fork(_Rank(0, num_ranks, address_pipe), timeout, run, streams)]
-    address = json.loads(os.read(address_pipe[0], 1 << 12))
-    others = [_Rank(rank, num_ranks, address_pipe, address) for rank in range(1, num_ranks)]
-    pids += [_fork(rank, timeout, run, streams) for rank in others]
-    run.began_at = time.monotonic()
-    for end in (*gate, ready[1]):
-        os.close(end)
+    ready_reader, ready_writer = os.pipe()
+    streams = _Streams(gate, ready_writer, output)
+    pids = [_fork(_Rank(0, num_ranks, address_pipe), timeout, state, streams)]
+    address = json.loads(os.read(address_pipe[0], _READ_BYTES))
+    for rank in range(1, num_ranks):
+        pids.append(_fork(_Rank(rank, num_ranks, address_pipe, address), timeout, state, streams))
+    state.began_at = time.monotonic()
+    for descriptor in (*gate, ready_writer):
+        os.close(descriptor)
     num_ready = 0
     while num_ready < num_ranks:
-        received = os.read(ready[0], 1 << 12)
+        received = os.read(ready_reader, _READ_BYTES)
         if not received:
             raise ChildProcessError("the ranks have ended while they were starting")
         num_ready += len(received)
     return pids
 
 
-def _fork(rank: _Rank, timeout: float, run: _Run, streams: tuple[tuple[int, int], int, int]) -> int:
-    starter, (gate, ready, output) = os.getpid(), streams
-    if pid := os.fork():
+def _fork(rank: _Rank, timeout: float, state: _SharedState, streams: _Streams) -> int:
+    """Fork a rank and return its process id."""
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
         return pid
+    # whatever happens below, the fork must not return from here: it would go on as its parent
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != starter:
+        if os.getppid() != parent_pid:  # the parent ended before this rank had asked to end with it
             os._exit(1)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(gate[1])
+        os.dup2(streams.output, 1)
+        os.dup2(streams.output, 2)
+        gate_reader, gate_writer = streams.gate
+        os.close(gate_writer)  # otherwise this rank would hold its own gate shut
         if rank.global_rank:
-            os.read(gate[0], 1)
-        _train(rank, timeout, run, ready)
-    except Exception as error:  # noqa: BLE001  the fork must not continue as its parent
+            os.read(gate_reader, 1)
+        _train(rank, timeout, state, streams.ready)
+    except Exception as error:  # noqa: BLE001
         print(f"rank {rank.global_rank}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(1)
 
 
-def _train(rank: _Rank, timeout: float, run: _Run, ready: int) -> NoReturn:
+def _train(rank: _Rank, timeout: float, state: _SharedState, ready: int) -> NoReturn:
+    """Go through the phases of steps of one second, as the main thread of a rank does, with a real watchdog."""
     heartbeat = Heartbeat()
     with watch_ranks(rank, heartbeat, timeout, num_nodes=1):
         os.write(ready, b".")
         os.close(ready)
         while True:
-            since_start = time.monotonic() - run.began_at
-            step = int(since_start) + 1
+            seconds_since_start = time.monotonic() - state.began_at
+            step = int(seconds_since_start) + 1
             heartbeat.enter(StepPhase.COMPUTING, step=step)
-            if step >= run.last_step and rank.global_rank == run.hanging_rank:
+            if step >= state.last_step and rank.global_rank == state.hanging_rank:
                 time.sleep(_LONGEST_END)
             heartbeat.enter(StepPhase.OPTIMIZER)
-            if step >= run.last_step:  # where it waits for the one that hangs
+            if step >= state.last_step:  # a real rank would wait in a collective for the one that hangs
                 time.sleep(_LONGEST_END)
-            time.sleep(step - since_start)
+            time.sleep(step - seconds_since_start)
 
 
-def _let_happen(fault: str, pids: list[int], run: _Run) -> tuple[float, set[int]]:
-    """Let a fault happen; return when it does, and the process ids of the ranks that do not end by themselves."""
-    chosen = len(pids) // 2
-    if fault == "hung":
-        run.hanging_rank = chosen
-        run.last_step = int(time.monotonic() - run.began_at) + 2
-        return run.began_at + run.last_step - 1, set()
-    first = chosen // RANKS_OF_MACHINE * RANKS_OF_MACHINE
-    lost, number = {
-        "killed": ([pids[chosen]], signal.SIGKILL),
-        "machine": (pids[first : first + RANKS_OF_MACHINE], signal.SIGSTOP),
-        "rank 0": ([pids[0]], signal.SIGKILL),
-    }[fault]
+def _let_happen(fault_name: str, pids: list[int], state: _SharedState) -> _Fault:
+    """Let one of ``FAULTS`` happen to ranks in the middle, or to rank 0."""
+    middle_rank = len(pids) // 2
+    if fault_name == "hung":
+        state.hanging_rank = middle_rank
+        # the step after the next one: every rank reads it before it gets there
+        state.last_step = int(time.monotonic() - state.began_at) + 2
+        return _Fault(state.began_at + state.last_step - 1, set())
+    if fault_name == "machine":
+        first_rank = middle_rank // RANKS_OF_MACHINE * RANKS_OF_MACHINE
+        lost_pids = pids[first_rank : first_rank + RANKS_OF_MACHINE]
+        return _send_signal(lost_pids, signal.SIGSTOP)
+    if fault_name == "rank 0":
+        return _send_signal(pids[:1], signal.SIGKILL)
+    assert fault_name == "killed"
+    return _send_signal([pids[middle_rank]], signal.SIGKILL)
+
+
+def _send_signal(pids: list[int], signal_number: int) -> _Fault:
     happened_at = time.monotonic()
-    for pid in lost:
-        os.kill(pid, number)
-    return happened_at, set(lost)
+    for pid in pids:
+        os.kill(pid, signal_number)
+    return _Fault(happened_at, set(pids))
 
 
 def _wait_for(pids: set[int]) -> int:
     """Wait until processes have ended, and return how many have."""
-    ended = set[int]()
+    ended_pids: set[int] = set()
     deadline = time.monotonic() + _LONGEST_END
-    while not pids <= ended and time.monotonic() < deadline:
+    while not pids <= ended_pids and time.monotonic() < deadline:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
-            ended.add(pid)
+            ended_pids.add(pid)
         else:
             time.sleep(_POLL_SECONDS)
-    return len(ended & pids)
-
-
-def _counters(pid: int) -> tuple[float, int, int, int]:
-    """Return CPU seconds and wake-ups of a rank's watchdog so far, and bytes and packets on the loopback."""
-    (watchdog,) = (int(name) for name in os.listdir(f"/proc/{pid}/task") if name != str(pid))
-    status = Path(f"/proc/{pid}/task/{watchdog}/status").read_text()
-    wakeups = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-    (loopback,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    num_bytes, num_packets = map(int, loopback.split(":")[1].split()[:2])
-    return _cpu_seconds(pid, watchdog), wakeups, num_bytes, num_packets
-
-
-def _cpu_seconds(pid: int, thread: int) -> float:
-    return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-
-
-def _private_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+    return len(ended_pids & pids)
 
 
 if __name__ == "__main__":

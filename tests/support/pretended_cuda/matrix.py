@@ -4,12 +4,19 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "strategy": (
-        *("fsdp", "fsdp grad_op", "fsdp no_shard", "fsdp hybrid"),
-        *("fsdp2", "fsdp2 tensor", "fsdp2 context", "ddp", "single"),
+        "fsdp",
+        "fsdp grad_op",
+        "fsdp no_shard",
+        "fsdp hybrid",
+        "fsdp2",
+        "fsdp2 tensor",
+        "fsdp2 context",
+        "ddp",
+        "single",
     ),
     "devices": ("2", "3", "1"),
     "precision": ("32-true", "bf16-mixed", "bf16-true", "16-mixed"),
@@ -23,6 +30,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "trained": ("all", "lora", "dora"),
     "resumed on": ("the same", "one more", "one less"),
 }
+"""The values of each factor; the first one is the usual one."""
 _RARE = {("compile", "aot_eager")}  # takes ten times as long: only where a pair needs it
 _STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "fsdp": {"parallelism": "fsdp"},
@@ -35,8 +43,13 @@ _STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "ddp": {"parallelism": "ddp"},
     "single": {"parallelism": "single"},
 }
-_PAIRS = ("fsdp2 tensor", "fsdp2 context")  # whose devices compute the same rows by twos
+_SAME_ROWS_BY_TWOS = ("fsdp2 tensor", "fsdp2 context")
+"""Strategies in which two devices compute the same rows."""
+_OTHER_NUMBER_OF_DEVICES = {"the same": 0, "one more": 1, "one less": -1}
 _NUM_TRIES = 40
+
+Pair = tuple[tuple[str, str], ...]
+"""Values of two factors: (FACTOR, VALUE) and (FACTOR, VALUE)."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +64,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The values that are not the first of their factor."""
-        further = [(factor, values[0]) for factor, values in FACTORS.items() if factor not in ("strategy", "devices")]
-        shown = [self[factor] for factor, usual in further if self[factor] != usual]
-        return ", ".join([f"{self['devices']} x {self['strategy']}", *shown])
+        """Devices and strategy, and the values that are not the usual ones of their factor."""
+        words = [f"{self['devices']} x {self['strategy']}"]
+        for factor, factor_values in FACTORS.items():
+            usual_value = factor_values[0]
+            if factor not in ("strategy", "devices") and self[factor] != usual_value:
+                words.append(self[factor])
+        return ", ".join(words)
 
     @property
     def num_devices(self) -> int:
@@ -64,7 +80,7 @@ class Case:
     @property
     def num_devices_after(self) -> int:
         """Number of devices of the run that resumes."""
-        return self.num_devices + {"the same": 0, "one more": 1, "one less": -1}[self["resumed on"]]
+        return self.num_devices + _OTHER_NUMBER_OF_DEVICES[self["resumed on"]]
 
     @property
     def options(self) -> dict[str, object]:
@@ -80,84 +96,144 @@ class Case:
             options["optimizer_states"] = self["states"]
         if self["trained"] != "all":
             options |= {"adapter": self["trained"], "lora_rank": 4}
-        if self["offload"] != "none":
-            options["cpu_offload" if self["offload"] == "parameters" else "activation_offload"] = "true"
+        if self["offload"] == "parameters":
+            options["cpu_offload"] = "true"
+        if self["offload"] == "activations":
+            options["activation_offload"] = "true"
         if self["compile"] != "no":
             options["compile"] = "true"
         return options
 
 
-def can_run(given: Mapping[str, str]) -> bool:
-    """Return whether the program takes a combination; factors that are not given are taken to fit."""
-    strategy = given.get("strategy", "")
-    devices = given.get("devices", "")
-    shards = not strategy or strategy.startswith("fsdp")
-    return not (
-        (strategy == "single" and devices in ("2", "3"))
-        or (strategy not in ("", "single") and devices == "1")
-        or (strategy in _PAIRS and devices == "3")
-        or (strategy.startswith("fsdp2") and given.get("precision") == "16-mixed")
-        or (given.get("offload") == "parameters" and (not shards or devices == "1"))
-        or (given.get("offload") == "parameters" and strategy == "fsdp no_shard")
-        or (given.get("precision", "").endswith("-mixed") and strategy == "fsdp no_shard")
-        or (given.get("offload") == "parameters" and given.get("precision") == "16-mixed")
-        or (given.get("offload") == "activations" and given.get("checkpointing", "full") != "full")
-        or (given.get("reduction") == "micro_batch" and (not shards or devices == "1"))
-        or (
-            {given.get("offload"), given.get("reduction")} == {"parameters", "micro_batch"}
-            and not strategy.startswith("fsdp2")
-        )
-        or (
-            given.get("compile") == "aot_eager"
-            and (given.get("reduction") == "micro_batch" or given.get("offload") == "parameters")
-            and strategy.startswith("fsdp")
-            and not strategy.startswith("fsdp2")
-        )
-        or (given.get("trained", "all") != "all" and strategy == "fsdp2 tensor")
-        # the tiny model's head is its embedding
-        or (given.get("trained", "all") != "all" and strategy == "fsdp no_shard")
-        or (given.get("resumed on") == "one less" and (devices == "1" or strategy in ("single", *_PAIRS)))
-        or (given.get("resumed on") == "one more" and (devices == "3" or strategy in ("single", *_PAIRS)))
-        or (given.get("resumed on") == "one less" and devices == "2" and strategy != "")
-        or (given.get("resumed on", "the same") != "the same" and given.get("data") == "stream")
+def can_run(values: Mapping[str, str]) -> bool:
+    """Return whether the program takes a combination; factors that are absent are taken to fit."""
+    return (
+        _strategy_fits_devices(values)
+        and _precision_fits(values)
+        and _offload_fits(values)
+        and _reduction_fits(values)
+        and _trained_parts_fit(values)
+        and _resume_fits(values)
     )
+
+
+def _strategy_fits_devices(values: Mapping[str, str]) -> bool:
+    strategy = values.get("strategy", "")
+    devices = values.get("devices", "")
+    if strategy == "single" and devices in ("2", "3"):
+        return False
+    if strategy not in ("", "single") and devices == "1":
+        return False
+    return not (strategy in _SAME_ROWS_BY_TWOS and devices == "3")
+
+
+def _precision_fits(values: Mapping[str, str]) -> bool:
+    strategy = values.get("strategy", "")
+    precision = values.get("precision", "")
+    if precision == "16-mixed" and strategy.startswith("fsdp2"):
+        return False
+    return not (precision.endswith("-mixed") and strategy == "fsdp no_shard")
+
+
+def _offload_fits(values: Mapping[str, str]) -> bool:
+    strategy = values.get("strategy", "")
+    offload = values.get("offload")
+    if offload == "activations" and values.get("checkpointing", "full") != "full":
+        return False
+    if offload != "parameters":
+        return True
+    if strategy == "fsdp no_shard" or not _can_shard(values):
+        return False
+    return values.get("precision") != "16-mixed"
+
+
+def _reduction_fits(values: Mapping[str, str]) -> bool:
+    """Return whether gradient reduction fits the offload of parameters and the compiler."""
+    strategy = values.get("strategy", "")
+    reduces_often = values.get("reduction") == "micro_batch"
+    offloads_parameters = values.get("offload") == "parameters"
+    if reduces_often and not _can_shard(values):
+        return False
+    if reduces_often and offloads_parameters and not strategy.startswith("fsdp2"):
+        return False
+    is_fsdp1 = strategy.startswith("fsdp") and not strategy.startswith("fsdp2")
+    return not (values.get("compile") == "aot_eager" and is_fsdp1 and (reduces_often or offloads_parameters))
+
+
+def _trained_parts_fit(values: Mapping[str, str]) -> bool:
+    if values.get("trained", "all") == "all":
+        return True
+    # for no_shard: the tiny model's head is its embedding
+    return values.get("strategy") not in ("fsdp2 tensor", "fsdp no_shard")
+
+
+def _resume_fits(values: Mapping[str, str]) -> bool:
+    strategy = values.get("strategy", "")
+    devices = values.get("devices", "")
+    resumed_on = values.get("resumed on", "the same")
+    if resumed_on == "the same":
+        return True
+    if values.get("data") == "stream":
+        return False
+    if strategy in ("single", *_SAME_ROWS_BY_TWOS):
+        return False
+    if resumed_on == "one more":
+        return devices != "3"
+    # of two devices one is left, on which only the strategy single can train
+    return devices != "1" and not (devices == "2" and strategy != "")
+
+
+def _can_shard(values: Mapping[str, str]) -> bool:
+    strategy = values.get("strategy", "")
+    return (strategy == "" or strategy.startswith("fsdp")) and values.get("devices") != "1"
 
 
 @cache
 def cases() -> tuple[Case, ...]:
     """Return cases that contain every pair of values that ``can_run``, chosen greedily and always the same."""
-    draw = random.Random(0)
-    missing = {
-        pair
-        for first, second in combinations(FACTORS, 2)
-        for one in FACTORS[first]
-        for two in FACTORS[second]
-        if can_run(dict(pair := ((first, one), (second, two)))) and any(_completions(dict(pair), draw))
-    }
+    rng = random.Random(0)
+    missing = {pair for pair in _all_pairs() if can_run(dict(pair)) and any(_completions(dict(pair), rng))}
     chosen = []
     while missing:
-        start = dict(min(missing, key=lambda pair: (bool(set(pair) & _RARE), pair)))
-        best = max(_completions(start, draw), key=lambda values: (len(_pairs(values) & missing), values["compile"]))
+        # complete a missing pair so that the case has as many other missing pairs as can be
+        start = min(missing, key=lambda pair: (bool(set(pair) & _RARE), pair))
+        best = max(
+            _completions(dict(start), rng), key=lambda values: (len(_pairs(values) & missing), values["compile"])
+        )
         missing -= _pairs(best)
         chosen.append(Case(tuple(best[factor] for factor in FACTORS)))
     return tuple(chosen)
 
 
-def _pairs(values: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
+def _all_pairs() -> Iterator[Pair]:
+    """Yield every pair of values of two factors."""
+    for first_factor, second_factor in combinations(FACTORS, 2):
+        for first_value, second_value in product(FACTORS[first_factor], FACTORS[second_factor]):
+            yield (first_factor, first_value), (second_factor, second_value)
+
+
+def _pairs(values: Mapping[str, str]) -> set[Pair]:
+    """Return the pairs of values that a combination of all factors has."""
     return set(combinations(((factor, values[factor]) for factor in FACTORS), 2))
 
 
-def _completions(given: Mapping[str, str], draw: random.Random) -> Iterator[dict[str, str]]:
-    """Yield some cases that have the given values and can run."""
+def _completions(start: Mapping[str, str], rng: random.Random) -> Iterator[dict[str, str]]:
+    """Yield some combinations of all factors that have the values of ``start`` and can run."""
     for _ in range(_NUM_TRIES):
-        values = dict(given)
-        for factor in draw.sample(list(FACTORS), len(FACTORS)):
-            if factor not in values:
-                rare = [value for value in FACTORS[factor] if (factor, value) in _RARE]
-                options = [value for value in FACTORS[factor] if can_run({**values, factor: value})]
-                common = [value for value in options if value not in rare] or options
-                if not common:
-                    break
-                values[factor] = draw.choice(common)
-        else:
+        values = _complete(start, rng)
+        if values is not None:
             yield values
+
+
+def _complete(start: Mapping[str, str], rng: random.Random) -> dict[str, str] | None:
+    """Add random values of the other factors, in random order; return None where no value of a factor fits."""
+    values = dict(start)
+    for factor in rng.sample(list(FACTORS), len(FACTORS)):
+        if factor in values:
+            continue
+        fitting_values = [value for value in FACTORS[factor] if can_run({**values, factor: value})]
+        common_values = [value for value in fitting_values if (factor, value) not in _RARE]
+        if not fitting_values:
+            return None
+        values[factor] = rng.choice(common_values or fitting_values)
+    return values
