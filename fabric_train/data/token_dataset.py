@@ -204,7 +204,7 @@ class Rows(IndexedRows):
         first_row = 0  # of the chunk
         for chunk in self._stored.chunks("document_starts", range(len(self))):
             if not is_sound(pa.chunked_array([chunk])):
-                return first_row
+                return first_row  # no row of a damaged chunk can be read, so its first row stands for all
             starts = chunk.flatten().to_numpy()
             num_starts = pc.list_value_length(chunk).to_numpy()
             row_of_start = np.repeat(np.arange(len(num_starts)), num_starts)  # in the chunk
@@ -213,7 +213,8 @@ class Rows(IndexedRows):
             is_same_row = np.diff(row_of_start) == 0
             is_wrong[1:] |= is_same_row & (np.diff(starts) <= 0)
             if is_wrong.any():
-                return int(first_row + row_of_start[is_wrong.argmax()])
+                first_wrong_start = is_wrong.argmax()
+                return int(first_row + row_of_start[first_wrong_start])
             first_row += len(num_starts)
         return None
 

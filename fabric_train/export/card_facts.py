@@ -100,8 +100,12 @@ class ModelRecord:
         held_out_counts: Counter[str] = Counter()
         for settings in _all_settings(self.manifest):
             held_out_counts.update(settings.validation_dataset or ())
-        counts = Counter(source.given for source in self.manifest.sources)
-        return [source for source in self.manifest.sources if counts[source.given] > held_out_counts[source.given]]
+        counts = Counter(source.argument for source in self.manifest.sources)
+        training_sources: list[SourceRecord] = []
+        for source in self.manifest.sources:
+            if counts[source.argument] > held_out_counts[source.argument]:
+                training_sources.append(source)
+        return training_sources
 
     def stream_sources(self) -> list[StageSource]:
         """Return the sources that a stream reads, in their order, with the share that a pass reads."""

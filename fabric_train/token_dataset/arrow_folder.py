@@ -231,7 +231,7 @@ class _SplitFiles:
         else:
             self.reader.read(pieces, input_ids, supervised=None)
 
-        # document starts
+        # document starts: a piece at position 0 may continue a document, which does not start there
         is_start = (positions > 0) | (starts + repeated == 0)
         if self.rejected_at is not None:  # each piece is a whole pair, with two sequences
             rejected_positions = positions + self.rejected_at[pieces.documents]
@@ -240,7 +240,12 @@ class _SplitFiles:
             rows = np.repeat(rows, 2)
         num_starts = np.bincount(rows[is_start], minlength=num_rows)
         offsets = np.concatenate([[0], np.cumsum(num_starts)])
-        return _Rows(input_ids, labels, positions[is_start].astype(np.int32), offsets.astype(np.int32))
+        return _Rows(
+            input_ids=input_ids,
+            labels=labels,
+            document_starts=positions[is_start].astype(np.int32),
+            offsets=offsets.astype(np.int32),
+        )
 
     def describe(self, index: int) -> str:
         """Return what a process reads to write a file."""

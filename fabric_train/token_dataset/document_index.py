@@ -150,6 +150,11 @@ class DocumentIndex:
         """The number of rows; ``rows`` ends with one more record, at which the last row ends."""
         return len(self.rows) - 1
 
+    @property
+    def num_documents_in_rows(self) -> int:
+        """The number of documents that begin in the rows; they come before all others in ``documents``."""
+        return int(self.rows["documents"][-1])
+
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
         """Return the pieces of documents in some rows, integers [R]; InputError if the index is damaged."""
         # how many documents begin in each row, and how many are continued
@@ -178,15 +183,15 @@ class DocumentIndex:
         starts[continuing_pieces] = continuations["start"]
         repeated[continuing_pieces] = continuations["repeated"]
 
-        # a piece is as long as the document and the row allow
+        # A piece reaches to the end of its document, or to the end of the row, where concat cuts documents. Only the
+        # last piece of a row can be cut, so the positions follow from the lengths before the cut.
         records = self.documents[documents]
         self._check(starts < records["tokens"])
-        lengths = np.minimum(records["tokens"] - starts, self._max_length)
-        tokens_before = np.cumsum(lengths) - lengths
-        positions = tokens_before
-        if len(rows_of_pieces):
-            positions = tokens_before - tokens_before[first_pieces][rows_of_pieces]
-        lengths = np.minimum(lengths, self._max_length - positions)  # concat cuts documents at the end of the row
+        uncut_lengths = np.minimum(records["tokens"] - starts, self._max_length)
+        tokens_before = np.cumsum(uncut_lengths) - uncut_lengths  # in all of these rows
+        first_piece_of_row = first_pieces[rows_of_pieces]  # for each piece
+        positions = tokens_before - tokens_before[first_piece_of_row]
+        lengths = np.minimum(uncut_lengths, self._max_length - positions)
 
         # the bytes up to a token are in proportion to its position
         tokens_up_to_start = (starts + repeated).astype(np.uint64)
@@ -279,15 +284,19 @@ class JoinedIndex(DocumentIndex):
                 num_in_rows = part_split.placed
                 file_offsets = {"file": num_files, "row": part.rows_before}
                 row_offsets = {"documents": num_documents, "continuations": num_continuations}
-                documents_in_rows.append(Segment(part_index, 0, num_in_rows, file_offsets))
-                documents_in_no_row.append(Segment(part_index, num_in_rows, part_split.documents, file_offsets))
-                rows.append(Segment(part_index, 0, part_split.rows, row_offsets))
-                continuations.append(Segment(part_index, 0, part_split.continuations, {"document": num_documents}))
-                checksums.append(Segment(part_index, 0, part_split.rows, {}))
+                document_offsets = {"document": num_documents}
+                num_pieces = part_split.continuations
+                documents_in_rows.append(Segment(part_index, begin=0, end=num_in_rows, offsets=file_offsets))
+                documents_in_no_row.append(
+                    Segment(part_index, begin=num_in_rows, end=part_split.documents, offsets=file_offsets)
+                )
+                rows.append(Segment(part_index, begin=0, end=part_split.rows, offsets=row_offsets))
+                continuations.append(Segment(part_index, begin=0, end=num_pieces, offsets=document_offsets))
+                checksums.append(Segment(part_index, begin=0, end=part_split.rows, offsets={}))
                 num_documents += num_in_rows
-                num_continuations += part_split.continuations
+                num_continuations += num_pieces
             num_files += part.num_files
-        # the last record of the rows says where the last row ends
+        # the array has one record more than there are rows, which says where the last row ends
         rows[-1] = replace(rows[-1], end=rows[-1].end + 1)
 
         self.documents = JoinedRecords(parts, split, "documents", DOCUMENT, [*documents_in_rows, *documents_in_no_row])

@@ -68,7 +68,8 @@ def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched
         positions = np.flatnonzero(np.isin(continuations["document"], searched_documents))
         for continuation in (first_continuation + positions).tolist():
             rows.add(_find_row(index.rows["continuations"], continuation))
-    rows.discard(index.num_rows)  # documents that are in no row follow those of the last one
+    # documents that are in no row are numbered after those of the last row, so they are found in the row after it
+    rows.discard(index.num_rows)
 
     # their tokens
     sorted_rows = np.array(sorted(rows), dtype=np.int64)

@@ -54,26 +54,28 @@ class SourceRecord:
     kind: str  # `files`, `saved_dataset` or `hub`
     files: tuple[SourceFile, ...]  # the files read; empty for a hub dataset
     splits: tuple[str, ...]  # the splits read; empty for files
-    revision: str | None  # a hub dataset's commit; None for others. `subset` likewise
-    subset: str | None = None
-    documents: int = 0  # documents kept; `tokens` are theirs
-    tokens: int = 0
+    revision: str | None  # the commit of a hub dataset; None for others
+    subset: str | None = None  # the subset of a hub dataset; None for others
+    documents: int = 0  # documents kept
+    tokens: int = 0  # tokens of the documents kept
     weight: float | None = None  # its value in --weights, None without --weights
     epochs: float = 1.0  # how often its training documents are in the train split: their tokens there / their tokens
     train_tokens: int | None = None  # its tokens in the train split, repeats included; None from older versions
     share_asked: float | None = None  # of the train split's tokens, by --weights; None without --weights
     share_reached: float | None = None  # the share of the train split's tokens that it has; None after a merge
-    # the path, pattern, URL or hub name as given, without passwords; None from older versions, whose name is the
-    # place, of a hub dataset without subset and revision
+    # the path, pattern, URL or hub name as given, without passwords. None from older versions: there the name is the
+    # place, without the subset and the revision of a hub dataset
     place: str | None = None
     folder: str | None = None  # the folder to which the paths of `files` are relative; None for URLs and datasets
     documents_skipped: dict[str, int] | None = None  # documents read and not kept, by reason; None from older versions
     unused_columns: tuple[str, ...] = ()  # columns, and keys of messages, of which nothing was made
 
     @property
-    def given(self) -> str:
-        """The argument that gave it: NAME=PLACE or PLACE."""
-        return self.name if self.place in (None, self.name) else f"{self.name}={self.place}"
+    def argument(self) -> str:
+        """The argument of --dataset that names it: NAME=PLACE or PLACE."""
+        if self.place is None or self.place == self.name:
+            return self.name
+        return f"{self.name}={self.place}"
 
     @property
     def documents_read(self) -> int | None:

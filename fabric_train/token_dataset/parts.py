@@ -322,12 +322,15 @@ class JoinedRecords:
 
 
 def _add_offsets(records: np.ndarray, offsets: dict[str, int]) -> None:
-    """Add numbers to the fields of a part's records; to rows only in the first file, which began in an earlier part."""
-    is_first_file = records["file"] == 0 if "file" in offsets else None
+    """Add the offsets of a segment to its records.
+
+    ``row`` is for documents of the part's first file only, which may continue a file of an earlier part.
+    """
+    if "row" in offsets:  # first, because ``file`` changes below
+        is_in_first_file = records["file"] == 0
+        records["row"][is_in_first_file] += offsets["row"]
     for name, offset in offsets.items():
-        if name == "row":
-            records[name][is_first_file] += offset
-        else:
+        if name != "row":
             records[name] += offset
 
 

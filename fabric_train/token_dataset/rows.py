@@ -188,10 +188,11 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
             num_in_next = 0  # pieces in the row after those, if pieces remain
             if num_full < len(group):
                 num_in_next = num_remaining % pieces_per_row
-            num_used = num_full + (num_in_next > 0)
+            num_used = num_full + 1 if num_in_next else num_full
             num_taken = num_full * pieces_per_row + num_in_next
             pieces = longest_first[num_placed : num_placed + num_taken]
-            rows[pieces] = np.repeat(group[:num_used], pieces_per_row)[:num_taken]
+            places = np.repeat(group[:num_used], pieces_per_row)  # more than the pieces if the last row gets fewer
+            rows[pieces] = places[:num_taken]
 
             open_rows.add(group[:num_full], room - pieces_per_row * length)
             open_rows.add(group[num_full:num_used], room - num_in_next * length)
@@ -218,8 +219,8 @@ def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
     """
     lengths = lengths[order]
     stride = max_length - overlap
-    num_additional = -((max_length - lengths) // stride)  # rounded up
-    num_windows = 1 + np.maximum(num_additional, 0)  # of each document
+    num_remaining = np.maximum(lengths - max_length, 0)  # tokens of each document that the first window does not hold
+    num_windows = 1 + -(-num_remaining // stride)  # of each document; the division is rounded up
     entries = np.repeat(np.arange(len(order)), num_windows)
     first_windows = np.cumsum(num_windows) - num_windows
     window_in_document = np.arange(len(entries)) - np.repeat(first_windows, num_windows)
@@ -245,7 +246,7 @@ def _pack_best_fit(windows: RowPlan, sources: np.ndarray) -> RowPlan:
     for lengths in np.split(windows.lengths, source_borders):
         rows = num_rows + best_fit_decreasing(lengths, windows.max_length)
         rows_by_source.append(rows)
-        num_rows = int(rows.max(initial=num_rows - 1)) + 1
+        num_rows = int(rows.max(initial=num_rows - 1)) + 1  # as before if there is no window
     rows = np.concatenate(rows_by_source)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
     by_row = np.argsort(rows, kind="stable")

@@ -98,10 +98,10 @@ class Split:
         """Yield the ``input_ids`` of some rows, whose numbers ascend; other rows are not read."""
         first_row = 0  # of the record batch
         for file in self.files:
-            with _naming(file):
+            with _naming_damaged_file(file):
                 table, _ = map_table(file)
             for record_batch in table.select(["input_ids"]).to_batches():
-                with _naming(file):
+                with _naming_damaged_file(file):
                     record_batch.validate(full=True)
                 end_row = first_row + record_batch.num_rows
                 start, end = np.searchsorted(rows, (first_row, end_row))
@@ -167,14 +167,14 @@ def check_listed_files(folder: Path, fix: str) -> None:
 
 def read_arrow(path: Path) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of an arrow file, memory-mapped; InputError if the file is missing or damaged."""
-    with _naming(path), pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as reader:
+    with _naming_damaged_file(path), pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as reader:
         for batch in reader:
             batch.validate(full=True)  # pyarrow would abort the process at a list that is outside of its values
             yield batch
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _naming_damaged_file(file: Path) -> Iterator[None]:
     """Turn errors of reading an arrow file into an InputError that names it."""
     try:
         yield
@@ -200,7 +200,7 @@ def _open_split(folder: Path, name: str) -> Split:
     schema = pa.schema([])
     num_rows = 0
     for file in files:
-        with _naming(file):
+        with _naming_damaged_file(file):
             table, _ = map_table(file)
         schema = table.schema
         num_rows += table.num_rows

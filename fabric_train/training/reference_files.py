@@ -88,7 +88,7 @@ def _find_missing(folder: Path, content: ReferenceContent, splits: Mapping[str, 
 def count_pairs(rows: Rows) -> int:
     """Return the number of preference pairs of a split."""
     assert rows.index is not None  # every token dataset with pairs has an index
-    return int(rows.index.rows["documents"][-1])
+    return rows.index.num_documents_in_rows
 
 
 def write_files(folder: Path, content: ReferenceContent, values: Mapping[str, np.ndarray]) -> None:
