@@ -26,7 +26,9 @@ NUM_TOKENS = 1 << 20  # of a sample
 FEWEST_DOCUMENTS = 2000
 MOST_DOCUMENTS = 10_000
 _DOCUMENTS_PER_DECODING = 64
-_SAMPLE_RECORDS = 1000  # progress of a sampled document, in records of the index: it is decoded, its language found
+# The progress bar counts records of the index that were read. A sampled document is decoded and its language is
+# identified, which counts as many records.
+_PROGRESS_PER_SAMPLED_DOCUMENT = 1000
 UNCERTAIN_LANGUAGE = "uncertain"
 # a word is listed if it is at least twice as frequent as in the other corpus, and in three documents or more
 TIMES_MORE = 2
@@ -129,8 +131,7 @@ class OpenCorpus:
         """The number of documents to sample: as many as have 2^20 tokens together, from 2,000 to 10,000, or all."""
         num_tokens = self.manifest.ledger.splits[self.split.name].tokens_in
         size = NUM_TOKENS * len(self.index.documents) // max(num_tokens, 1)
-        num_documents = int(self.index.rows["documents"][-1])
-        return min(max(size, FEWEST_DOCUMENTS), MOST_DOCUMENTS, num_documents)
+        return min(max(size, FEWEST_DOCUMENTS), MOST_DOCUMENTS, self.index.num_documents_in_rows)
 
 
 def open_corpora(folders: Sequence[Path], split_name: str) -> list[OpenCorpus]:
@@ -175,7 +176,7 @@ def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iter
     """
     index = corpus.index
     vocabulary = corpus.vocabulary
-    documents = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
+    documents = _spread(index.num_documents_in_rows, corpus.sample_size)
     records = index.documents[documents]
     max_tokens = _common_limit(records["tokens"].astype(np.int64), NUM_TOKENS)
     beginnings = _read_beginnings(index, corpus.split, documents, max_tokens, advance)
@@ -246,7 +247,8 @@ def _read_beginnings(
             first_token = int(first_new_tokens[piece])
             length = min(int(pieces.lengths[piece]), max_tokens - first_token + num_repeated)
             new_token_ids = token_ids[position + num_repeated : position + length].tolist()
-            tokens_by_document[int(pieces.documents[piece])][first_token] = new_token_ids
+            document = int(pieces.documents[piece])
+            tokens_by_document[document][first_token] = new_token_ids
 
     # join the pieces of each document in order
     beginnings: dict[int, list[int]] = {}
@@ -359,13 +361,20 @@ def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Ca
 
 def amount_of_work(corpora: Sequence[OpenCorpus]) -> int:
     """Return the sum of the amounts that ``compare`` passes to ``advance``."""
-    return sum(num_records(corpus.index) + _SAMPLE_RECORDS * corpus.sample_size for corpus in corpora)
+    amount = 0
+    for corpus in corpora:
+        amount += num_records(corpus.index)
+        amount += _PROGRESS_PER_SAMPLED_DOCUMENT * corpus.sample_size
+    return amount
 
 
 def _summarize(
     corpus: OpenCorpus, word_counts: WordCounts, advance: Callable[[int], None], *, with_languages: bool
 ) -> CorpusSummary:
-    """Return the totals of a corpus, and add the words of its sample to ``word_counts``."""
+    """Return the totals of a corpus and of its sample, also by language if ``with_languages``.
+
+    The words of the sample are added to ``word_counts``.
+    """
     totals = sum_up(corpus.index, advance)
     sample = TextTotals()
     languages = defaultdict[str, TextTotals](TextTotals)
@@ -377,5 +386,12 @@ def _summarize(
             if probability < DEFAULT_THRESHOLD:
                 language = UNCERTAIN_LANGUAGE
             languages[language].add(document, num_words)
-        advance(_SAMPLE_RECORDS)
-    return CorpusSummary(corpus.folder, corpus.manifest, corpus.split.name, totals, sample, languages)
+        advance(_PROGRESS_PER_SAMPLED_DOCUMENT)
+    return CorpusSummary(
+        folder=corpus.folder,
+        manifest=corpus.manifest,
+        split=corpus.split.name,
+        totals=totals,
+        sample=sample,
+        languages=languages,
+    )

@@ -131,7 +131,8 @@ def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
         second_last = np.maximum(content_end - 2, row_starts[padded_rows])
         tokens_before = batch.input_ids[np.stack([content_end - 1, second_last])]  # [2, padded rows]
         is_document_ended = np.isin(tokens_before, expected.end_token_ids).any(axis=0)
-        ends[padded_rows] += ~is_document_ended
+        rows_ended_by_padding = padded_rows[~is_document_ended]
+        ends[rows_ended_by_padding] += 1
     return ends
 
 
@@ -151,7 +152,9 @@ def view_rows(batch: RowBatch, rows: range, vocabulary: Vocabulary | None, expec
         # the middle of a pair is where its second sequence begins, so all of it is shown
         view = _view_row(batch, row, int(ends[row]), vocabulary, is_shortened=not expected.has_pairs)
         if expected.has_pairs:
-            view = replace(view, pairs=tuple(map(_view_pair, view.pieces[::2], view.pieces[1::2])))
+            chosen = view.pieces[::2]
+            rejected = view.pieces[1::2]
+            view = replace(view, pairs=tuple(map(_view_pair, chosen, rejected)))
         views.append(view)
     return views
 
@@ -215,12 +218,13 @@ def _view_row(
     pieces = []
     for start, stop in pairwise([*sorted(cuts), len(token_ids)]):
         if gap and start == gap.start:
-            pieces.append(RowPiece(start, None, (_gap_token(gap, borders),)))
+            pieces.append(RowPiece(start, begins=None, tokens=(_gap_token(gap, borders),)))
         elif start not in gap and stop > start:
             tokens = tuple(_view_tokens(token_ids, is_supervised, start, stop, vocabulary))
-            # a cut around the gap is no border
-            is_known = has_borders and (start in borders or start not in (gap.start, gap.stop))
-            pieces.append(RowPiece(start, start in borders if is_known else None, tokens))
+            is_border = start in borders
+            is_cut_at_gap = start in (gap.start, gap.stop) and not is_border  # no border, and no new row
+            begins = is_border if has_borders and not is_cut_at_gap else None
+            pieces.append(RowPiece(start, begins, tokens))
 
     padding = ""
     if row_end > content_end:

@@ -72,9 +72,8 @@ class DocumentCounter:
     counts: Counts  # to which documents are added
     num_without_end: int = 0
     first_row_without_end: int | None = None
-    _open_pieces: np.ndarray = field(
-        default_factory=lambda: np.empty(0, PIECE)
-    )  # of the last document, which may go on
+    # PIECE [any number] of the last document, which may go on in the next rows
+    _open_pieces: np.ndarray = field(default_factory=lambda: np.empty(0, PIECE))
     _overlap: int = 0
 
     def add(self, pieces: np.ndarray, overlap: int) -> None:
@@ -130,7 +129,8 @@ class DocumentCounter:
         is_single_token = (pieces["length"] == 1) & ~pieces["begins"]
         ends_in_previous_row = is_single_token & previous["ends_exactly"]
         has_end = pieces["ends_exactly"] | pieces["ends_nearly"] | ends_in_previous_row
-        without_end = pieces[ends][~has_end[ends]]
+        last_pieces = pieces[ends]
+        without_end = last_pieces[~has_end[ends]]
         if may_be_cut:
             self.counts.documents_cut += int((~without_end["is_inside"]).sum())
             without_end = without_end[without_end["is_inside"]]
@@ -363,7 +363,8 @@ def pair_faults(
     answer_starts = targets[np.searchsorted(targets, starts)]  # the first target from the start of the sequence on
     has_answer = answer_starts < sequences.ends
     has_answers = has_answer[chosen] & has_answer[rejected]
-    yield "preference pairs without two supervised answers", rows[chosen[~has_answers]]
+    chosen_without_answers = chosen[~has_answers]
+    yield "preference pairs without two supervised answers", rows[chosen_without_answers]
 
     chosen = chosen[has_answers]
     rejected = rejected[has_answers]
@@ -377,7 +378,8 @@ def pair_faults(
     pair_of_token = np.repeat(np.arange(len(chosen)), num_compared)
     num_different = np.bincount(pair_of_token[chosen_prompts != rejected_prompts], minlength=len(chosen))
     length_differs = np.abs(prompt_lengths[chosen] - prompt_lengths[rejected]) > 1
-    yield "preference pairs with two prompts", rows[chosen[(num_different > 0) | length_differs]]
+    chosen_with_other_prompt = chosen[(num_different > 0) | length_differs]
+    yield "preference pairs with two prompts", rows[chosen_with_other_prompt]
 
 
 def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:

@@ -89,13 +89,13 @@ class _TableOfCounts:
         self._lines: list[tuple[str, ...]] = []
         self._depth: list[int] = []
 
-    def add_total(self, depth: int, name: str, total: int | None) -> None:
+    def add_total(self, name: str, total: int | None, *, depth: int = 0) -> None:
         """Add a line with a total only; None, which is unknown, leaves it empty."""
         total_text = "" if total is None else f"{total:,}"
         self._lines.append((name, total_text, *("" for _ in self._split_names)))
         self._depth.append(depth)
 
-    def add_sum(self, depth: int, name: str, counts: list[int]) -> None:
+    def add_sum(self, name: str, counts: list[int], *, depth: int = 0) -> None:
         """Add a line with the count of each split, and their sum."""
         self._lines.append((name, f"{sum(counts):,}", *(f"{count:,}" for count in counts)))
         self._depth.append(depth)
@@ -114,40 +114,42 @@ def ledger_table(report: DatasetReport) -> TextTable:
     table = _TableOfCounts(names)
 
     # documents, from the sources to the splits
-    table.add_total(0, "documents read", ledger.documents_read)
+    table.add_total("documents read", ledger.documents_read)
     for reason, count in ledger.documents_skipped.items():
-        table.add_total(1, f"skipped: {_as_words(reason)}", count)
+        table.add_total(f"skipped: {_as_words(reason)}", count, depth=1)
         for source, skipped_count in _skipped_by_source(report.manifest.sources, reason).items():
-            table.add_total(2, source, skipped_count)
-    table.add_total(1, "kept", ledger.documents_kept)
+            table.add_total(source, skipped_count, depth=2)
+    table.add_total("kept", ledger.documents_kept, depth=1)
     if ledger.documents_repeated or ledger.documents_unsampled:
-        table.add_total(1, "repeated by --weights", ledger.documents_repeated)
-        table.add_total(1, "left out by --weights", ledger.documents_unsampled)
+        table.add_total("repeated by --weights", ledger.documents_repeated, depth=1)
+        table.add_total("left out by --weights", ledger.documents_unsampled, depth=1)
     for kind, count in ledger.edits.items():
-        table.add_total(0, f"changed by cleaning: {_as_words(kind)}", count)
+        table.add_total(f"changed by cleaning: {_as_words(kind)}", count)
     for task, count in ledger.contaminated.items():
-        table.add_total(0, f"share words with the task {task}", count)
+        table.add_total(f"share words with the task {task}", count)
     for reason, count in ledger.tokens_cut.items():
-        table.add_total(0, f"tokens cut off chats: {_as_words(reason)}", count)
+        table.add_total(f"tokens cut off chats: {_as_words(reason)}", count)
 
     # tokens, from the documents of the splits to their rows
-    table.add_sum(0, "documents in the split", [split.documents for split in splits])
-    table.add_sum(0, "characters", [split.characters for split in splits])
-    table.add_sum(0, "tokens in", [split.tokens_in for split in splits])
-    table.add_sum(1, "repeated for --overlap", [split.tokens_repeated for split in splits])
+    table.add_sum("documents in the split", [split.documents for split in splits])
+    table.add_sum("characters", [split.characters for split in splits])
+    table.add_sum("tokens in", [split.tokens_in for split in splits])
+    table.add_sum("repeated for --overlap", [split.tokens_repeated for split in splits], depth=1)
     reasons: set[str] = set()
     for split in splits:
         reasons |= split.tokens_dropped.keys()
     for reason in sorted(reasons):
-        table.add_sum(1, f"dropped: {_as_words(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
-    table.add_sum(0, "tokens in rows", [split.tokens_in_rows for split in splits])
-    table.add_sum(1, "supervised", [split.tokens_supervised for split in splits])
+        table.add_sum(
+            f"dropped: {_as_words(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits], depth=1
+        )
+    table.add_sum("tokens in rows", [split.tokens_in_rows for split in splits])
+    table.add_sum("supervised", [split.tokens_supervised for split in splits], depth=1)
     pair_ledgers = [split.pairs for split in splits if split.pairs]
     if pair_ledgers:
-        table.add_sum(2, "chosen answers", [pairs.chosen_tokens for pairs in pair_ledgers])
-        table.add_sum(2, "rejected answers", [pairs.rejected_tokens for pairs in pair_ledgers])
-    table.add_sum(0, "padding", [split.tokens_padding for split in splits])
-    table.add_sum(0, "rows", [split.rows for split in splits])
+        table.add_sum("chosen answers", [pairs.chosen_tokens for pairs in pair_ledgers], depth=2)
+        table.add_sum("rejected answers", [pairs.rejected_tokens for pairs in pair_ledgers], depth=2)
+    table.add_sum("padding", [split.tokens_padding for split in splits])
+    table.add_sum("rows", [split.rows for split in splits])
     return table.finish()
 
 
@@ -156,11 +158,11 @@ def _table_without_ledger(counts_by_split: Mapping[str, Counts]) -> TextTable:
     all_counts = list(counts_by_split.values())
     num_documents = [counts.documents for counts in all_counts if counts.documents is not None]
     if len(num_documents) == len(all_counts):  # otherwise a split does not store where documents begin
-        table.add_sum(0, "documents", num_documents)
-    table.add_sum(0, "tokens in rows", [counts.tokens for counts in all_counts])
-    table.add_sum(1, "supervised", [counts.supervised for counts in all_counts])
-    table.add_sum(0, "padding", [counts.padding for counts in all_counts])
-    table.add_sum(0, "rows", [counts.rows for counts in all_counts])
+        table.add_sum("documents", num_documents)
+    table.add_sum("tokens in rows", [counts.tokens for counts in all_counts])
+    table.add_sum("supervised", [counts.supervised for counts in all_counts], depth=1)
+    table.add_sum("padding", [counts.padding for counts in all_counts])
+    table.add_sum("rows", [counts.rows for counts in all_counts])
     return table.finish()
 
 
@@ -251,8 +253,8 @@ def length_facts(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
     facts = [("shortest", int(sorted_lengths[0]))]
     for percentile in _PERCENTILES:
         # the shortest length that at least this share of the documents does not exceed
-        num_documents_below = max(1, -(-num_documents * percentile // 100))
-        position = np.searchsorted(cumulated_counts, num_documents_below)
+        num_not_longer = -(-num_documents * percentile // 100)  # rounded up
+        position = np.searchsorted(cumulated_counts, max(num_not_longer, 1))
         facts.append((f"{percentile} %", int(sorted_lengths[position])))
     facts.append(("longest", int(sorted_lengths[-1])))
     num_tokens = sum(length * count for length, count in lengths.items())
