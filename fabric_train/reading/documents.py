@@ -166,7 +166,7 @@ class Chat:
 
     messages: list[Message]
     """``role`` is system, user, assistant or tool, ``content`` is text; other keys are as given, except ``TRAINED``."""
-    num_given: int = 0
+    num_prompt_messages: int = 0
     """The messages at the start that are a prompt, in which no turn of the assistant is supervised."""
     tools: list[Any] | None = None
     """JSON schemas of the tools that may be called."""
@@ -186,7 +186,7 @@ class Chat:
         return self
 
     def with_messages(self, messages: list[Message]) -> "Chat":
-        """Return the chat with other messages, as many."""
+        """Return the chat with its messages replaced by as many others."""
         return replace(self, messages=messages)
 
 
@@ -215,14 +215,14 @@ class Pair:
     def _chat(self, answer: list[Message]) -> Chat:
         return Chat(
             self.prompt + answer,
-            num_given=len(self.prompt),
+            num_prompt_messages=len(self.prompt),
             tools=self.tools,
             template_variables=self.template_variables,
             unused=self.unused,
         )
 
     def with_messages(self, messages: list[Message]) -> "Pair":
-        """Return the pair with as many other messages in place of ``joined``'s."""
+        """Return the pair with the messages of ``joined`` replaced by as many others."""
         chosen_start = len(self.prompt)
         rejected_start = chosen_start + len(self.chosen)
         return replace(
@@ -250,14 +250,14 @@ def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
     # the turns that --train_on selects, in order
     selected: list[int] = []
     for index, message in enumerate(chat.messages):
-        is_answer = message["role"] == "assistant" and index >= chat.num_given
+        is_answer = message["role"] == "assistant" and index >= chat.num_prompt_messages
         if is_answer or train_on == "all":
             selected.append(index)
     if train_on == "last":
         selected = selected[-1:]
 
-    # without those that the row says are not trained. It can say so of the assistant's turns only: other turns
-    # have no marks in a rendering, and --train_on all supervises them
+    # drop the turns of the assistant that the row marks as untrained. Such a mark has no effect on other turns: nothing
+    # marks them in a rendering, so --train_on all supervises all of them
     supervised: set[int] = set()
     for index in selected:
         message = chat.messages[index]

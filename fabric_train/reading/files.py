@@ -54,19 +54,19 @@ class FileReader:
         self.num_counted = 0
         self.content: bytes | None = None  # of the file, once it has been read at once
         self.unread_columns: frozenset[str] = frozenset()  # of a parquet file that has been opened
-        self._now = part.file
+        self._file_after_reading = part.file
         self._suffix = file_suffix(part.name)
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]:
         try:
-            with memory_errors_name(self.part.name):
+            with naming_memory_errors(self.part.name):
                 if self.part.is_read_at_once:
-                    self.content, self._now = listing.read_file(self.part.file)
+                    self.content, self._file_after_reading = listing.read_file(self.part.file)
                 for number, row in _READERS[self._suffix](self):
                     self.num_counted = number
                     yield number, row
         except OSError as error:
-            if error.errno and error.filename is None:  # of a read that failed
+            if error.errno and error.filename is None:  # a failed read does not name the file
                 error.filename = self.part.name
             raise
         self.position = self.part.num_bytes
@@ -75,7 +75,7 @@ class FileReader:
         """Return the SHA-256 of a file read at once, ``NO_SHA256`` for others; InputError if it has changed."""
         if self.content is None:
             return listing.NO_SHA256
-        if self._now != self.part.file:
+        if self._file_after_reading != self.part.file:
             raise listing.changed(self.part.file)
         return hashlib.sha256(self.content).digest()
 
@@ -84,7 +84,7 @@ class FileReader:
         path = self.part.name
         if self._suffix in (".txt", ".md"):
             return path
-        if self._suffix == ".jsonl" or (self._suffix == ".json" and is_json_lines(self.part.file)):
+        if _has_json_lines(self.part.file):
             return f"{path}, line {self._count_lines_before() + number}"
         return f"{path}, record {number}"
 
@@ -106,19 +106,21 @@ class FileReader:
 
 
 @contextmanager
-def memory_errors_name(place: str) -> Iterator[None]:
-    """Turn a lack of memory into a RunError that names the file."""
+def naming_memory_errors(file_name: str) -> Iterator[None]:
+    """Turn a MemoryError into a RunError that names the file."""
     try:
         yield
     except MemoryError as error:
         fix = "let fewer processes read at a time, or split it into smaller files"
-        raise RunError(f"{place}: memory ran out while it was read ({first_line(error)}); {fix}") from None
+        raise RunError(f"{file_name}: memory ran out while it was read ({first_line(error)}); {fix}") from None
 
 
 def is_readable(name: str | Path) -> bool:
     """Return whether a file of this name can be read."""
     suffix = file_suffix(name)
-    return suffix in _READERS and not (suffix == ".parquet" and is_compressed(name))
+    if suffix == ".parquet" and is_compressed(name):
+        return False
+    return suffix in _READERS
 
 
 def readable_suffixes() -> str:
@@ -128,15 +130,23 @@ def readable_suffixes() -> str:
 
 def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FilePart]:
     """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part."""
-    size = file.size
-    suffix = file_suffix(file.name)
-    if suffix == ".parquet":
+    if file_suffix(file.name) == ".parquet":
         return _split_parquet(file, part_bytes, origin)
-    can_be_split = size > part_bytes and suffix in (".jsonl", ".json") and not is_compressed(file.name)
-    if not can_be_split or (suffix == ".json" and not is_json_lines(file)):
-        return [FilePart(file, size, origin=origin)]
-    ranges = [(start, min(start + part_bytes, size)) for start in range(0, size, part_bytes)]
-    return [FilePart(file, stop - start, start, stop, origin) for start, stop in ranges]
+    if file.size <= part_bytes or is_compressed(file.name) or not _has_json_lines(file):
+        return [FilePart(file, file.size, origin=origin)]
+    parts: list[FilePart] = []
+    for start in range(0, file.size, part_bytes):
+        stop = min(start + part_bytes, file.size)
+        parts.append(FilePart(file, stop - start, start, stop, origin))
+    return parts
+
+
+def _has_json_lines(file: ListedFile) -> bool:
+    """Return whether a file is read as JSON lines; the content of a .json file decides."""
+    suffix = file_suffix(file.name)
+    if suffix == ".json":
+        return is_json_lines(file)
+    return suffix == ".jsonl"
 
 
 def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FilePart]:
@@ -199,16 +209,17 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
             position += len(line)
             reader.position = listing.position_in(file) if compressed else position - part.start
 
-            # most lines are parsed by orjson, which is faster, but keeps the last of several equal keys
+            # orjson is fast, but keeps the last of several equal keys. So a line in which a key occurs twice is parsed
+            # again below, where a repeated key is a fault and an occurrence in the text is none
             try:
                 row = orjson.loads(line)
-                is_plain = all(line.count(key) < 2 for key in keys)  # a key may also be in the text
+                is_parsed = all(line.count(key) < 2 for key in keys)
             except orjson.JSONDecodeError:
                 is_blank = not line.removeprefix(codecs.BOM_UTF8).strip()
                 if is_blank:
                     continue
-                is_plain = False
-            if not is_plain:
+                is_parsed = False
+            if not is_parsed:
                 try:
                     row = _parse_line(line, start, reader, number)
                 except BadRowError as error:
@@ -218,7 +229,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
 
 
 def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any:
-    """Parse a line more slowly than orjson, which rejects NaN and lone surrogates, and takes a key that is repeated."""
+    """Parse a line that orjson rejects, such as one with NaN or a lone surrogate, or one that may repeat a key."""
     text = _decode(line, reader.part.name, start)
     try:
         return _parse_json(text.strip(), reader.columns)
@@ -259,7 +270,7 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
     """Return whether the first line that is not blank is a complete JSON object.
 
-    ``content`` is as for ``open_decompressed``.
+    ``content`` is the content of the file, still compressed, if it has been read; None opens the file.
     """
     first_line_with_text = b""
     with open_decompressed(file, content) as lines:
@@ -267,10 +278,11 @@ def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
             if line.strip():
                 first_line_with_text = line
                 break
-    if not first_line_with_text.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+    without_mark = first_line_with_text.removeprefix(codecs.BOM_UTF8)
+    if not without_mark.lstrip().startswith(b"{"):
         return False
     try:
-        return isinstance(json.loads(first_line_with_text), dict)
+        return isinstance(json.loads(without_mark), dict)
     except (ValueError, RecursionError):
         return False
 

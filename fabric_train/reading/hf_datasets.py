@@ -35,7 +35,7 @@ class DatasetName:
     split: str | None
     revision: str | None
 
-    def found(self) -> str:
+    def describe_version(self) -> str:
         return f"subset {self.subset}, commit {self.revision}"
 
 
@@ -67,7 +67,11 @@ def errors_of_datasets() -> tuple[type[Exception], ...]:
 
 
 def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
-    """Return an error of one line for ``value`` of ``option``, by the class of ``error``, whose message is long."""
+    """Return an error of one line for ``value`` of ``option``.
+
+    The class of ``error`` decides what the line says, since messages of the hub are long. ``is_folder`` says that
+    ``value`` is a local folder, of which the hub knows nothing.
+    """
     classes = {base.__name__ for base in type(error).__mro__}  # by name: their modules are slow to import
     message = first_line(error)
     cause: BaseException = error
@@ -78,13 +82,15 @@ def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False
         return InputError(f"{option} {value}: it has several subsets; give one of them as NAME:SUBSET: {subsets}")
     if is_folder:
         return InputError(f"{option} {value}: {first_line(cause)}")
+    is_missing = bool(classes & {"RepositoryNotFoundError", "DatasetNotFoundError"})
+    is_unreachable = bool(classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled"})
     if "GatedRepoError" in classes or "is a gated dataset" in message:
         reason = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
     elif message.startswith("Revision "):
         reason = f"the hub answers: {message}"
-    elif classes & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "reach" not in message:
+    elif is_missing and "reach" not in message:
         reason = "the hub has nothing of this name that this login may read"
-    elif classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError"}:
+    elif is_unreachable or "DatasetNotFoundError" in classes:  # its message says that the hub was not reached
         reason = (
             "the hub cannot be reached: no network, or HF_HUB_OFFLINE is set (docs/reference/errors.md#no-internet)"
         )
@@ -121,7 +127,7 @@ class _SplitSource:
 
 @dataclass(frozen=True)
 class DatasetSource(_SplitSource):
-    """The ``files`` of a save_to_disk folder ``root``, or a dataset of the ``hub`` with the subset and commit found."""
+    """A save_to_disk folder ``root`` and its ``files``, or a dataset of the ``hub`` with its subset and commit."""
 
     root: Path = Path()
     files: ListedFiles = field(default_factory=ListedFiles)
@@ -132,7 +138,7 @@ class DatasetSource(_SplitSource):
     def notes(self) -> tuple[str, ...]:
         note = f"splits read: {describe_splits(self.splits, self.all_splits)}"
         if self.hub:
-            note += f", {self.hub.found()}"
+            note += f", {self.hub.describe_version()}"
         return (note,)
 
     @property
@@ -179,7 +185,8 @@ class StreamSource(_SplitSource):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"splits streamed: {describe_splits(self.splits, self.all_splits)}, {self.hub.found()}",)
+        splits = describe_splits(self.splits, self.all_splits)
+        return (f"splits streamed: {splits}, {self.hub.describe_version()}",)
 
     @property
     def num_bytes(self) -> int:

@@ -92,8 +92,9 @@ class ListedFiles(Sequence[ListedFile]):
 
     def __iter__(self) -> Iterator[ListedFile]:
         start = 0
-        for end, *state in zip(islice(self._ends, 1, None), self.sizes, self._mtimes, self._ctimes, strict=True):
-            yield ListedFile(os.fsdecode(self._names[start:end]), *state)
+        ends = islice(self._ends, 1, None)
+        for end, size, mtime_ns, ctime_ns in zip(ends, self.sizes, self._mtimes, self._ctimes, strict=True):
+            yield ListedFile(os.fsdecode(self._names[start:end]), size, mtime_ns, ctime_ns)
             start = end
 
     def __getitem__(self, index: int) -> ListedFile:  # type: ignore[override]  # nobody needs slices
@@ -187,7 +188,11 @@ def _list_paths(paths: Iterable[str], is_wanted: Callable[[str], bool], repeated
 
 
 def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
-    """Yield all files below ``roots``, linked folders last; add links to folders seen before to ``repeated``."""
+    """Yield all files below ``roots``, and add links to folders that were listed before to ``repeated``.
+
+    Links are followed after all other folders, so a folder that is reached both ways is listed under its real path.
+    A root is "" for the current folder.
+    """
     folders: list[str] = []
     links: list[str] = []  # a heap: links are followed in the order of their paths
     for root in roots:

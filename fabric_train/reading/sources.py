@@ -289,10 +289,11 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
         raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
     try:
         # the files that the URL names
-        is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
-        is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
+        possible_pattern = path
+        if url.startswith("http"):  # in a web address, ? begins the query and is no pattern
+            possible_pattern, _, _ = path.partition("?")
         paths = [path]
-        if is_pattern:
+        if glob.has_magic(possible_pattern):
             paths = sorted(file_system.glob(path))
             if not listings.is_about_data(url):  # a README is read if the pattern names it
                 paths = [path for path in paths if not listings.is_about_data(path)]

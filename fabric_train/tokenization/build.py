@@ -78,7 +78,8 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
     with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
         if corpus.cleaner is not None and isinstance(arguments.boilerplate, int):
             # the lines that --boilerplate removes are known once all documents have been read
-            corpus = replace(corpus, cleaner=corpus.cleaner.with_boilerplate(find_boilerplate(corpus, unfinished)))
+            boilerplate = find_boilerplate(corpus, unfinished)
+            corpus = replace(corpus, cleaner=corpus.cleaner.with_boilerplate(boilerplate))
         started = time.monotonic()
         encoded = encode_sources(corpus, unfinished, check, InputSlice())
         seconds = time.monotonic() - started
@@ -243,7 +244,7 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
             first_bad_rows.setdefault(source_number, record.first_bad_row)
         if source_number < num_train:
             last_read = max(last_read, source_number)
-    if last_read < 0:  # no source has anything to read
+    if last_read < 0:  # no source has anything to read: each of them is a fault
         last_read = num_train
 
     faults: list[str] = []
@@ -456,7 +457,8 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
             notes += source_format.chat.notes
     for source_number, columns in sorted(_unused_columns(encoded).items()):
         if columns:
-            notes.append(f"{corpus.names_and_places[source_number][0]}: columns not used: {', '.join(sorted(columns))}")
+            name, _ = corpus.names_and_places[source_number]
+            notes.append(f"{name}: columns not used: {', '.join(sorted(columns))}")
     notes = list(dict.fromkeys(notes))  # several sources may have the same format
     bad_rows = [record.first_bad_row for record in encoded.records if record.first_bad_row]
     if bad_rows:
@@ -509,9 +511,11 @@ def _find_differences(manifest: Manifest, arguments: TokenizeArguments) -> Itera
     # the settings
     for name, manifest_value in asdict(manifest.settings).items():
         value = getattr(arguments, name)
-        is_default_packing = name == "packing" and value is None  # the sources decided it
-        is_compared = name != "validation_dataset" and not is_default_packing  # the sources are compared above
-        if is_compared and value != manifest_value:
+        if name == "validation_dataset":  # compared above, with the sources
+            continue
+        if name == "packing" and value is None:  # the sources decide it
+            continue
+        if value != manifest_value:
             yield f"--{name} {manifest_value}, not {value}"
 
     # the files of --extensions

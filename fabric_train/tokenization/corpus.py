@@ -93,6 +93,7 @@ def _keep_unfinished(folder: Path, sizes: ShardSizes) -> bool:
     """Return whether the finished work in the folder is worth keeping, and if so, tell the user."""
     num_shards = sum(file.suffix in (".npz", ".lines") for file in folder.glob("*"))
     downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != UNFINISHED_SUFFIX]
+    # without a finished shard, only downloads are finished
     finished_files = folder.rglob("*") if num_shards else downloads
     if sum(file.stat().st_size for file in finished_files) <= sizes.worth_keeping:
         return False
@@ -392,11 +393,13 @@ def sample_texts(corpus: OpenedCorpus) -> Iterator[str]:
     parts_by_source = [source.pack(source.parts(part_bytes)) for source in corpus.sources]
     num_parts = sum(len(parts) for parts in parts_by_source)
     step = max(1, num_parts // _SAMPLED_PARTS)
-    part_number = 0  # among the parts of all sources; every `step`-th is sampled
+    num_parts_before = 0  # parts of earlier sources
     for source, source_format, parts in zip(corpus.sources, corpus.formats, parts_by_source, strict=True):
-        for index in range(-part_number % step, len(parts), step):
-            yield from _first_texts(source, source_format, parts[index], characters_per_part)
-        part_number += len(parts)
+        for index in range(len(parts)):
+            # a part is built when it is taken from the packed parts, so only every `step`-th is taken
+            if (num_parts_before + index) % step == 0:
+                yield from _first_texts(source, source_format, parts[index], characters_per_part)
+        num_parts_before += len(parts)
 
 
 def _first_texts(source: Source, source_format: SourceFormat, part: Any, max_characters: int) -> Iterator[str]:

@@ -29,7 +29,7 @@ from fabric_train.reading.documents import (
     name_in,
     text_of,
 )
-from fabric_train.reading.files import memory_errors_name
+from fabric_train.reading.files import naming_memory_errors
 from fabric_train.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.reading.sources import PartReader
 from fabric_train.token_dataset import manifest
@@ -106,13 +106,15 @@ class EncodingJob:
         """Return the file or dataset that a task is reading, for the message about a process that was killed."""
         if not isinstance(task, int):
             return self.corpus.sources[task.source].name
-        remaining_bytes = self.progress[3 * task]  # of those done, from the part on
         shard = self.shards[task]
+        source = self.corpus.sources[shard.source]
+        bytes_done = self.progress[3 * task]
+        part_end = 0  # in the bytes of the shard
         for part in shard.parts:
-            if remaining_bytes < part.num_bytes:
-                break
-            remaining_bytes -= part.num_bytes
-        return part_name(self.corpus.sources[shard.source], part)
+            part_end += part.num_bytes
+            if bytes_done < part_end:
+                return part_name(source, part)
+        return part_name(source, shard.parts[-1])  # all parts are read, and the last texts are encoded
 
 
 def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
@@ -279,7 +281,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
         for part in shard.parts:
             reader = source.reader(part, source_format.columns)
             try:
-                with memory_errors_name(part_name(source, part)):
+                with naming_memory_errors(part_name(source, part)):
                     if source_format.chat is None:
                         text_column = source_format.columns[0]
                         num_documents = _encode_texts(corpus, text_column, reader, waiting_texts, writer)
@@ -289,7 +291,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
                 if isinstance(part, FilePart):
                     check_unchanged(part.file)
             writer.end_part(num_documents, part.num_bytes, reader.num_counted, reader.sha256())
-        with memory_errors_name(part_name(source, shard.parts[-1])):
+        with naming_memory_errors(part_name(source, shard.parts[-1])):
             waiting_texts.encode(0)
         writer.finish()
 
@@ -340,6 +342,7 @@ def _encode_texts(
     known_columns = {name_in(column, ())} | writer.unused  # most rows have no others and need no closer look
     for row_number, row in reader:
         ordinal = writer.read()
+        place = (ordinal, row_number)
         try:
             text, data = text_of(row, column, partial(reader.place, row_number))
         except BadRowError as error:
@@ -358,7 +361,7 @@ def _encode_texts(
             writer.sign(cleaned.signature)
             text = cleaned.content
             data = cleaned.content.encode()
-        waiting_texts.add((ordinal, row_number), text, data, reader.position)
+        waiting_texts.add(place, text, data, reader.position)
         num_documents += 1
     writer.unused |= reader.unread_columns
     return num_documents
@@ -389,7 +392,7 @@ def _encode_chats(corpus: OpenedCorpus, source_format: SourceFormat, reader: Par
                 chat = _clean_chat(corpus, content, place, writer)
             except BadRowError as error:
                 chat = _WaitingChat(place, error.at(reader.place(row_number)), None)
-            if chat is not None:
+            if chat is not None:  # None if cleaning drops it
                 waiting.append(chat)
                 yield chat.content
 
@@ -398,8 +401,9 @@ def _encode_chats(corpus: OpenedCorpus, source_format: SourceFormat, reader: Par
         chat = waiting.popleft()
         ordinal, row_number = chat.place
         if isinstance(encoded, BadRowError):
-            is_from_reader = encoded is chat.content  # and names its place already
-            error = encoded if is_from_reader else encoded.at(reader.place(row_number))
+            error = encoded
+            if error is not chat.content:  # an error of the encoder, which does not know the place of the row
+                error = error.at(reader.place(row_number))
             writer.skip_bad_row(ordinal, error)
         elif isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
@@ -426,7 +430,8 @@ def _clean_chat(
     if is_blank(joined):
         return _WaitingChat(place, content, None)
     result = cleaner.clean_chat(content)
-    cleaned = writer.clean(*place, result, lambda: cleaner.redact(text_without_system(joined)))
+    ordinal, row_number = place
+    cleaned = writer.clean(ordinal, row_number, result, lambda: cleaner.redact(text_without_system(joined)))
     if cleaned is None:
         return None
     return _WaitingChat(place, cleaned.content, cleaned.signature)

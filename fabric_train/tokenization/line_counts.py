@@ -23,7 +23,7 @@ from fabric_train.cleaning import boilerplate
 from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.cli.progress import progress_of
 from fabric_train.reading.documents import BadRowError, text_of
-from fabric_train.reading.files import memory_errors_name
+from fabric_train.reading.files import naming_memory_errors
 from fabric_train.reading.sources import Source
 from fabric_train.tokenization.corpus import OpenedCorpus
 from fabric_train.tokenization.shards import Shard, part_name, split_into_shards
@@ -64,7 +64,13 @@ def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> 
     """
     sources = corpus.sources
     remaining_shards = [shard for shard in shards if not lines_file(folder, shard).exists()]
-    count_shard = partial(_count_shard, folder, sources, corpus.arguments.text_column, corpus.arguments.skips_bad_rows)
+    count_shard = partial(
+        _count_shard,
+        folder=folder,
+        sources=sources,
+        column=corpus.arguments.text_column,
+        skips_bad_rows=corpus.arguments.skips_bad_rows,
+    )
 
     def describe(shard: Shard) -> str:
         return part_name(sources[shard.source], shard.parts[0])
@@ -92,9 +98,11 @@ def add_up_lines(corpus: OpenedCorpus, shards: Sequence[Shard], files: Sequence[
     assert isinstance(num_documents, int), "a folder of lines needs no counts"
     lines = _find_repeated(files, num_documents)
     # the most frequent lines are shown, those of the same frequency in the order of their hashes
-    order = np.lexsort([lines["hash"], -lines["documents"].astype(np.int64)])[:_SHOWN_LINES]
-    documents_by_hash = dict(lines[order].tolist())
-    texts = _find_texts(corpus.sources, shards, files, corpus.arguments.text_column, documents_by_hash)
+    order = np.lexsort([lines["hash"], -lines["documents"].astype(np.int64)])
+    shown_lines = lines[order[:_SHOWN_LINES]]
+    hashes = shown_lines["hash"].tolist()
+    documents_by_hash = dict(zip(hashes, shown_lines["documents"].tolist(), strict=True))
+    texts = _find_texts(corpus.sources, shards, files, corpus.arguments.text_column, hashes)
     most_frequent = []
     for line_hash, count in documents_by_hash.items():
         text = " ".join(texts[line_hash].split())
@@ -129,7 +137,7 @@ def _has_line(file: Path, line_hash: int) -> bool:
     return len(_read_range(file, line_hash, line_hash)) > 0
 
 
-def _count_shard(folder: Path, sources: list[Source], column: str, skips_bad_rows: bool, shard: Shard) -> None:
+def _count_shard(shard: Shard, *, folder: Path, sources: list[Source], column: str, skips_bad_rows: bool) -> None:
     """Write the file of a shard's lines: each line's hash, and the number of the shard's documents that have it."""
     counted = np.empty(0, dtype=LINE)
     hashes = array("Q")  # of each document's lines, each line once a document
@@ -149,7 +157,7 @@ def _read_texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool)
     """Yield the texts of a shard; a bad row is left out, or raises InputError unless ``skips_bad_rows``."""
     for part in shard.parts:
         reader: Any = source.reader(part, (column,))
-        with memory_errors_name(part_name(source, part)):
+        with naming_memory_errors(part_name(source, part)):
             for row_number, row in reader:
                 try:
                     text, _ = text_of(row, column, partial(reader.place, row_number))

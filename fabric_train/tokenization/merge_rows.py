@@ -204,12 +204,12 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
 
     # the next free record of each array; documents are written at two positions
     next_placed = 0
-    next_unplaced = sum(int(index.rows["documents"][-1]) for index in indexes)
+    next_unplaced = sum(index.num_documents_in_rows for index in indexes)
     next_row = 0
     next_continuation = 0
     for joined in inputs:
         index = joined.index
-        num_placed = int(index.rows["documents"][-1])
+        num_placed = index.num_documents_in_rows
         placed = index.documents[:num_placed]
         unplaced = index.documents[num_placed:]
         added_to_documents = {"file": joined.first_file}
@@ -233,14 +233,13 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
 
 
 def _copy_records(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
-    """Copy records to the beginning of ``target``, with the numbers ``added`` to some of their fields.
+    """Copy records to the beginning of ``target``, and add numbers to their fields.
 
-    ``rows_before`` are added to the rows of file 0.
+    ``added`` has a number for each field to change. ``rows_before`` is added to the rows of file 0.
     """
     for begin, mapped in chunks(records, lambda _: None):
         chunk = np.array(mapped)
-        # before the number of the file changes below
-        if rows_before:
+        if rows_before:  # first, because the number of the file changes below
             chunk["row"][chunk["file"] == 0] += rows_before
         for name, number in added.items():
             chunk[name] += number
@@ -265,8 +264,8 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
     has_checksums = True
     rows_before = count_rows_before([dataset.folder for dataset in datasets])
     log = ThrottledLog()
-    for number, dataset in enumerate(datasets):
-        log(f"reading the index of part {number + 1:,} of {len(datasets):,}")
+    for part_index, dataset in enumerate(datasets):
+        log(f"reading the index of part {part_index + 1:,} of {len(datasets):,}")
         part_splits: dict[str, PartSplit] = {}
         for name, split in dataset.splits.items():
             index = open_index(dataset.folder, dataset.manifest, name)
@@ -282,7 +281,14 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
         path = os.path.relpath(os.path.realpath(dataset.folder), real_target)
         num_files = sum(source.num_files for source in dataset.manifest.sources)
         digest = hashlib.sha256((dataset.folder / MANIFEST_NAME).read_bytes()).hexdigest()
-        parts.append(Part(path, digest, num_files, rows_before[number], part_splits))
+        part = Part(
+            path=path,
+            manifest_sha256=digest,
+            num_files=num_files,
+            rows_before=rows_before[part_index],
+            splits=part_splits,
+        )
+        parts.append(part)
 
     # write them
     for name, joined_split in joined_splits.items():
@@ -291,7 +297,13 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
         if joined_split.main_sources:
             np.save(folder / name / MAIN_SOURCES, np.concatenate(joined_split.main_sources), allow_pickle=False)
     has_document_starts = "document_starts" in datasets[0].splits["train"].schema.names
-    write_record(folder, PartsRecord(manifest.settings.max_length, has_document_starts, has_checksums, tuple(parts)))
+    record = PartsRecord(
+        max_length=manifest.settings.max_length,
+        has_borders=has_document_starts,
+        has_checksums=has_checksums,
+        parts=tuple(parts),
+    )
+    write_record(folder, record)
 
 
 @dataclass
@@ -331,7 +343,7 @@ def _describe_split(split: Split, index: DocumentIndex, manifest: Manifest, name
         rows=split.num_rows,
         tokens=manifest.ledger.splits[name].tokens_in_rows,
         documents=len(index.documents),
-        placed=int(index.rows["documents"][-1]),
+        placed=index.num_documents_in_rows,
         continuations=len(index.continuations),
         has_labels="labels" in split.schema.names,
         files=tuple(PartFile(file.name, file.stat().st_size) for file in split.files),

@@ -221,16 +221,17 @@ class PairEncoder:
             num_system += 1
         system_turns = pair.prompt[:num_system]
         user_turns = [index for index in range(len(roles) - 1, num_system, -1) if roles[index] == "user"]
-        fitting: dict[int, EncodedDocument] = {}
+        fitting: dict[int, EncodedDocument] = {}  # by index of ``user_turns``
 
-        def is_too_long(number: int) -> bool:
-            shorter_pair = replace(pair, prompt=system_turns + pair.prompt[user_turns[number] :])
+        def is_too_long(candidate: int) -> bool:
+            first_turn = user_turns[candidate]
+            shorter_pair = replace(pair, prompt=system_turns + pair.prompt[first_turn:])
             chosen, rejected = self.chats.encode_all(shorter_pair.conversations)
             if isinstance(chosen, EncodedDocument) and isinstance(rejected, EncodedDocument):
                 document = _join_documents(shorter_pair, chosen, rejected)
                 if len(document.input_ids) <= self.max_length:
-                    fitting[number] = document
-            return number not in fitting
+                    fitting[candidate] = document
+            return candidate not in fitting
 
         # an earlier turn gives a longer prompt, so binary search finds the first one that is too long
         num_fitting = bisect_left(range(len(user_turns)), True, key=is_too_long)

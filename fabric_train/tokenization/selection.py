@@ -75,8 +75,8 @@ def collect(
     documents = np.concatenate([record.documents for record in records])
     lengths = documents["length"].astype(np.int64)
     counts = [len(record.documents) for record in records]
-    first_rows = np.cumsum([0, *(record.num_read for record in records)])
-    rows = documents["number"] + np.repeat(first_rows[:-1], counts)
+    rows_before = np.cumsum([0, *(record.num_read for record in records)])  # each shard, and in all shards
+    rows = documents["number"] + np.repeat(rows_before[:-1], counts)
     shard_sources = np.array([record.shard.source for record in records], dtype=np.uint32)
     document_sources = np.repeat(shard_sources, counts)
 
@@ -93,15 +93,15 @@ def collect(
     distinct = np.flatnonzero(is_first & ~is_near)
 
     # caps: the rows after the last document count as not read
-    num_kept = _last_within_caps(lengths[distinct], max_documents, max_tokens)
+    num_kept = _count_within_caps(lengths[distinct], max_documents, max_tokens)
     kept_documents = distinct[:num_kept]
     if num_kept == len(distinct):
-        num_read = int(first_rows[-1])
+        num_read = int(rows_before[-1])
     else:
         num_read = int(rows[kept_documents[-1]])
 
     # what was left out or changed in the rows read
-    row_counts = _count_rows(records, first_rows, num_read)
+    row_counts = _count_rows(records, rows_before, num_read)
     num_tokens_cut = row_counts.num_tokens_cut + int(documents["num_tokens_cut"][kept_documents].sum(dtype=np.int64))
     is_read = rows <= num_read
     duplicates = np.flatnonzero(~is_first & is_read)
@@ -145,18 +145,21 @@ class _RowCounts:
     num_tokens_cut: int  # tokens of skipped chats that were too long
 
 
-def _count_rows(records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int) -> _RowCounts:
-    """Count what was skipped and edited in the first ``num_read`` rows; ``first_rows`` are the rows before a shard."""
+def _count_rows(records: Sequence[ShardRecord], rows_before: np.ndarray, num_read: int) -> _RowCounts:
+    """Count what was skipped and edited in the first ``num_read`` rows.
+
+    ``rows_before`` has the number of rows in the shards before each shard.
+    """
     skipped_by_source = defaultdict[int, Counter[str]](Counter)
     edits = Counter[str]()
     num_tokens_cut = 0
-    for record, first_row in zip(records, first_rows, strict=False):
-        skipped = record.skipped[record.skipped["number"] + first_row <= num_read]
+    for record, num_rows_before in zip(records, rows_before, strict=False):
+        skipped = record.skipped[record.skipped["number"] + num_rows_before <= num_read]
         num_tokens_cut += int(skipped["num_tokens_cut"].sum(dtype=np.int64))
         reason_numbers, num_rows = np.unique(skipped["reason"], return_counts=True)
         for reason_number, count in zip(reason_numbers, num_rows.tolist(), strict=True):
             skipped_by_source[record.shard.source][record.reasons[reason_number]] += count
-        changes = record.edits[record.edits["number"] + first_row <= num_read]
+        changes = record.edits[record.edits["number"] + num_rows_before <= num_read]
         sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
         for kind, count in zip(record.kinds, sums.tolist(), strict=True):
             if count:
@@ -233,7 +236,7 @@ def _is_first(hashes: np.ndarray, earlier_hashes: np.ndarray) -> np.ndarray:
     return is_first[len(earlier_hashes) :]
 
 
-def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens: int | None) -> int:
+def _count_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens: int | None) -> int:
     """Return the number of documents up to and including the one that reaches a cap."""
     num_documents = len(lengths)
     if max_documents is not None:
@@ -302,7 +305,7 @@ def mix(
     epochs: list[np.ndarray] = []  # the documents of each epoch of each source
     for source, weight in enumerate(weights):
         source_documents = np.flatnonzero(sources == source)
-        # in this order: total_tokens * weight may be infinite
+        # the weight is divided first, because total_tokens * weight may overflow to infinity
         missing_tokens = total_tokens * (weight / sum(weights))
         epoch = 0
         while missing_tokens > 0:

@@ -345,16 +345,16 @@ class ShardWriter:
         return self._num_read
 
     def skip(self, ordinal: int, left_out: LeftOut) -> None:
-        """Record that the row of this number has no document, and why."""
+        """Record why a row has no document; ``ordinal`` is its number in the shard, which ``read`` returned."""
         reason_number = self._reason_numbers.setdefault(left_out.reason, len(self._reason_numbers))
         self._skipped.append((ordinal, reason_number, left_out.num_tokens_cut))
 
     def clean(
-        self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, shown: Callable[[], str]
+        self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, text_to_show: Callable[[], str]
     ) -> Cleaned[Content] | None:
         """Record what cleaning has found and changed in a document; return None if cleaning drops it.
 
-        The first documents that are dropped for a reason become samples, with the text that ``shown`` returns.
+        The first documents that are dropped for a reason become samples, with what ``text_to_show`` returns.
         """
         place = PlaceInShard(ordinal, len(self._parts), row)
         self._hits += [(place, hit) for hit in result.hits]
@@ -362,7 +362,8 @@ class ShardWriter:
             self.skip(ordinal, LeftOut(result.reason))
             self._num_dropped[result.reason] += 1
             if self._num_dropped[result.reason] <= PER_SHARD:
-                sample = DroppedText(result.reason, result.detail, shown()[:TEXT_CHARACTERS])
+                text = text_to_show()[:TEXT_CHARACTERS]
+                sample = DroppedText(result.reason, result.detail, text)
                 self._samples.append((place, sample))
             return None
         for kind, count in result.edits.items():

@@ -107,14 +107,20 @@ def write_slice(
             os.link(file, folder / file.name)  # a second name, so that a failure after this loses nothing
         except OSError:
             file.rename(folder / file.name)
-    _write_record(folder, arguments, SliceRecord(encoder, settings, files, sizes_and_hashes, os.getcwd()))
+    record = SliceRecord(
+        encoder=encoder, settings=settings, files=files, shard_files=sizes_and_hashes, folder=os.getcwd()
+    )
+    _write_record(folder, arguments, record)
 
 
 def write_packed_slice(
     folder: Path, arguments: TokenizeArguments, encoder: str, settings: str, files: list[InputFile], packed: PackedSlice
 ) -> None:
     """Make the token dataset ``folder`` a packed slice; see ``SliceRecord``."""
-    _write_record(folder, arguments, SliceRecord(encoder, settings, files, {}, os.getcwd(), packed))
+    record = SliceRecord(
+        encoder=encoder, settings=settings, files=files, shard_files={}, folder=os.getcwd(), packed=packed
+    )
+    _write_record(folder, arguments, record)
 
 
 def _write_record(folder: Path, arguments: TokenizeArguments, record: SliceRecord) -> None:
@@ -151,7 +157,7 @@ def fill_hashes(manifests: Sequence[Manifest], slices: Sequence[Slice]) -> list[
     for task_slice in slices:
         for file in task_slice.record.files:
             if file.hashed:
-                source_number = file.state[0]
+                source_number, *_ = file.state
                 hashed_files[source_number, file.hashed.path] = file.hashed
     filled_manifests: list[Manifest] = []
     for manifest in manifests:
@@ -388,7 +394,9 @@ def check_unchanged(
     stale.update(slices_of_files[index] for index in changed_files if not is_read_with_shard[index])
     if not stale:
         return
-    changed = states[changed_files[0]][1] if changed_files else "the input"
+    changed = "the input"
+    if changed_files:
+        _, changed, *_ = states[changed_files[0]]
     folders = [str(slices[number - 1].folder) for number in sorted(stale)]
     names = ", ".join(folders[:_MOST_NAMED])
     if len(folders) > _MOST_NAMED:

@@ -65,7 +65,8 @@ def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list
         states = list(chain.from_iterable(states_of(corpus.sources)))
         is_selected = input_slice.select([num_bytes for _, _, num_bytes, *_ in states])
         files = [InputFile(state, hashed=None) for state in compress(states, is_selected)]
-        write_slice(folder, unfinished, shards, arguments, "", counting_settings(corpus), files)
+        settings = counting_settings(corpus)
+        write_slice(folder, unfinished, shards, arguments, encoder="", settings=settings, files=files)
     seconds = time.monotonic() - started
     num_bytes = sum(shard.num_bytes for shard in shards)
     return [
@@ -135,15 +136,16 @@ def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSli
 
     # the files of the slice, and the rows of its last file, which may be in several shards
     last_shard = records[-1].shard
-    last_file = (last_shard.source, int(last_shard.origins[-1]))
-    files: set[tuple[int, int]] = set()
+    last_origin = last_shard.origins[-1]
+    files: set[tuple[int, int]] = set()  # number of the source and of the file in it
     rows_of_last = 0
     for record in records:
         origins = record.shard.origins
         files.update((record.shard.source, origin) for origin in origins.tolist())
-        if record.shard.source == last_file[0]:
-            rows_of_last += int(record.parts["rows"][origins == last_file[1]].sum(dtype=np.int64))
-    return PackedSlice(goes_on, len(files), rows_of_last)
+        if record.shard.source == last_shard.source:
+            rows_of_parts = record.parts["rows"][origins == last_origin]
+            rows_of_last += int(rows_of_parts.sum(dtype=np.int64))
+    return PackedSlice(goes_on=goes_on, num_files=len(files), rows_of_last=rows_of_last)
 
 
 def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> Iterator[InputFile]:
@@ -214,12 +216,12 @@ def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
     Its pattern of folders is made from --output_dir of the task: task 3 with ``slices/3`` gives ``slices/*``.
     """
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
-    number = rf"(?<!\d){_slice_number(arguments)}(?!\d)"
-    pattern, num_replaced = re.subn(number, "*", name, count=1)
+    whole_number = rf"(?<!\d){_slice_number(arguments)}(?!\d)"  # 3 in slice-3, and not in slice-13
+    pattern, num_replaced = re.subn(whole_number, "*", name, count=1)
     folders = os.path.join(parent, pattern) if num_replaced else "SLICES"
-    # quote all but the asterisk, which the shell must expand
-    quoted = "*".join(shlex.quote(piece) if piece else "" for piece in folders.split("*"))
-    command = f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}"
+    # quote all but the asterisk, which the shell must expand; shlex would quote an empty piece as ''
+    quoted_pieces = [shlex.quote(piece) if piece else "" for piece in folders.split("*")]
+    command = f"{command_from_here('merge')} {'*'.join(quoted_pieces)} --output_dir {shlex.quote(output_dir)}"
     if arguments.parts and not arguments.counts_lines:
         command += " --parts true"
     return command
@@ -250,8 +252,12 @@ def encode_command(arguments: TokenizeArguments, lines_dir: str) -> str:
     words: list[str] = []
     for name, value in values.items():
         words.append(f"--{name}")
-        for item in value if isinstance(value, list) else [value]:
-            words.append(str(item).lower() if isinstance(item, bool) else str(item))
+        if isinstance(value, bool):
+            words.append(str(value).lower())
+        elif isinstance(value, list):
+            words += [str(item) for item in value]
+        else:
+            words.append(str(value))
     return f"{command_from_here('tokenize')} {shlex.join(words)}"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fabric_train.cli.errors import InputError
 from fabric_train.inspection.__main__ import main as inspect
 from fabric_train.token_dataset.manifest import read_manifest
-from fabric_train.tokenization.selection import _last_within_caps, draw_validation, mix
+from fabric_train.tokenization.selection import _count_within_caps, draw_validation, mix
 from tests.support.bad_input_folder import edit_json
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
@@ -54,11 +54,11 @@ def test_weights_sample_whole_epochs_first_and_print_them(
 def test_the_document_that_reaches_a_cap_is_the_last() -> None:
     lengths = np.array([3, 4, 5])
     for max_tokens, num_documents in {1: 1, 3: 1, 4: 2, 7: 2, 8: 3, 12: 3, 13: 3}.items():
-        assert _last_within_caps(lengths, max_documents=None, max_tokens=max_tokens) == num_documents
+        assert _count_within_caps(lengths, max_documents=None, max_tokens=max_tokens) == num_documents
     for max_documents, num_documents in {1: 1, 2: 2, 3: 2, 4: 2}.items():
-        assert _last_within_caps(lengths, max_documents=max_documents, max_tokens=7) == num_documents
+        assert _count_within_caps(lengths, max_documents=max_documents, max_tokens=7) == num_documents
     for max_documents, num_documents in {1: 1, 3: 3, 4: 3}.items():
-        assert _last_within_caps(lengths, max_documents=max_documents, max_tokens=None) == num_documents
+        assert _count_within_caps(lengths, max_documents=max_documents, max_tokens=None) == num_documents
 
 
 def test_epochs_count_tokens_and_not_documents(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -154,7 +154,10 @@ class ChatEncoder:
         return not self._shown.has_tool_calls
 
     def encode_all(self, chats: Iterable[Chat | BadRowError]) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
-        """Yield what ``encode`` returns or raises for each chat; chats are read ahead, and errors among them stay."""
+        """Yield what ``encode`` returns or raises for each chat; an error in ``chats`` is yielded as it is.
+
+        Chats are read ahead, so that many are encoded together.
+        """
         batch: list[_RenderedChat | LeftOut | BadRowError] = []
         num_characters = 0
         for chat in chats:
@@ -220,9 +223,14 @@ class ChatEncoder:
 
     def _encode_slice(self, chat: "_RenderedChat", chat_slice: "_ChatSlice") -> EncodedDocument:
         """Encode a part of a chat, and supervise those of its messages that are to be supervised."""
-        # with --train_on all, the turns are marked that are not to be supervised
+        # Mark the turns that are supervised. With --train_on all, the text between turns is supervised too, so the
+        # turns that are not supervised are marked instead.
         supervises_all = self._train_on == "all"
-        marked = [index for index, turn in enumerate(chat_slice.messages) if (turn in chat.turns) is not supervises_all]
+        marked: list[int] = []
+        for index, turn in enumerate(chat_slice.messages):
+            is_supervised = turn in chat.turns
+            if is_supervised != supervises_all:
+                marked.append(index)
         spans: list[Span] = []
         if marked:
             spans = self._template.mark(chat_slice.rendering, marked)
@@ -257,6 +265,7 @@ class ChatEncoder:
         # about where the content of each message begins and ends, in tokens
         spans = _spans_of_contents(chat.rendering)
         begins, ends = self._tokens.estimate(chat.rendering.text, np.array(spans)).T  # [messages] each
+        tokens_after_contents = num_tokens - ends[-1]  # that end the conversation, also a shorter one
 
         # the parts from the shortest to the longest, as indices of messages, and about how many tokens each has
         slices: list[list[int]] = []
@@ -265,7 +274,7 @@ class ChatEncoder:
             for end in range(1, len(roles)):
                 if roles[end - 1] == "assistant" or self._train_on == "all":
                     slices.append(list(range(end)))
-                    lengths.append(num_tokens - ends[-1] + ends[end - 1])
+                    lengths.append(ends[end - 1] + tokens_after_contents)
         else:  # cut_start: the system turns stay, and then a turn of the user comes first
             num_system = 0
             while num_system < len(roles) and roles[num_system] == "system":
@@ -273,7 +282,8 @@ class ChatEncoder:
             for begin in range(len(roles) - 1, num_system, -1):
                 if roles[begin] == "user":
                     slices.append([*range(num_system), *range(begin, len(roles))])
-                    lengths.append(num_tokens - begins[begin] + begins[num_system])
+                    tokens_of_system_turns = begins[num_system]
+                    lengths.append(tokens_of_system_turns + num_tokens - begins[begin])
         fitting: dict[int, Rendering] = {}
 
         def fits(slice_index: int) -> bool:
@@ -343,7 +353,10 @@ def _spans_of_contents(rendering: Rendering) -> list[Span]:
 
 
 def _count_first(holds: Callable[[int], bool], count: int, guess: int) -> int:
-    """Return how many of ``range(count)``, the first ones, ``holds`` is true of; a right ``guess`` takes two calls."""
+    """Return for how many of the integers below ``count`` a condition holds, which holds for the first ones only.
+
+    If ``guess`` is right, the condition is tested twice.
+    """
     low = 0
     high = count
     for probe in (guess - 1, guess):  # the last for which it should hold, and the first for which it should not

@@ -277,10 +277,12 @@ class ChatTemplate:
         # the prompt before the turn
         if turn > 0:
             prompt = self.render(messages[:turn], tools, generation_prompt=True, variables=variables)
-        else:  # templates refuse an empty conversation: the text up to the first header of the assistant
-            header = self._generation_prompt or text_with_turn
-            beginning, header_if_found, _ = text_with_turn.partition(header)
-            prompt = beginning + header_if_found
+        elif self._generation_prompt:
+            # templates refuse an empty conversation, so this is the text up to the first header of the assistant
+            before_header, header, _ = text_with_turn.partition(self._generation_prompt)
+            prompt = before_header + header
+        else:  # no header shows where the turn begins, so nothing is taken for it
+            prompt = text_with_turn
         if not (text_with_turn.startswith(prompt) and text.startswith(text_with_turn)):
             raise BadRowError(
                 f"the chat template renders turn {turn + 1}, the assistant's, differently when it is generated or "
@@ -305,7 +307,8 @@ class ChatTemplate:
         generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
         spans: list[Span] = []
         for turn in turns:
-            begin, end = self._with_end_of_turn(text, *generated_by_turn[turn])
+            generated_begin, generated_end = generated_by_turn[turn]
+            begin, end = self._with_end_of_turn(text, generated_begin, generated_end)
             check_turn_rendered(messages[turn], turn, text[begin:end])
             spans.append((begin, end))
         return spans

@@ -14,6 +14,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -26,6 +27,16 @@ from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class EncodedPieces:
+    """A text of T tokens that was given in pieces."""
+
+    ids: np.ndarray  # int32 [T]
+    is_in_even_piece: np.ndarray  # bool [T], whether a token is at least partly in the second, fourth, ... piece
+    has_made_control: bool
+    """Whether the tokenizer made a control token from text, which can happen if its vocabulary has it."""
 
 
 class AliasedTokenizer:
@@ -57,15 +68,12 @@ class AliasedTokenizer:
             self._ids[tokenizer.token_to_id(alias)] = control[text]
         unknown_token = getattr(tokenizer.model, "unk_token", None)  # the one special token that a text may become
         self._is_control = np.zeros(size, dtype=bool)
-        self._is_control[[token_id for text, token_id in control.items() if text != unknown_token]] = True
+        for text, token_id in control.items():
+            if text != unknown_token:
+                self._is_control[token_id] = True
 
-    def encode(self, pieces: Sequence[str]) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Encode a text, given in pieces, with aliases for control tokens.
-
-        Returns:
-            The ids, int32 [T]; which of them are at least partly in the second, fourth, ... piece, bool [T]; and
-            whether the tokenizer made a control token from text, which can happen if its vocabulary has it.
-        """
+    def encode(self, pieces: Sequence[str]) -> EncodedPieces:
+        """Encode a text, given in pieces, with aliases for control tokens."""
         encoding = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
         alias_ids = np.array(encoding.ids, dtype=np.int32)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)  # [T, 2], start and end in characters
@@ -75,8 +83,11 @@ class AliasedTokenizer:
         # a token is in such a piece if more of them have begun before its end than have ended before its start
         num_begun = np.searchsorted(starts_of_even_pieces, offsets[:, 1], side="left")
         num_ended = np.searchsorted(ends_of_even_pieces, offsets[:, 0], side="right")
-        has_made_control = bool(self._is_control[alias_ids].any())
-        return self._ids[alias_ids], num_begun > num_ended, has_made_control
+        return EncodedPieces(
+            ids=self._ids[alias_ids],
+            is_in_even_piece=num_begun > num_ended,
+            has_made_control=bool(self._is_control[alias_ids].any()),
+        )
 
 
 class _NeedsWholeTextError(Exception):
@@ -144,7 +155,8 @@ class ControlTokens:
         try:
             return sum(len(self._ids[segment]) for segment in self._split(text))
         except _NeedsWholeTextError:
-            return len(self._encode_whole(text, [])[0])
+            token_ids, _ = self._encode_whole(text, spans=[])
+            return len(token_ids)
 
     def estimate(self, text: str, positions: np.ndarray) -> np.ndarray:
         """Return about how many tokens of a rendering are before each of these characters, of any shape."""
@@ -219,16 +231,17 @@ class ControlTokens:
     def _encode_whole(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return what ``encode`` returns, with the whole rendering encoded at once."""
         tokenizer = self._aliased_tokenizer
+        # the spans are the second, fourth, ... piece
         borders = [0, *chain.from_iterable(spans), len(text)]
         pieces: list[str] = []
         for begin, end in pairwise(borders):
             # first the control tokens get aliases, then the placeholders become text again
             piece = self._control_pattern.sub(lambda match: tokenizer.aliases[match[0]], text[begin:end])
             pieces.append(self._unshield(piece))
-        ids, is_inside, has_made_control = tokenizer.encode(pieces)
-        if has_made_control:
+        encoded = tokenizer.encode(pieces)
+        if encoded.has_made_control:
             raise BadRowError("the tokenizer makes a control token from text; leave the row out")
-        return ids, is_inside
+        return encoded.ids, encoded.is_in_even_piece
 
     @cached_property
     def _aliased_tokenizer(self) -> AliasedTokenizer:

@@ -115,7 +115,7 @@ def _read_query_and_calls(columns: RowColumns, turns: TurnReader) -> Chat:
 def _answered_chat(columns: RowColumns, prompt: list[Message], answer: list[Message]) -> Chat:
     """Return a chat in which only the answer may be supervised."""
     prompt = begin_with_system(columns, prompt)
-    return Chat(prompt + answer, num_given=len(prompt))
+    return Chat(prompt + answer, num_prompt_messages=len(prompt))
 
 
 def _user(text: Any) -> Message:

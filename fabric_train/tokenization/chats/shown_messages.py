@@ -73,22 +73,23 @@ class ShownMessages:
         return frozenset(unused)
 
     def _message(self, message: Message) -> Message:
-        """Return a message without what says whether it is trained, its thoughts under the template's key."""
+        """Return a message without the mark whether it is trained, and with its thoughts under the template's key."""
         if message.keys() == {"role", "content"}:
             return message
         shown = {key: value for key, value in message.items() if key != TRAINED}
         keys = [key for key in REASONING if isinstance(shown.get(key), str)]
         if not keys:
             return shown
-        key = self._reasoning_key
-        if key is not None and key in keys:
-            thoughts = shown[key]
-        else:
-            thoughts = shown[keys[0]]
-        for name in keys:
-            if shown[name] == thoughts:  # some data sets have them under several names
-                del shown[name]
-        shown[key or keys[0]] = thoughts
+        # the thoughts under the key that the template shows, or else under the first that the message has
+        source_key = keys[0]
+        if self._reasoning_key is not None and self._reasoning_key in keys:
+            source_key = self._reasoning_key
+        thoughts = shown[source_key]
+        for key in keys:
+            if shown[key] == thoughts:  # some data sets have them under several names
+                del shown[key]
+        shown_key = self._reasoning_key or source_key
+        shown[shown_key] = thoughts
         return shown
 
     def _shows(self, rendering: Rendering, role: str, key: str) -> bool:

@@ -107,6 +107,7 @@ class TurnReader:
         content = entries.pop(_find_key(entries, _TEXT_KEYS, turn, turn_number))
         text, is_content_trained = self._read_content(content, turn_number)
         if is_content_trained is not None:
+            # the turn is trained if its content is, unless the turn itself says that it is not
             is_trained = is_content_trained and is_trained is not False
 
         # the message

@@ -113,9 +113,12 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
         changes["added_tokens"] = [asdict(token) for token in added_tokens]
 
     # split off digits by making them added tokens
-    split, *later_splits = (tokenizer.pre_tokenizer or {}).get("pretokenizers") or [None]
-    later_types = [later_split["type"] for later_split in later_splits]
-    if split == _SPLITS_DIGITS and later_types == ["ByteLevel"]:
+    splits: list[dict[str, Any]] = []
+    if tokenizer.pre_tokenizer is not None:
+        splits = tokenizer.pre_tokenizer.get("pretokenizers") or []
+    splits_digits_first = splits[:1] == [_SPLITS_DIGITS]
+    later_types = [later_split["type"] for later_split in splits[1:]]
+    if splits_digits_first and later_types == ["ByteLevel"]:
         digits = []
         for digit in "0123456789":
             token = AddedToken(
@@ -128,7 +131,7 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
                 special=False,
             )
             digits.append(token)
-        changes["pre_tokenizer"] = later_splits[0]
+        (changes["pre_tokenizer"],) = splits[1:]
         changes["added_tokens"] = [asdict(token) for token in (*added_tokens, *digits)]
         unknown_characters += _other_numbers()
 

@@ -203,9 +203,9 @@ class GigatokenEncoder:
                 token_ids: np.ndarray = self._backend.encode(text).view(np.int32)
         except RustPanicError:
             return None
-        has_unknown_byte = (
-            not self._json.has_all_bytes and len(token_ids) > 0 and token_ids.max() >= self._json.first_unknown_id
-        )
+        if self._json.has_all_bytes or not len(token_ids):
+            return token_ids
+        has_unknown_byte = token_ids.max() >= self._json.first_unknown_id
         return None if has_unknown_byte else token_ids
 
     @cached_property
