@@ -99,7 +99,8 @@ class Cleaner:
     def with_boilerplate(self, step: Boilerplate) -> "Cleaner":
         """Return a cleaner that first removes the lines of ``step``, and redacts those lines before they are shown."""
         later_steps = {name: later_step for name, later_step in self.steps.items() if name != "boilerplate"}
-        return replace(self, steps={"boilerplate": step.redacted(self.redact)} | later_steps)
+        steps: dict[str, CleaningStep] = {"boilerplate": step.redacted(self.redact), **later_steps}
+        return replace(self, steps=steps)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of each step, by switch."""
@@ -142,7 +143,8 @@ def open_cleaner(arguments: CleaningArguments, data_formats: Sequence[str], text
         steps["decontaminate"] = open_decontamination(arguments.decontaminate, arguments.contaminated)
     cleaner = Cleaner(steps, arguments.near_duplicates)
     if arguments.boilerplate is not None:
-        cleaner = cleaner.with_boilerplate(open_boilerplate(arguments.boilerplate, text_column))
+        boilerplate = open_boilerplate(arguments.boilerplate, text_column)
+        cleaner = cleaner.with_boilerplate(boilerplate)
     return cleaner
 
 

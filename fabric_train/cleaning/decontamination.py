@@ -267,8 +267,8 @@ class NgramTable:
         if not len(indices):
             return
         starts = np.searchsorted(self.hashes, hashes[indices])
-        nearest_hashes = self.hashes[np.minimum(starts, len(self.hashes) - 1)]
-        is_match = nearest_hashes == hashes[indices]
+        nearest = np.minimum(starts, len(self.hashes) - 1)  # a hash above all others has the position after them
+        is_match = self.hashes[nearest] == hashes[indices]
         indices = indices[is_match]
         starts = starts[is_match]
         ends = np.searchsorted(self.hashes, hashes[indices], side="right")

@@ -20,13 +20,15 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.requirements import check_package
 
 PIECES = 3
+"""At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end."""
 PIECE_CHARACTERS = (150, 300)
-CERTAIN = 0.95
-"""At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end.
+"""The length of a piece, and the length that is tried next if the identifier is not certain of the short pieces.
 
-They are longer if the identifier is not certain of the short ones. Each stretch of white space counts as one character:
-the identifier divides by the length of the text, so that wide margins make it less certain.
+Each stretch of white space counts as one character: the identifier divides by the length of the text, so that wide
+margins make it less certain.
 """
+CERTAIN = 0.95
+"""The probability from which on the identifier is certain."""
 _PIECE_WITH_MARGINS = 6_000  # characters of a long text from which a piece is taken, so that only these are split
 _WORD = re.compile(r"\w+")
 _FORMS = Path(__file__).with_name("catalan_forms.txt").read_text(encoding="utf-8").split("\n\n")
@@ -151,9 +153,9 @@ class LanguageFilter:
             if accepted_probability < self.threshold:
                 return Dropped(UNCERTAIN, self._describe_margin(finding, accepted_probability))
 
-        # Valencian is Catalan with other forms of some words
-        keeps_all_catalan = "ca" in self.languages
-        if language != "ca" or keeps_all_catalan or "va" not in self.languages:
+        # Valencian is Catalan with other forms of some words; ``ca`` keeps both
+        keeps_only_valencian = "va" in self.languages and "ca" not in self.languages
+        if language != "ca" or not keeps_only_valencian:
             return text
         words = _WORD.findall(text.lower())
         num_valencian = sum(word in VALENCIAN for word in words)

@@ -100,7 +100,8 @@ def _kinds_of_characters() -> np.ndarray:
     is_in_word = [unicodedata.category(chr(code))[0] in ("L", "M", "N") for code in range(0x110000)]
     kinds = np.array(is_in_word, dtype=np.uint8)  # _BETWEEN or _IN_WORD
     for smallest, largest in (*_UNSPACED, (0x20000, 0x3FFFF)):
-        kinds[smallest : largest + 1] *= _IS_WORD
+        kinds_in_range = kinds[smallest : largest + 1]
+        kinds_in_range[kinds_in_range == _IN_WORD] = _IS_WORD
     return kinds
 
 

@@ -196,7 +196,7 @@ def _match_near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match
         if is_cut:
             position -= _LONGEST_NUMBER
         for match in pattern.finditer(text, max(0, digits.start() - _AROUND), digits.end() + _AROUND):
-            if is_cut and match.end() > position:
+            if is_cut and match.end() > position:  # the match may go on after the cut: the next search begins with it
                 position = match.start()
                 break
             yield match
