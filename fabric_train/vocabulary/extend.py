@@ -107,7 +107,8 @@ class Extension:
     def num_rows(self, new: NewTokens) -> int:
         """Return the rows of embedding and head with the new tokens, never fewer than before."""
         needed = max(self.first_id + len(new.texts), self.shape.vocab_size)
-        return -(-needed // PADDED_TO) * PADDED_TO
+        num_units = -(-needed // PADDED_TO)  # rounded up
+        return num_units * PADDED_TO
 
     @property
     def num_bytes(self) -> int:

@@ -82,7 +82,7 @@ class ExtendedMatrix:
 
         # new rows, and padding after all rows
         for row_index in range(max(begin, self.first_id), end):
-            if self.end_of_new <= row_index < self.num_stored:
+            if self.end_of_new <= row_index < self.num_stored:  # a stored row without a token, read above
                 continue
             row = self._compute_row(row_index).to(block.dtype)
             self._new_norms[row_index] = row.float().norm().item()

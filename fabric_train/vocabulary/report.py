@@ -81,6 +81,54 @@ class _Counts:
     """Words that are cut into many tokens."""
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """The sum of a count over the documents of a language, and over those of each draw of the bootstrap."""
+
+    total: float
+    drawn: np.ndarray | None
+    """fp64 [draws]; None for fewer than ten documents."""
+
+    def ratio_to(self, denominator: "_Sum", factor: float = 1.0, offset: float = 0.0) -> Estimate:
+        """Estimate ``offset + factor * (this sum / denominator)``."""
+        interval = None
+        if self.drawn is not None:
+            interval = interval_of(offset + factor * self.drawn / denominator.drawn)
+        return Estimate(float(offset + factor * self.total / denominator.total), interval)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The sums of the ``_Counts`` of a tokenizer."""
+
+    words: _Sum
+    num_bytes: _Sum
+    tokens: _Sum
+    cut: _Sum
+
+
+def _sum_up(counts: Sequence[_Counts], seed: int) -> list[_Sums]:
+    """Return the sums of each tokenizer's counts of a language.
+
+    All counts are resampled together, so that tokenizers are compared on the same draws of documents.
+    """
+    columns: list[np.ndarray] = []
+    for tokenizer_counts in counts:
+        columns += [tokenizer_counts.words, tokenizer_counts.num_bytes, tokenizer_counts.tokens, tokenizer_counts.cut]
+    num_documents = len(columns[0])
+    draws = resample(columns, seed) if num_documents >= FEWEST_DOCUMENTS else None  # [draws, columns]
+    sums_of_columns: list[_Sum] = []
+    for index, column in enumerate(columns):
+        drawn = None if draws is None else draws[:, index]
+        sums_of_columns.append(_Sum(column.sum(), drawn))
+
+    all_sums: list[_Sums] = []
+    for first_column in range(0, len(columns), 4):
+        words, num_bytes, tokens, cut = sums_of_columns[first_column : first_column + 4]
+        all_sums.append(_Sums(words, num_bytes, tokens, cut))
+    return all_sums
+
+
 def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int) -> list[TokenizerFigures]:
     """Return the figures by language, and of each language by tokenizer; InputError if one cannot be loaded."""
     figures: list[TokenizerFigures] = []
@@ -158,45 +206,31 @@ def _estimate_figures(
     seed: int,
 ) -> list[TokenizerFigures]:
     """Return the figures of each tokenizer for a language, from its counts."""
-    # All columns are resampled together, so that tokenizers are compared on the same draws of documents.
-    columns: list[np.ndarray] = []
-    for tokenizer_counts in counts:
-        columns += [tokenizer_counts.words, tokenizer_counts.num_bytes, tokenizer_counts.tokens, tokenizer_counts.cut]
-    totals = np.array([column.sum() for column in columns])
-    draws = resample(columns, seed) if len(language.documents) >= FEWEST_DOCUMENTS else None
-
-    def ratio(numerator: int, denominator: int, factor: float = 1.0, offset: float = 0.0) -> Estimate:
-        """Estimate offset + factor × the ratio of two columns, by their indices."""
-        interval = None
-        if draws is not None:
-            interval = interval_of(offset + factor * draws[:, numerator] / draws[:, denominator])
-        return Estimate(float(offset + factor * totals[numerator] / totals[denominator]), interval)
-
     num_single_characters = 0  # words of one character, each of a script without spaces
     for word_counts in document_words:
         for word, count in word_counts.items():
             if len(word) == 1 and not word.isascii():
                 num_single_characters += count
 
-    first_tokens = 2  # the column with the tokens of the first tokenizer
+    all_sums = _sum_up(counts, seed)
+    first_sums = all_sums[0]
     figures = []
-    for index, name in enumerate(tokenizers):
-        words, num_bytes, tokens, cut = range(4 * index, 4 * index + 4)  # its columns
+    for name, sums in zip(tokenizers, all_sums, strict=True):
         saving = None
-        if index > 0:
-            saving = ratio(tokens, first_tokens, factor=-1.0, offset=1.0)
+        if sums is not first_sums:
+            saving = sums.tokens.ratio_to(first_sums.tokens, factor=-1.0, offset=1.0)  # 1 - tokens / first tokens
         figures.append(
             TokenizerFigures(
                 language=language.name,
                 tokenizer=name,
                 num_documents=len(language.documents),
-                num_words=int(totals[words]),
-                num_tokens=int(totals[tokens]),
-                spaces=bool(num_single_characters < _MAX_SINGLE_CHARACTERS * totals[words]),
-                tokens_per_word=ratio(tokens, words),
-                bytes_per_token=ratio(num_bytes, tokens),
-                share_cut_in_many=ratio(cut, words),
-                words_in_context=ratio(words, tokens, factor=CONTEXT),
+                num_words=int(sums.words.total),
+                num_tokens=int(sums.tokens.total),
+                spaces=bool(num_single_characters < _MAX_SINGLE_CHARACTERS * sums.words.total),
+                tokens_per_word=sums.tokens.ratio_to(sums.words),
+                bytes_per_token=sums.num_bytes.ratio_to(sums.tokens),
+                share_cut_in_many=sums.cut.ratio_to(sums.words),
+                words_in_context=sums.words.ratio_to(sums.tokens, factor=CONTEXT),
                 saving=saving,
             )
         )
