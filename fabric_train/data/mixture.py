@@ -73,7 +73,8 @@ class Mixture:
         sizes = np.array(self.num_rows)[sources]
         passes, index_in_pass = np.divmod(num_read[sources] + nth_of_source, sizes)
         keys = permutation_keys(self.seed, sources, passes)
-        return self._offsets[sources] + permute(index_in_pass, sizes, keys)
+        row_of_source = permute(index_in_pass, sizes, keys)
+        return self._offsets[sources] + row_of_source
 
     def rows_before(self, window: int, only: int | None = None) -> list[int]:
         """Return how many rows of each source, or of source ``only``, come before a window of the epoch.
@@ -118,7 +119,9 @@ class Mixture:
         num_read_after = self.rows_until(num_steps)[source]
 
         # where the row is in each pass over its source
-        passes = np.arange(num_read_before // size, -(-num_read_after // size))
+        first_pass = num_read_before // size
+        end_pass = -(-num_read_after // size)  # rounded up
+        passes = np.arange(first_pass, end_pass)
         keys = permutation_keys(self.seed, np.full(len(passes), source), passes)
         row_of_source = np.full(len(passes), row - self._offsets[source])
         reads = passes * size + unpermute(row_of_source, np.full(len(passes), size), keys)
@@ -131,8 +134,15 @@ class Mixture:
     def _step_with(self, source: int, nth: int) -> int:
         """Return the step, counted from 1, with the ``nth`` row that this mixture takes of a source, counted from 0."""
         epoch, nth_of_epoch = divmod(nth, self.rows_per_epoch[source])
+
+        def rows_of_source_before(window: int) -> int:
+            (num_rows,) = self.rows_before(window, only=source)
+            return num_rows
+
+        # the window before the first one that more than ``nth_of_epoch`` rows of the source come before; a step is
+        # counted from 1, so it has the number of that next window
         windows = range(self.windows_per_epoch)
-        next_window = bisect_right(windows, nth_of_epoch, key=lambda window: self.rows_before(window, source)[0])
+        next_window = bisect_right(windows, nth_of_epoch, key=rows_of_source_before)
         return epoch * len(windows) + next_window
 
     def count(self, rows: np.ndarray) -> list[int]:

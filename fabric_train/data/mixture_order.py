@@ -20,20 +20,20 @@ class MixtureOrder:
 
     mixtures: tuple[Mixture, ...]
     """One for each phase."""
-    starts_after: tuple[int, ...] = (0,)
+    phases_start_after: tuple[int, ...] = (0,)
     """The step after which each phase begins, with a new epoch; 0 for the first."""
 
-    def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to a step of its last phase, followed by a phase that takes other rows.
+    def followed_by(self, last_step: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
+        """Return this order up to ``last_step``, a step of its last phase, followed by a phase that takes other rows.
 
-        A last phase that would have no step is replaced.
+        If the last phase would have no step, the new phase takes its place.
         """
         *earlier_mixtures, last_mixture = self.mixtures
-        already_read = tuple(self.rows_until(starts_after))
+        already_read = tuple(self.rows_until(last_step))
         phase = replace(last_mixture, rows_per_epoch=tuple(rows_per_epoch), already_read=already_read)
-        if starts_after == self.starts_after[-1]:
-            return MixtureOrder((*earlier_mixtures, phase), self.starts_after)
-        return MixtureOrder((*self.mixtures, phase), (*self.starts_after, starts_after))
+        if last_step == self.phases_start_after[-1]:
+            return MixtureOrder((*earlier_mixtures, phase), self.phases_start_after)
+        return MixtureOrder((*self.mixtures, phase), (*self.phases_start_after, last_step))
 
     @property
     def num_rows(self) -> tuple[int, ...]:
@@ -44,19 +44,19 @@ class MixtureOrder:
         """Return the rows of a step as int64 [rows of the step]."""
         phase = self._phase_of(step)
         mixture = self.mixtures[phase]
-        epoch, window = divmod(step - 1 - self.starts_after[phase], mixture.windows_per_epoch)
+        epoch, window = divmod(step - 1 - self.phases_start_after[phase], mixture.windows_per_epoch)
         return mixture.rows_in(epoch, window)
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a step; epochs are counted from 0 over all phases."""
         phase = self._phase_of(step)
-        epoch_of_phase = (step - 1 - self.starts_after[phase]) // self.mixtures[phase].windows_per_epoch
+        epoch_of_phase = (step - 1 - self.phases_start_after[phase]) // self.mixtures[phase].windows_per_epoch
         return self._epochs_before[phase] + epoch_of_phase
 
     def rows_until(self, step: int) -> list[int]:
         """Return how many rows of each source the first ``step`` steps take."""
         phase = self._phase_of(step) if step else 0
-        return self.mixtures[phase].rows_until(step - self.starts_after[phase])
+        return self.mixtures[phase].rows_until(step - self.phases_start_after[phase])
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
         """Return which of the first ``num_steps`` steps read a row, in order: the inverse of ``rows_of``."""
@@ -85,17 +85,17 @@ class MixtureOrder:
 
     def _phases(self, last_step: int) -> Iterator[tuple[int, int, Mixture]]:
         """Yield the step after which each phase begins, its last step, and its mixture."""
-        ends = (*self.starts_after[1:], last_step)
-        yield from zip(self.starts_after, ends, self.mixtures, strict=True)
+        ends = (*self.phases_start_after[1:], last_step)
+        yield from zip(self.phases_start_after, ends, self.mixtures, strict=True)
 
     def _phase_of(self, step: int) -> int:
-        return bisect_right(self.starts_after, step - 1) - 1
+        return bisect_right(self.phases_start_after, step - 1) - 1
 
     @functools.cached_property
     def _epochs_before(self) -> list[int]:
         """The epochs that begin before each phase; the last one before a phase may be cut short."""
         epochs = [0]
-        for (start, end), mixture in zip(pairwise(self.starts_after), self.mixtures, strict=False):
+        for (start, end), mixture in zip(pairwise(self.phases_start_after), self.mixtures, strict=False):
             epochs.append(epochs[-1] + math.ceil((end - start) / mixture.windows_per_epoch))
         return epochs
 

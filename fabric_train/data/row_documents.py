@@ -34,7 +34,8 @@ class RowDocument:
 
 def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None) -> Iterator[RowDocument]:
     """Yield the documents of a row of the train split, in order; without a vocabulary, their text is token ids."""
-    input_ids, *_ = dataset.train.read([row])[0]
+    (stored_row,) = dataset.train.read([row])
+    input_ids, _, _ = stored_row
     ids = input_ids.tolist()
     index = dataset.train.index
     if index is None:
@@ -140,7 +141,8 @@ class WorstDocuments:
             means = losses_by_piece[first_piece : first_piece + len(row_of_piece)] / counts
             first_piece += len(row_of_piece)
             for index in counts.nonzero().flatten().tolist():
-                losses.append(PieceLoss(float(means[index]), rows[row_of_piece[index]], int(piece_of_row[index])))
+                row = rows[row_of_piece[index]]
+                losses.append(PieceLoss(float(means[index]), row, piece=int(piece_of_row[index])))
         return sorted(losses, key=lambda loss: loss.rank)[:_NUM_NAMED]
 
     def _name(self, row: int, piece: int) -> str | None:

@@ -137,19 +137,21 @@ class WindowOrder:
     def _rows_at(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the rows at the positions ``start`` to ``stop - 1`` of an epoch, int64."""
         if self.version == SHUFFLED:
-            return _permutation(self.num_rows, self.seed, epoch)[start:stop].astype(np.int64)
+            return _shuffle_rows(self.num_rows, self.seed, epoch)[start:stop].astype(np.int64)
         epoch_positions = np.arange(start, stop)
-        return permute(epoch_positions, *self._sizes_and_keys(epoch, len(epoch_positions)))
+        num_rows, keys = self._permutation_arguments(epoch, len(epoch_positions))
+        return permute(epoch_positions, num_rows, keys)
 
     def _positions_of(self, epoch: int, rows: np.ndarray) -> list[int]:
         """Return the positions of some rows in an epoch: the inverse of ``_rows_at``."""
         if self.version == SHUFFLED:
-            has_row = np.isin(_permutation(self.num_rows, self.seed, epoch), rows)
+            has_row = np.isin(_shuffle_rows(self.num_rows, self.seed, epoch), rows)
             return np.flatnonzero(has_row).tolist()
-        return unpermute(rows, *self._sizes_and_keys(epoch, len(rows))).tolist()
+        num_rows, keys = self._permutation_arguments(epoch, len(rows))
+        return unpermute(rows, num_rows, keys).tolist()
 
-    def _sizes_and_keys(self, epoch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the arguments of ``permute`` for ``count`` rows: the rows of the epoch and its key, repeated."""
+    def _permutation_arguments(self, epoch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``num_rows`` and ``keys`` of ``permute`` for ``count`` rows of an epoch, the same for each row."""
         key = permutation_keys(self.seed, np.zeros(1, np.int64), np.array([epoch]))
         return np.full(count, self.num_rows), np.repeat(key, count)
 
@@ -166,8 +168,8 @@ class WindowOrder:
                 for position in self._positions_of(epoch, rows):
                     window = position // self.rows_per_window
                     step = epoch * self._windows_per_epoch + window + 1
-                    row = int(self._rows_at(epoch, position, position + 1)[0])
-                    steps_and_rows.append((step, row))
+                    (row,) = self._rows_at(epoch, position, position + 1)
+                    steps_and_rows.append((step, int(row)))
         steps_and_rows.sort()
         return [RowRead(step, self.epoch_of(step), row) for step, row in steps_and_rows if step <= num_steps]
 
@@ -242,8 +244,8 @@ class TrainBatches:
     order: WindowOrder
     num_workers: int
     pin_memory: bool
-    starts_after: int = 0
-    """The step of the run after which the order begins."""
+    data_starts_after: int = 0
+    """The step of the run after which the order begins: 0, or that of a checkpoint from which other data were read."""
     known_step: int = 0
     """The step of the checkpoint that the run resumed from."""
     known_hash: str = ""
@@ -251,11 +253,11 @@ class TrainBatches:
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the run's steps ``after_step + 1`` to ``last_step``."""
-        # steps of the order, which begins after step ``starts_after`` of the run
+        # the steps of the order are counted from where it begins, and not from the beginning of the run
         order = self.order
-        begin = after_step - self.starts_after
-        end = last_step - self.starts_after
-        known_step = self.known_step - self.starts_after
+        begin = after_step - self.data_starts_after
+        end = last_step - self.data_starts_after
+        known_step = self.known_step - self.data_starts_after
 
         # the hash of the rows before the first window; hashing them all again would take long
         if 0 < known_step <= begin:
@@ -265,16 +267,15 @@ class TrainBatches:
 
         # the loader yields the micro-batches of all windows, one after the other
         epoch = order.epoch_of(begin + 1)
-        loader = WorkerLoader(
-            _ErrorsAsItems(self.rows), self.num_workers, self.pin_memory, batch_sampler=order.batches(begin, end)
-        )
-        batches = iter(loader)
+        items = _ErrorsAsItems(self.rows)
+        row_batches = order.batches(begin, end)
+        batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=row_batches))
         for step in range(begin + 1, end + 1):
             rows = order.rows_of(step)
             next_epoch = order.epoch_of(step + 1)
             rows_hash = order.rows_hash_after(step, rows, rows_hash)
             yield Window(
-                step=self.starts_after + step,
+                step=self.data_starts_after + step,
                 epoch=epoch,
                 ends_epoch=next_epoch > epoch,
                 rows=rows,
@@ -381,7 +382,7 @@ def _identity(item: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+def _shuffle_rows(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """Return numpy's permutation of the rows; int32 if possible, from which numpy's generator makes the same one."""
     dtype = np.int32 if num_rows < 1 << 31 else np.int64
     rows = np.arange(num_rows, dtype=dtype)

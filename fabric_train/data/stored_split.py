@@ -89,9 +89,15 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
             f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with fabric-train tokenize"
         )
     train = splits["train"]
-    validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
+    validation: datasets.Dataset | None = None
+    for name in VALIDATION_NAMES:
+        if name in splits:
+            validation = splits[name]
+            break
     for name, split in (("train", train), ("validation", validation)):
-        fault = _fault_of_columns(split) if split is not None else None
+        if split is None:
+            continue
+        fault = _fault_of_columns(split)
         if fault:
             raise InputError(
                 f"--train_data_dir {folder}: {name} has {fault}; tokenize again with fabric-train tokenize"

@@ -274,9 +274,12 @@ def _find_unused_columns(row: Row, source: StreamedSource, encoder: "ChatEncoder
     except BadRowError:  # reported when the row is read
         return set()
     if encoder is None:
-        return set() if why_left_out(chat, TRAIN_ON) else chat.unused
+        is_left_out = why_left_out(chat, TRAIN_ON) is not None
+        return set() if is_left_out else chat.unused
     (encoded,) = encoder.encode_all([chat])
-    return encoded.unused if isinstance(encoded, EncodedDocument) else set()
+    if not isinstance(encoded, EncodedDocument):  # left out, or bad
+        return set()
+    return encoded.unused
 
 
 def _open_documents(data_arguments: "DataArguments", entries: list[str], downloads: Path) -> StreamedDocuments:

@@ -54,15 +54,17 @@ class TokenMixture:
 
     def tokens_of(self, listed: ListedSource) -> dict[str, int]:
         """Return how many tokens in rows each source of documents has in ``listed``, one of ``sources``."""
-        # without names, ``listed`` is a whole token dataset
-        names = listed.remaining_sources if listed.source is None else (listed.source,)
+        names = listed.remaining_sources
+        if listed.source is not None:
+            names = (listed.source,)
+        is_whole_dataset = not names
         tokens_by_source: dict[str, int] = {}
         for dataset_index in dict.fromkeys(split_range.split for split_range in listed.ranges):
             manifest = self.parts[dataset_index].manifest
             if manifest is None:
                 continue
             for name, counted in manifest.ledger.splits["train"].sources.items():
-                if name in names or not names:
+                if is_whole_dataset or name in names:
                     tokens_by_source[name] = tokens_by_source.get(name, 0) + counted.tokens_in_rows
         return tokens_by_source
 
@@ -115,8 +117,10 @@ def open_mixture(
         InputError: a token dataset is damaged, they do not fit together, or a share cannot be taken.
     """
     datasets = tuple(open_dataset(folder, isolate_documents) for folder in folders)
+    # their manifests are read already
     manifests = {dataset.folder: dataset.manifest for dataset in datasets}
-    manifest = merge_manifests(open_inputs(list(manifests), lambda folder: manifests[folder]))
+    inputs = open_inputs(list(manifests), manifest_of=lambda folder: manifests[folder])
+    manifest = merge_manifests(inputs)
     sources = tuple(list_sources(datasets, folders, [shares, *phase_shares]))
     ranges = list(chain.from_iterable(source.ranges for source in sources))
     held_out = [dataset.validation for dataset in datasets if dataset.validation]

@@ -359,7 +359,7 @@ def _build_row_batches(fabric: Fabric, run: PreparedRun, data: TokenDataset | To
         order,
         arguments.num_workers,
         pin_memory=fabric.device.type == "cuda",
-        starts_after=run.plan.data_starts_after,
+        data_starts_after=run.plan.data_starts_after,
         known_step=state.step,
         known_hash=state.rows_hash or "",
     )

@@ -63,7 +63,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     table = figures_table(f"Phases{run.steps_suffix}", ["share", "tokens"], [*text_columns, "source"])
 
     # A phase is a row for each source that it reads.
-    starts = [plan.data_starts_after + start for start in plan.mixture.starts_after]
+    starts = [plan.data_starts_after + start for start in plan.mixture.phases_start_after]
     ends = [*starts[1:], plan.last_step]
     for start, end in zip(starts, ends, strict=True):
         phase_cells = [f"{start + 1:,}–{end:,}", _describe_rates(run, start + 1, end)]

@@ -332,7 +332,7 @@ def _describe_epoch(state: TrainerState, run: PreparedRun) -> str:
     if mixture is None or not run.plan.phases:
         return f"epoch {state.epoch} (counted from 0, as in metrics.csv)"
     # the step before each phase: as many phases have begun as these are below the state's step; at step 0, the first
-    steps_before = [run.plan.data_starts_after + start for start in mixture.starts_after]
+    steps_before = [run.plan.data_starts_after + start for start in mixture.phases_start_after]
     phase = max(bisect_left(steps_before, state.step), 1)
     return f"phase {phase} of {len(steps_before)}"
 

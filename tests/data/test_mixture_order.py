@@ -27,17 +27,17 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
     order = MixtureOrder(
         (Mixture(num_rows, tuple(draw(an_epoch)), draw(st.integers(1, 30)), draw(st.integers(0, 99))),)
     )
-    for starts_after in sorted(draw(st.sets(st.integers(0, NUM_STEPS - 1), max_size=3))):
-        order = order.followed_by(starts_after, draw(an_epoch))
+    for last_step in sorted(draw(st.sets(st.integers(0, NUM_STEPS - 1), max_size=3))):
+        order = order.followed_by(last_step, draw(an_epoch))
     return order
 
 
 def phases_of(order: MixtureOrder) -> list[tuple[Mixture, range]]:
     """The mixture of each phase and its steps."""
-    ends = [*order.starts_after[1:], NUM_STEPS]
+    ends = [*order.phases_start_after[1:], NUM_STEPS]
     return [
         (mixture, range(start + 1, end + 1))
-        for mixture, start, end in zip(order.mixtures, order.starts_after, ends, strict=True)
+        for mixture, start, end in zip(order.mixtures, order.phases_start_after, ends, strict=True)
     ]
 
 
@@ -117,7 +117,7 @@ def test_an_appended_phase_leaves_the_steps_before_it_as_they_were() -> None:
         assert longer.rows_hash(step) == order.rows_hash(step)
         assert longer.rows_until(step) == order.rows_until(step)
     assert longer.rows_hash(9) != order.rows_hash(9)
-    assert order.followed_by(5, (0, 11)).starts_after == (0, 5)  # in place of a phase without a step
+    assert order.followed_by(5, (0, 11)).phases_start_after == (0, 5)  # in place of a phase without a step
 
 
 @settings(deadline=None, max_examples=20)
@@ -158,9 +158,18 @@ def test_the_hash_of_a_checkpoint_goes_on_as_that_of_all_steps(version: int) -> 
     order = WindowOrder(31, 4, 2, 1, 0, seed=3, version=version)
     known_hash = order.rows_hash(6)
     assert order.rows_hash(11, 6, known_hash) == order.rows_hash(11)
-    for starts_after in (0, 20):
-        batches = TrainBatches(numbered(31), order, 0, False, starts_after, starts_after + 6, known_hash)
-        windows = batches.windows(starts_after + 6, starts_after + 9)
+    for data_starts_after in (0, 20):
+        known_step = data_starts_after + 6
+        batches = TrainBatches(
+            numbered(31),
+            order,
+            num_workers=0,
+            pin_memory=False,
+            data_starts_after=data_starts_after,
+            known_step=known_step,
+            known_hash=known_hash,
+        )
+        windows = batches.windows(known_step, data_starts_after + 9)
         assert [window.rows_hash for window in windows] == [order.rows_hash(step) for step in (7, 8, 9)]
 
 

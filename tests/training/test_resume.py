@@ -227,7 +227,7 @@ def test_tensorboard_and_wandb_hold_every_step_once_after_kills(killing: Killing
 OTHER_ORDER = """
 import numpy
 import fabric_train.data.step_sampler
-fabric_train.data.step_sampler._permutation = lambda num_rows, seed, epoch: numpy.arange(num_rows)
+fabric_train.data.step_sampler._shuffle_rows = lambda num_rows, seed, epoch: numpy.arange(num_rows)
 """
 
 
