@@ -73,7 +73,7 @@ def uses(checkpoint: Path, base: Path, tokens: Path) -> list[Callable[[], Any]]:
     ]
 
 
-def test_a_base_that_has_changed_or_is_gone_is_one_line_before_anything_is_written(
+def test_changed_or_missing_base_is_one_line_before_anything_is_written(
     tmp_path: Path, base: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
 ) -> None:
     checkpoint = train(forked_runs, base, tiny_tokens_dir, tmp_path / "run")
@@ -100,7 +100,7 @@ def test_a_base_that_has_changed_or_is_gone_is_one_line_before_anything_is_writt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moved", "run"]
 
 
-def test_an_adapter_of_a_pickled_base_is_exported_and_goes_on_after_the_base_was_saved_again(
+def test_adapter_of_a_pickled_base_survives_that_the_base_is_saved_again(
     tmp_path: Path, base: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
 ) -> None:
     tensors = load_file(base / "model.safetensors")

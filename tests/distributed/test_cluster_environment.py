@@ -40,7 +40,7 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_a_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(step: Path) -> None:
+def test_node_whose_name_does_not_resolve_has_the_address_slurm_knows(step: Path) -> None:
     write_program(step / "scontrol", 'echo "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=127.0.0.5 NodeHostName=$3"')
     assert SrunEnvironment(num_nodes=2).main_address == "127.0.0.5"
 

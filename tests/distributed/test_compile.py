@@ -235,7 +235,7 @@ def test_compiled_ranks_equal_plain_pytorch(compiled: CompiledRuns, tmp_path: Pa
     train_ranks(compiled, compiled.training(2, **options), tmp_path / "run")
 
 
-def test_compiled_replicas_equal_plain_pytorch_and_have_the_validation_loss_of_an_uncompiled_run(
+def test_compiled_replicas_have_the_losses_of_pytorch_and_no_compiler(
     compiled: CompiledRuns, uncompiled: Path, tmp_path: Path
 ) -> None:
     train_ranks(compiled, compiled.evaluated(2, parallelism="ddp"), tmp_path / "run")

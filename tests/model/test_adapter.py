@@ -236,7 +236,7 @@ def test_a_checkpoint_is_an_adapter_that_plain_peft_opens(
 
 
 @pytest.mark.slow
-def test_an_adapter_begins_with_a_run_of_all_weights_or_with_another_adapter(
+def test_adapter_begins_with_a_run_of_all_weights_or_another_adapter(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
     whole, first, second, refused = (tmp_path / name for name in ("whole", "first", "second", "refused"))
@@ -483,7 +483,7 @@ def test_what_an_adapter_cannot_be_is_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_replicas_of_a_frozen_model_whose_head_is_its_embedding_are_refused(tmp_path: Path, tokens: Path) -> None:
+def test_replicas_of_a_frozen_model_with_a_tied_head_are_refused(tmp_path: Path, tokens: Path) -> None:
     model = write_model(tmp_path / "tied", tie_word_embeddings=True)
     given = {"lora_rank": 2, "devices": 2, "parallelism": "fsdp", "sharding_strategy": "NO_SHARD", "plan": "check"}
     with pytest.raises(InputError, match="NO_SHARD does not work with an adapter of a model whose head"):

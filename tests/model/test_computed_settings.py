@@ -188,7 +188,7 @@ def test_names_of_python_code_are_noted_and_not_copied(
         assert "auto_map" not in (tmp_path / "copy" / name).read_text()
 
 
-def test_the_setting_of_xlm_is_read_although_its_models_are_refused_for_another_reason() -> None:
+def test_setting_of_xlm_is_read_though_its_models_are_refused_otherwise() -> None:
     from transformers import XLMConfig
 
     assert bidirectional_setting(XLMConfig(causal=False)) == "causal false"

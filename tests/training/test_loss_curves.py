@@ -70,7 +70,7 @@ def test_any_number_of_steps_is_drawn(tmp_path: Path, rows: list[Metrics]) -> No
     assert (opaque(tmp_path / "picture.png", BLUE) > 200) == (len(rows) > 1)
 
 
-def test_a_run_draws_evaluations_in_a_hundredth_of_its_time_and_the_last_one_at_its_end(tmp_path: Path) -> None:
+def test_loss_curves_take_a_hundredth_of_the_time_and_have_the_last_loss(tmp_path: Path) -> None:
     table = CSVLogger(tmp_path / "metrics.csv", -1, extra_columns([], [], ["es", "ca", "gl"]))
     curves = LossCurves(tmp_path)
     picture = tmp_path / PICTURE

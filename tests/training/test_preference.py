@@ -103,7 +103,7 @@ def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
     assert (metrics["length_chosen"], metrics["length_rejected"]) == tokens
 
 
-def test_orpo_is_exact_where_an_answer_is_nearly_certain_or_nearly_impossible() -> None:
+def test_orpo_is_exact_for_nearly_certain_and_nearly_impossible_answers() -> None:
     logs = torch.tensor([-1e-12, -1e-3, -0.6, -0.8, -40.0], dtype=torch.float64)
     expected = [-27.631021115929, -6.9082552373155, -0.7958703683463, -0.596617679189, -4.2483542552916e-18]
     assert log1mexp(logs).tolist() == pytest.approx(expected, rel=1e-9, abs=0)
@@ -328,7 +328,7 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
         np.testing.assert_allclose(stored[name], plain_values(model, split), rtol=rounding)
 
 
-def test_a_killed_run_whose_reference_is_deleted_goes_on_as_if_nothing_had_happened(
+def test_killed_run_whose_reference_is_deleted_resumes_bit_for_bit(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
 ) -> None:
     tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
@@ -529,7 +529,7 @@ def resumes_with_its_reference(forked_runs: ForkedRuns, begun: list[str], refere
         assert "reference" not in resumed.stdout().partition("changed since")[2].partition("\n")[0]
 
 
-def test_an_evaluation_alone_compares_with_the_reference_that_the_run_began_with(
+def test_eval_only_compares_with_the_reference_that_the_run_began_with(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
 ) -> None:
     tokens = without_reference(packed, tmp_path / "tokens")
@@ -612,7 +612,7 @@ def test_the_self_check_and_the_evaluation_alone_take_pairs(
     assert sum(one["num_pairs"] for one in found["sources"].values()) == found["num_pairs"]
 
 
-def test_pairs_of_two_datasets_train_in_shares_and_the_best_is_that_of_the_accuracy(
+def test_pairs_of_two_datasets_train_in_shares_with_best_by_accuracy(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, sources: list[Path]
 ) -> None:
     folders = [tokenize(tmp_path / one.stem, model_dir, [one]) for one in sources]

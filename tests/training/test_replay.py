@@ -117,7 +117,7 @@ def test_one_rank_reproduces_two_to_the_fifth_digit_from_the_start(replaying: Re
     assert 0 < max(differences_of(replay)) < 1e-5
 
 
-def test_steps_of_sessions_on_other_devices_are_compared_as_they_were_taken(replaying: Replaying) -> None:
+def test_steps_of_sessions_on_other_devices_are_compared_as_taken(replaying: Replaying) -> None:
     run = replaying.copy("sessions")
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     replaying.train("sessions", 1, "--resume", "true", **OPTIONS)

@@ -96,7 +96,7 @@ def test_a_start_that_took_no_step_is_no_start_to_plan_with(tmp_path: Path) -> N
     assert times.describe() == "0.0% of 1 s; starting 100.0%"
 
 
-def test_a_run_of_an_earlier_version_has_no_times_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_run_of_an_earlier_version_has_no_times_and_damage_is_named(tmp_path: Path) -> None:
     assert read_times(tmp_path) is None
     for text, fault in (("{}\n", "line 1: damaged"), ('{"event": "step"', ""), ("", "")):
         (tmp_path / TIMES).write_text(text)
@@ -115,7 +115,7 @@ def test_a_run_of_an_earlier_version_has_no_times_and_a_damaged_file_is_named(tm
         read_times(tmp_path)
 
 
-def test_only_lines_of_saves_and_starts_stay_and_a_cut_off_line_is_replaced(tmp_path: Path) -> None:
+def test_only_lines_of_saves_and_starts_stay_and_a_cut_line_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / TIMES
     heartbeat = Heartbeat()
     path.write_text('{"event": "start", "time": 1, "step": 0, "num_devices": 1, "seconds": {}}\n{"eve')

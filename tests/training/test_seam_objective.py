@@ -63,7 +63,7 @@ def by_hand(model: LlamaForCausalLM, tokens: Path) -> tuple[float, float]:
     return float(-F.logsigmoid(margins).mean()), float((margins > 0).float().mean())
 
 
-def test_an_objective_from_outside_trains_is_logged_and_does_not_depend_on_the_cut(
+def test_outside_objective_is_logged_and_independent_of_the_split(
     forked_runs: ForkedRuns, tmp_path: Path, pairs: Path
 ) -> None:
     model = write_model(tmp_path / "model")

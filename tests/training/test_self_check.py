@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("self-check") / "model")
 
 
-def test_the_check_holds_with_a_new_adapter_whose_first_matrices_get_no_gradient(
+def test_self_check_holds_where_a_new_adapters_matrices_get_no_gradient(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", self_check="true", lora_rank=2))

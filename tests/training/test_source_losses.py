@@ -408,7 +408,7 @@ def test_losses_of_other_rows_are_not_compared(runs: Runs, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_first_evaluation_ends_the_run_and_step_0_is_logged_once(runs: Runs) -> None:
+def test_signal_in_the_first_evaluation_ends_the_run_and_logs_step_0_once(runs: Runs) -> None:
     name = "stopped"
     at_start = at_point(TERMINATE, 0, "VALIDATION", 1)
     stopped = runs.start(name, 2, before=at_start)
