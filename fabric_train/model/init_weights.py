@@ -48,6 +48,8 @@ def new_shape(
             f"--from_scratch {family}: transformers has no such family; give one such as llama, gpt2, gpt_neox, "
             "mistral, mixtral, qwen3 or gemma"
         ) from None
+    if getattr(default, "is_heterogeneous", False):  # Gemma 4: such a configuration has no size of all layers
+        raise InputError(f"--from_scratch {family}: its layers have heads of several sizes; give another family")
     values = _config_sizes(arguments, family, default)
     if eos_token_id is not None:
         values |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}

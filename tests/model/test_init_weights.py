@@ -128,6 +128,7 @@ def test_sizes_that_make_no_model_are_refused() -> None:
         ("gpt2", {"num_key_value_heads": 2}, "--num_key_value_heads 2: a gpt2 has no such size; leave it out"),
         ("llama", {"architecture": {"rope_thetta": 1}}, "--architecture rope_thetta: the configuration of a llama has"),
         ("vit", {}, "a vit"),
+        ("gemma4_text", {}, "--from_scratch gemma4_text: its layers have heads of several sizes; give another family"),
     ],
 )
 def test_families_and_values_that_are_not_there_are_refused(family: str, sizes: dict[str, Any], said: str) -> None:
