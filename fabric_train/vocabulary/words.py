@@ -4,7 +4,7 @@ import hashlib
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.progress import progress_of
-from fabric_train.reading.documents import text_of
+from fabric_train.reading.documents import columns_beside_text, text_of
 from fabric_train.reading.sources import Source, open_sources, split_names
 from fabric_train.tokenization.corpus import find_kind
 
@@ -28,7 +28,7 @@ _WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
 
 @dataclass(frozen=True)
 class LanguageTexts:
-    """The documents of a language; ``note`` says how much of a large text was read, "" if all."""
+    """The documents of a language; ``note`` says which part and which columns were read, "" if all."""
 
     name: str
     documents: tuple[str, ...]
@@ -81,24 +81,33 @@ def _read_place(name: str, place: str, text_column: str, byte_limit: int, seed: 
     part_bytes = max(_SMALLEST_PART, byte_limit // _SAMPLED_PARTS)
     expected_bytes = min(byte_limit, source.num_bytes or byte_limit)
     documents: list[str] = []
+    unused_columns: set[str] = set()
+    notes: list[str] = []
     num_bytes = 0
     with progress_of(f"reading {name}") as show:
-        for document in _read_documents(source, text_column, part_bytes, seed):
+        for document in _read_documents(source, text_column, part_bytes, seed, unused_columns):
             size = len(document.encode())
             if documents and num_bytes + size > byte_limit:
                 total = f" of {show_size(source.num_bytes)}" if source.num_bytes else ""
-                note = f"{name}: {show_size(num_bytes)}{total} were read, in parts from all over {place}"
-                return LanguageTexts(name, tuple(documents), note)
+                notes.append(f"{name}: {show_size(num_bytes)}{total} were read, in parts from all over {place}")
+                break
             documents.append(document)
             num_bytes += size
             show(min(1.0, num_bytes / expected_bytes))
     if not documents:
         raise InputError(f"--texts {place}: no document has text; give another place")
-    return LanguageTexts(name, tuple(documents))
+    if unused_columns:
+        notes.append(f"{name}: columns of {place} not used: {', '.join(sorted(unused_columns))}")
+    return LanguageTexts(name, tuple(documents), "; ".join(notes))
 
 
-def _read_documents(source: Source, text_column: str, part_bytes: int, seed: int) -> Iterator[str]:
-    """Yield the documents of a source, the parts of a large one in random order; InputError for a bad row."""
+def _read_documents(
+    source: Source, text_column: str, part_bytes: int, seed: int, unused_columns: set[str]
+) -> Iterator[str]:
+    """Yield the documents of a source, the parts of a large one in random order; InputError for a bad row.
+
+    Columns beside the text are added to ``unused_columns``.
+    """
     parts = list(source.parts(part_bytes))
     random.Random(seed).shuffle(parts)
     for part in parts:
@@ -108,8 +117,11 @@ def _read_documents(source: Source, text_column: str, part_bytes: int, seed: int
                 text, _ = text_of(row, text_column, partial(reader.place, row_number))
             except ValueError as error:
                 raise InputError(str(error)) from None
+            if isinstance(row, Mapping):
+                unused_columns |= columns_beside_text(row, text_column)
             if text.strip():
                 yield text
+        unused_columns |= reader.unread_columns
 
 
 def hold_out(texts: LanguageTexts) -> tuple[list[str], list[str]]:

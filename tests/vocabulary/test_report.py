@@ -130,6 +130,14 @@ def test_a_large_text_is_sampled_from_all_over_it(tmp_path: Path) -> None:
     assert again == read != other
 
 
+def test_columns_beside_the_text_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"text": "one two", "title": "A"}, {"text": "three", "id": 1}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (read,) = read_texts([f"ca={file}"], "text", "1MB", 0)
+    assert read.note == f"ca: columns of {file} not used: id, title"
+
+
 @pytest.mark.parametrize(
     "words, faults",
     [
