@@ -57,21 +57,29 @@ def test_short_lines_braces_and_rules_do_not_count() -> None:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """30 documents: all with header and footer, 10 and 9 with other lines, one with a refrain and one without more."""
+    """31 documents with header and footer, of which 10 and 9 have other lines, one a refrain, and one nothing else."""
     texts = []
     for number in range(30):
         lines = [HEADER, "", f"This is report number {number} of the season", "if (a) {", "}"]
-        lines += [OFTEN] * (number < 10) + [SELDOM] * (number < 9) + [REFRAIN] * (50 if number == 20 else 0)
-        texts.append("\n".join([*lines, "", FOOTER if number % 2 else FOOTER.replace(" ", "  ")]))
+        if number < 10:
+            lines.append(OFTEN)
+        if number < 9:
+            lines.append(SELDOM)
+        if number == 20:
+            lines += [REFRAIN] * 50
+        lines.append("")
+        if number % 2:
+            lines.append(FOOTER)
+        else:
+            lines.append(FOOTER.replace(" ", "  "))
+        texts.append("\n".join(lines))
     return [*texts, f"{HEADER}\n{FOOTER}"]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> list[Path]:
     folder = tmp_path_factory.mktemp("sources")
-    return [
-        write_jsonl(folder / f"{name}.jsonl", texts[part]) for name, part in (("a", slice(7)), ("b", slice(7, None)))
-    ]
+    return [write_jsonl(folder / "a.jsonl", texts[:7]), write_jsonl(folder / "b.jsonl", texts[7:])]
 
 
 def run(out: Path, tokenizer: Path, files: list[Path], **options: Any) -> list[str]:
@@ -98,9 +106,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, files:
 
 def test_lines_of_many_documents_are_removed_and_counted(whole: Whole) -> None:
     bodies = [f"This is report number {number} of the season\nif (a) {{\n}}" for number in range(30)]
-    expected = [body + f"\n{SELDOM}" * (number < 9) for number, body in enumerate(bodies)]
-    expected[20] += f"\n{REFRAIN}" * 50
-    assert [document for document in whole.documents if REFRAIN not in document] == [*expected[:20], *expected[21:]]
+    with_seldom = [f"{body}\n{SELDOM}" for body in bodies[:9]]
+    expected = [*with_seldom, *bodies[9:20], *bodies[21:]]  # document 20 has the refrain
+    assert [document for document in whole.documents if REFRAIN not in document] == expected
     manifest = manifest_of(whole.folder)
     assert manifest.ledger.documents_skipped == {"only_boilerplate": 1}
     assert manifest.ledger.edits == {"boilerplate lines": 70}
@@ -143,10 +151,12 @@ def test_a_bad_row_ends_the_count_or_is_left_out(tmp_path: Path, tiny_model_dir:
 
 
 def test_values_that_cannot_work_are_refused() -> None:
-    given = TokenizeArguments(dataset=["a"], tokenizer_name="tokenizer", output_dir="out", boilerplate=1, stream=True)
-    assert given.faults() == [
+    arguments = TokenizeArguments(
+        dataset=["a"], tokenizer_name="tokenizer", output_dir="out", boilerplate=1, stream=True
+    )
+    assert arguments.faults() == [
         "--boilerplate 1 removes every line: give 2 or more",
         "--boilerplate 1 reads sources twice, which --stream would download twice: leave out --stream, or give a "
         "folder of repeated lines (docs/cleaning.md)",
     ]
-    assert replace(given, boilerplate="lines").faults() == []
+    assert replace(arguments, boilerplate="lines").faults() == []

@@ -1,5 +1,6 @@
 """Chats and instructions: --language, --near_duplicates and --redact, alone and beside texts, and refusals."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,9 +49,11 @@ EN = ("Where do I find the books on gardening?", "They are on the second floor, 
 
 
 def chat_of(*turns: str, system: str | None = SYSTEM) -> dict[str, Any]:
-    given = [] if system is None else [{"role": "system", "content": system}]
-    spoken = [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
-    return {"messages": [*given, *spoken]}
+    roles = itertools.cycle(["user", "assistant"])
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    return {"messages": messages}
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
@@ -164,8 +167,9 @@ def test_chats_beside_texts_are_left_out_for_what_is_wrong_with_each(
         ("near_duplicate", "i.jsonl:1"),
     }
     assert places["other_language", "c.jsonl:4"]["text"] == "\n".join(EN)
-    repeated = {"c.jsonl:9": "c.jsonl:1", "c.jsonl:11": "c.jsonl:8", "i.jsonl:1": "c.jsonl:12"}
-    assert all(places["near_duplicate", one]["detail"].endswith(other) for one, other in repeated.items())
+    originals = {"c.jsonl:9": "c.jsonl:1", "c.jsonl:11": "c.jsonl:8", "i.jsonl:1": "c.jsonl:12"}
+    for place, original in originals.items():
+        assert places["near_duplicate", place]["detail"].endswith(original)
 
 
 def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
@@ -175,8 +179,8 @@ def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
     flags = option_words({**OPTIONS, "dataset": sources, "tokenizer_name": chatml_dir})
     tokenize_dataset.main([*flags, "--num_proc", "2", "--output_dir", str(tmp_path / "one")], sizes)
     for task in "12":
-        own = ["--shard", f"{task}/2", "--num_proc", "1", "--output_dir", f"{tmp_path}/{task}"]
-        tokenize_dataset.main([*flags, *own], sizes)
+        flags_of_task = ["--shard", f"{task}/2", "--num_proc", "1", "--output_dir", f"{tmp_path}/{task}"]
+        tokenize_dataset.main([*flags, *flags_of_task], sizes)
     merge.main([f"{tmp_path}/2", f"{tmp_path}/1", "--output_dir", str(tmp_path / "merged")], sizes)
     for file in (path for path in (tmp_path / "one").rglob("*") if path.is_file()):
         assert (tmp_path / "merged" / file.relative_to(tmp_path / "one")).read_bytes() == file.read_bytes(), file

@@ -90,10 +90,11 @@ def test_hashes_find_exactly_the_ngrams_that_a_plain_search_finds() -> None:
     for separator in (" ", "\n", " - "):
         hashes = ngram_hashes(split_words(separator.join(words)), [8, 13])
         for length in (8, 13):
-            plain = [tuple(words[i : i + length]) for i in range(len(words) - length + 1)]
-            same = {one: hashes[length][i] for i, one in enumerate(plain)}
-            assert [same[one] for one in plain] == hashes[length].tolist()
-            assert len(set(same.values())) == len(same)
+            ngrams = [tuple(words[start : start + length]) for start in range(len(words) - length + 1)]
+            # equal n-grams have equal hashes, and different ones different hashes
+            hash_of_ngram = dict(zip(ngrams, hashes[length].tolist(), strict=True))
+            assert [hash_of_ngram[ngram] for ngram in ngrams] == hashes[length].tolist()
+            assert len(set(hash_of_ngram.values())) == len(hash_of_ngram)
     assert ngram_hashes(split_words("seven words are not enough for this"), [8, 13]) == {}
     apart = ngram_hashes(split_words("ab c " * 8 + "a bc " * 8), [8])[8]
     assert len(np.unique(apart)) == 2 + 7 + 2  # in the first half, across the border, in the second half
@@ -184,8 +185,8 @@ def test_contaminated_documents_are_listed_counted_and_dropped_or_kept(datasets_
     assert (manifest.ledger.documents_kept, manifest.ledger.contaminated) == (3 if is_dropped else 5, {"arc_es": 2})
     hits = [json.loads(line) for line in (folder / "contamination.jsonl").read_text(encoding="utf-8").splitlines()]
     place = f"es: {datasets_dir / 'a.jsonl'}"
-    found = [(hit["task"], hit["item"], hit["place"]) for hit in hits]
-    assert found == [("arc_es", "q1", f"{place}:2"), ("arc_es", "2", f"{place}:4"), ("arc_es", "q1", f"{place}:4")]
+    listed = [(hit["task"], hit["item"], hit["place"]) for hit in hits]
+    assert listed == [("arc_es", "q1", f"{place}:2"), ("arc_es", "2", f"{place}:4"), ("arc_es", "q1", f"{place}:4")]
     assert hits[1]["words"] == "qué planeta del sistema solar tiene más lunas conocidas"
     assert hits[0]["num_shared"] == len(split_words(QUESTION).starts) - 12
     settings = manifest.cleaning["decontaminate"]
@@ -218,9 +219,10 @@ def test_the_card_says_which_tasks_were_checked_also_after_a_merge(
 
 def test_lists_with_places_and_dropped_texts_are_not_published(datasets_dir: Path) -> None:
     folder = datasets_dir / "drop"
-    own = {file.name for file in folder.iterdir()}
+    names = {file.name for file in folder.iterdir()}
     with public_copy(folder, manifest_of(folder), "alice/tokens", None, None) as copy:
-        assert own - {file.name for file in copy.iterdir()} == {"contamination.jsonl", "dropped.jsonl"}
+        published_names = {file.name for file in copy.iterdir()}
+    assert names - published_names == {"contamination.jsonl", "dropped.jsonl"}
 
 
 def test_a_chat_is_compared_as_a_whole_and_its_sample_is_redacted(tmp_path: Path, chatml_dir: Path, task: Path) -> None:

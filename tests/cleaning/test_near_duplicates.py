@@ -30,13 +30,19 @@ def edit(words: Sequence[str], places: Sequence[int]) -> list[str]:
     return [word + "x" if place in places else word for place, word in enumerate(words)]
 
 
-def jaccard(one: Sequence[str], other: Sequence[str]) -> float:
-    first, second = ({tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one, other))
+def shingles_of(words: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[start : start + 5]) for start in range(len(words) - 4)}
+
+
+def jaccard(first_words: Sequence[str], second_words: Sequence[str]) -> float:
+    first = shingles_of(first_words)
+    second = shingles_of(second_words)
     return len(first & second) / len(first | second)
 
 
-def compare(one: str, other: str) -> float:
-    return float(similarities(signature(one)[None], signature(other)[None])[0])
+def compare(first_text: str, second_text: str) -> float:
+    (similarity,) = similarities(signature(first_text)[None], signature(second_text)[None])
+    return float(similarity)
 
 
 @pytest.mark.parametrize("num_edits", [0, 4, 8, 20, 60])
@@ -44,8 +50,8 @@ def test_signatures_estimate_the_jaccard_similarity(num_edits: int) -> None:
     errors = []
     for seed in range(20):
         words = text_of(seed)
-        other = edit(words, np.random.default_rng(seed).choice(400, num_edits, replace=False).tolist())
-        errors.append(compare(" ".join(words), " ".join(other)) - jaccard(words, other))
+        edited_words = edit(words, np.random.default_rng(seed).choice(400, num_edits, replace=False).tolist())
+        errors.append(compare(" ".join(words), " ".join(edited_words)) - jaccard(words, edited_words))
     assert np.abs(errors).max() < 4 * 0.5 / NUM_HASHES**0.5
     assert abs(np.mean(errors)) < 3 * 0.5 / (20 * NUM_HASHES) ** 0.5
 
@@ -108,10 +114,11 @@ def test_pieces_and_ranges_find_what_one_piece_finds(tmp_path: Path, monkeypatch
 def clusters_by_all_pairs(signatures: np.ndarray, threshold: float) -> list[int]:
     firsts = list(range(len(signatures)))
     similar = (signatures[:, None] == signatures).mean(axis=2) >= threshold
-    for one, other in combinations(range(len(signatures)), 2):
-        if similar[one, other] and (signatures[one] != near_duplicates.NO_WORDS).any():
-            low, high = sorted((firsts[one], firsts[other]))
-            firsts = [low if first == high else first for first in firsts]
+    for left, right in combinations(range(len(signatures)), 2):
+        if similar[left, right] and (signatures[left] != near_duplicates.NO_WORDS).any():
+            # join both clusters under the earlier first document
+            earlier, later = sorted((firsts[left], firsts[right]))
+            firsts = [earlier if first == later else first for first in firsts]
     return firsts
 
 
@@ -121,9 +128,8 @@ def sources() -> dict[str, list[str]]:
     page = text_of(1)
     letter = text_of(2)
     chain = text_of(3)
-    middle = edit(
-        chain, range(20, 260, 40)
-    )  # 0.86 like the first, and the last is 0.86 like it, but 0.74 like the first
+    # similarities: 0.86 of chain and middle, 0.86 of middle and last, but 0.74 of chain and last
+    middle = edit(chain, range(20, 260, 40))
     last = edit(middle, range(40, 260, 40))
     assert jaccard(chain, last) < 0.78 < 0.84 < jaccard(chain, middle)
     first = [page, ["12", "May", "2021", *letter], chain, edit(text_of(4), range(0, 400, 40))]

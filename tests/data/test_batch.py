@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import shutil
 import traceback
@@ -28,7 +29,9 @@ Labels = list[list[int]] | None
 
 
 def rows_of(rows: list[list[int]], labels: Labels = None) -> Rows:
-    columns = {"input_ids": rows} | ({"labels": labels} if labels else {})
+    columns = {"input_ids": rows}
+    if labels:
+        columns["labels"] = labels
     return Rows(datasets.Dataset.from_dict(columns))
 
 
@@ -97,14 +100,22 @@ def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, Any], epo
 
 @settings(deadline=None)
 @given(cuts(), cuts(), st.integers(0, 3))
-def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, Any], other: dict[str, Any], epoch: int) -> None:
+def test_a_window_holds_the_same_rows_however_it_is_cut(
+    first_cut: dict[str, Any], second_cut: dict[str, Any], epoch: int
+) -> None:
     # two cuts of the same window: only micro-batches and ranks differ
-    other = other | {name: cut[name] for name in ("num_rows", "rows_per_window", "seed")}
-    windows = []
-    for one in (cut, other):
-        ranks = [windows_of_rank(one, rank, epoch) for rank in range(one["world_size"])]
-        windows.append([sorted(itertools.chain(*itertools.chain(*parts))) for parts in zip(*ranks, strict=True)])
-    assert windows[0] == windows[1]
+    second_cut |= {name: first_cut[name] for name in ("num_rows", "rows_per_window", "seed")}
+    assert rows_of_windows(first_cut, epoch) == rows_of_windows(second_cut, epoch)
+
+
+def rows_of_windows(cut: dict[str, Any], epoch: int) -> list[list[int]]:
+    """The sorted rows of every window of an epoch over all ranks."""
+    ranks = [windows_of_rank(cut, rank, epoch) for rank in range(cut["world_size"])]
+    windows: list[list[int]] = []
+    for micro_batches_of_ranks in zip(*ranks, strict=True):
+        micro_batches = itertools.chain.from_iterable(micro_batches_of_ranks)
+        windows.append(sorted(itertools.chain.from_iterable(micro_batches)))
+    return windows
 
 
 @settings(deadline=None)
@@ -147,9 +158,9 @@ def test_resuming_at_any_step_yields_the_windows_that_were_left(num_workers: int
         for again, window in zip(resumed, uninterrupted[step:], strict=True):
             assert (again.step, again.epoch, again.ends_epoch) == (window.step, window.epoch, window.ends_epoch)
             assert again.num_rows == window.num_rows
-            for one, other in zip(again.batches, window.batches, strict=True):
-                assert torch.equal(one.input_ids, other.input_ids)
-                assert torch.equal(one.labels, other.labels)
+            for batch, expected_batch in zip(again.batches, window.batches, strict=True):
+                assert torch.equal(batch.input_ids, expected_batch.input_ids)
+                assert torch.equal(batch.labels, expected_batch.labels)
 
 
 def test_windows_carry_the_hash_of_all_rows_for_any_split_and_start() -> None:
@@ -212,12 +223,15 @@ def test_lengths_exclude_padding_and_separate_isolated_documents() -> None:
 
 
 def test_rank_without_rows_gets_a_batch_that_supervises_nothing() -> None:
-    last = [train_windows(numbered(5), (0, 2), world_size=4, rank=rank)[1] for rank in range(4)]
-    assert [len(window.batches) for window in last] == [1, 1, 1, 1]
-    assert sorted(itertools.chain(*(row_numbers(window.batches[0]) for window in last)))[0] in range(5)
-    supervised = [int(count_supervised(window.batches[0].labels)) for window in last]
-    assert supervised == [2, 0, 0, 0]
-    assert [tuple(window.batches[0].input_ids.shape) for window in last[1:]] == [(1, 2)] * 3
+    # the second window has one row, which is rank 0's
+    last_batches: list[Batch] = []
+    for rank in range(4):
+        _, last_window = train_windows(numbered(5), (0, 2), world_size=4, rank=rank)
+        last_batches += last_window.batches
+    assert len(last_batches) == 4
+    assert [len(row_numbers(batch)) for batch in last_batches] == [1, 0, 0, 0]
+    assert [int(count_supervised(batch.labels)) for batch in last_batches] == [2, 0, 0, 0]
+    assert [tuple(batch.input_ids.shape) for batch in last_batches[1:]] == [(1, 2)] * 3
 
 
 def test_worker_processes_read_the_same_batches() -> None:
@@ -225,11 +239,12 @@ def test_worker_processes_read_the_same_batches() -> None:
     cut: dict[str, Any] = {"rows_per_window": 6, "micro_batch_size": 2, "seed": 1}
     alone = train_windows(rows, (0, 8), num_workers=0, **cut)
     helped = train_windows(rows, (0, 8), num_workers=2, **cut)
-    for window, other in zip(alone, helped, strict=True):
-        for one, same in zip(window.batches, other.batches, strict=True):
-            assert torch.equal(one.input_ids, same.input_ids)
-            assert torch.equal(one.labels, same.labels)
-            assert not any(tensor.is_shared() for tensor in (same.input_ids, same.labels))  # each would be a file
+    for window, helped_window in zip(alone, helped, strict=True):
+        for batch, helped_batch in zip(window.batches, helped_window.batches, strict=True):
+            assert torch.equal(batch.input_ids, helped_batch.input_ids)
+            assert torch.equal(batch.labels, helped_batch.labels)
+            assert not helped_batch.input_ids.is_shared()  # a shared tensor would be a file
+            assert not helped_batch.labels.is_shared()
 
 
 def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
@@ -242,7 +257,7 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
     sent: Any = pipe.get()
     assert sent.lengths == (2, 2)
     assert sent.documents.longest == 2
-    for one, same in (
+    for tensor, sent_tensor in (
         (batch.input_ids, sent.input_ids),
         (batch.labels, sent.labels),
         (batch.documents.position_ids, sent.documents.position_ids),
@@ -251,9 +266,8 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
         (batch.targets.ids, sent.targets.ids),
         *((getattr(pieces, field.name), getattr(sent.pieces, field.name)) for field in dataclasses.fields(pieces)),
     ):
-        assert one.equal(same) or torch.equal(one.isnan(), same.isnan())
-        assert one.dtype == same.dtype
-        assert not same.is_shared()
+        torch.testing.assert_close(sent_tensor, tensor, rtol=0, atol=0, equal_nan=True)  # also of the same dtype
+        assert not sent_tensor.is_shared()
 
 
 def test_short_rows_are_padded_at_the_end_without_supervision() -> None:
@@ -274,15 +288,18 @@ def test_validation_takes_the_same_rows_once_over_any_number_of_ranks(
     num_rows: int, batch_size: int, world_size: int, limit: int | None, seed: int
 ) -> None:
     rows = numbered(num_rows)
-    ranks = [
-        list(validation_batches(rows, batch_size, world_size, rank, limit, seed, num_workers=0))
-        for rank in range(world_size)
-    ]
-    seen = [number for batches in ranks for batch in batches for number in row_numbers(batch)]
-    assert sorted(seen) == validation_rows(np.zeros(num_rows, int), limit and limit * batch_size, seed).tolist()
-    assert len(seen) == min(num_rows, (limit or num_rows) * batch_size)
-    assert len({len(batches) for batches in ranks}) == 1
-    assert all(len(row_numbers(batch)) <= batch_size for batches in ranks for batch in batches)
+    seen: list[int] = []
+    nums_batches: set[int] = set()
+    for rank in range(world_size):
+        batches = list(validation_batches(rows, batch_size, world_size, rank, limit, seed, num_workers=0))
+        nums_batches.add(len(batches))
+        for batch in batches:
+            assert len(row_numbers(batch)) <= batch_size
+            seen += row_numbers(batch)
+    assert len(nums_batches) == 1  # as many on each rank
+    max_rows = None if limit is None else limit * batch_size
+    assert sorted(seen) == validation_rows(np.zeros(num_rows, int), max_rows, seed).tolist()
+    assert len(seen) == (num_rows if max_rows is None else min(num_rows, max_rows))
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 200), st.integers(0, 9))
@@ -290,14 +307,18 @@ def test_limited_validation_takes_equally_many_rows_of_every_source(sizes: list[
     sources = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
     chosen = validation_rows(sources, limit, seed)
     assert len(set(chosen.tolist())) == len(chosen) == min(limit, sum(sizes))
-    taken = np.bincount(sources[chosen], minlength=len(sizes))
-    most = max(taken)
-    assert all(number in (size, most, most - 1) for number, size in zip(taken, sizes, strict=True))
+    nums_chosen = np.bincount(sources[chosen], minlength=len(sizes))
+    most = max(nums_chosen)
+    for num_chosen, size in zip(nums_chosen, sizes, strict=True):
+        assert num_chosen in (size, most, most - 1)
     assert np.array_equal(validation_rows(sources, limit, seed), chosen)
-    first = np.flatnonzero(sources == 0)  # from everywhere in the source
-    assert np.all(
-        np.diff(np.searchsorted(first, chosen[sources[chosen] == 0])) <= 2 * -(-len(first) // max(taken[0], 1))
-    )
+
+    # the rows are from everywhere in the source: one of each interval, so two are less than two intervals apart
+    rows_of_first = np.flatnonzero(sources == 0)
+    chosen_of_first = chosen[sources[chosen] == 0]
+    distances = np.diff(np.searchsorted(rows_of_first, chosen_of_first))
+    interval = math.ceil(len(rows_of_first) / max(nums_chosen[0], 1))
+    assert np.all(distances <= 2 * interval)
 
 
 def test_limited_validation_of_one_source_takes_the_rows_of_version_2() -> None:
@@ -395,13 +416,13 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     first = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     second = datasets.Dataset.from_dict({"input_ids": [[1, 3]]})
     folders = [save(tmp_path / "a", train=first), save(tmp_path / "b", train=second)]
-    one, other = (open_dataset(folder).fingerprint for folder in folders)
-    assert one != other
-    assert open_dataset(folders[0]).fingerprint == one
+    first_fingerprint, second_fingerprint = (open_dataset(folder).fingerprint for folder in folders)
+    assert first_fingerprint != second_fingerprint
+    assert open_dataset(folders[0]).fingerprint == first_fingerprint
     opened = [open_dataset(folder) for folder in folders]
-    for dataset in opened:
+    for dataset in opened:  # with a manifest, its content decides
         (dataset.folder / "manifest.json").write_text("{}")
-    assert opened[0].fingerprint == opened[1].fingerprint != one
+    assert opened[0].fingerprint == opened[1].fingerprint != first_fingerprint
 
 
 def test_a_folder_without_validation_split_has_no_validation(tmp_path: Path) -> None:

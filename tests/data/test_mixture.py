@@ -52,18 +52,18 @@ def test_every_window_has_each_source_in_its_share_to_within_a_row(mixture: Mixt
 @settings(deadline=None, max_examples=30)
 @given(mixtures())
 def test_counts_before_a_window_are_those_of_the_windows(mixture: Mixture) -> None:
-    seen = np.zeros(len(mixture.num_rows), int)
-    steps = 0
+    seen = np.zeros(len(mixture.num_rows), int)  # rows of each source so far
+    num_steps = 0
     for epoch in range(2):
-        for window, rows in enumerate(epoch_of(mixture, epoch)):
-            assert mixture.rows_until(steps) == seen.tolist()
-            assert len(rows) == min(
-                mixture.rows_per_window, sum(mixture.rows_per_epoch) - window * mixture.rows_per_window
-            )
-            seen = seen + mixture.count(rows)
-            steps = steps + 1
+        remaining = sum(mixture.rows_per_epoch)
+        for rows in epoch_of(mixture, epoch):
+            assert mixture.rows_until(num_steps) == seen.tolist()
+            assert len(rows) == min(mixture.rows_per_window, remaining)
+            remaining -= len(rows)
+            seen += mixture.count(rows)
+            num_steps += 1
         assert seen.tolist() == [(epoch + 1) * rows for rows in mixture.rows_per_epoch]
-    assert mixture.rows_until(steps) == seen.tolist()
+    assert mixture.rows_until(num_steps) == seen.tolist()
 
 
 @settings(deadline=None, max_examples=30)
@@ -173,12 +173,15 @@ def test_any_number_of_ranks_reads_the_same_windows() -> None:
     mixture = Mixture((30, 50, 9), (30, 25, 18), 12, seed=5)
     order = MixtureOrder((mixture,)).followed_by(4, (0, 40, 9))
     for world_size, micro_batch_size in ((1, 3), (2, 2), (3, 1), (4, 3)):
-        ranks = [WindowOrder(73, 12, micro_batch_size, world_size, rank, 5, order) for rank in range(world_size)]
-        batches = [rank.batches(0, 12) for rank in ranks]
+        orders = [WindowOrder(73, 12, micro_batch_size, world_size, rank, 5, order) for rank in range(world_size)]
+        batches_of_ranks = [rank_order.batches(0, 12) for rank_order in orders]
         for step in range(1, 13):
-            wanted = order.rows_of(step).tolist()
-            num_batches = range(ranks[0].num_batches(len(wanted)))
-            assert [row for _ in num_batches for rank in batches for row in next(rank)] == wanted
+            expected_rows = order.rows_of(step).tolist()
+            rows: list[int] = []
+            for _ in range(orders[0].num_batches(len(expected_rows))):
+                for batches in batches_of_ranks:
+                    rows += next(batches)
+            assert rows == expected_rows
 
 
 def test_hash_of_a_mixture_needs_no_replay_and_depends_on_the_rows() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ ROWS_HASH = "9bb8b0f0b1d9fcb8428ae01a7c9db6a4"
 def orders(draw: st.DrawFn) -> MixtureOrder:
     num_rows = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=5)))
     an_epoch = st.lists(st.integers(0, 80), min_size=len(num_rows), max_size=len(num_rows)).filter(any)
-    order = MixtureOrder(
-        (Mixture(num_rows, tuple(draw(an_epoch)), draw(st.integers(1, 30)), draw(st.integers(0, 99))),)
-    )
+    rows_per_epoch = tuple(draw(an_epoch))
+    rows_per_window = draw(st.integers(1, 30))
+    seed = draw(st.integers(0, 99))
+    order = MixtureOrder((Mixture(num_rows, rows_per_epoch, rows_per_window, seed),))
     for last_step in sorted(draw(st.sets(st.integers(0, NUM_STEPS - 1), max_size=3))):
         order = order.followed_by(last_step, draw(an_epoch))
     return order
@@ -34,11 +36,9 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
 
 def phases_of(order: MixtureOrder) -> list[tuple[Mixture, range]]:
     """The mixture of each phase and its steps."""
-    ends = [*order.phases_start_after[1:], NUM_STEPS]
-    return [
-        (mixture, range(start + 1, end + 1))
-        for mixture, start, end in zip(order.mixtures, order.phases_start_after, ends, strict=True)
-    ]
+    borders = [*order.phases_start_after, NUM_STEPS]
+    steps = [range(start + 1, end + 1) for start, end in pairwise(borders)]
+    return list(zip(order.mixtures, steps, strict=True))
 
 
 @settings(deadline=None, max_examples=30)
@@ -80,10 +80,10 @@ def test_a_phase_goes_on_in_the_passes_of_the_phase_before(order: MixtureOrder) 
 def test_a_phase_begins_an_epoch(order: MixtureOrder) -> None:
     epoch = -1
     epochs = []
-    ends = []
     for mixture, steps in phases_of(order):
-        for number, _ in enumerate(steps):
-            epoch += number % mixture.windows_per_epoch == 0
+        for window in range(len(steps)):  # of the phase
+            if window % mixture.windows_per_epoch == 0:
+                epoch += 1
             epochs.append(epoch)
     ends = [step for step in range(1, NUM_STEPS) if epochs[step] > epochs[step - 1]]
     assert [order.epoch_of(step) for step in range(1, NUM_STEPS + 1)] == epochs
@@ -105,9 +105,9 @@ def test_windows_across_a_phase_border_are_the_same_from_any_step(num_workers: i
         for again, window in zip(windows(step), whole[step:], strict=True):
             assert (again.step, again.epoch, again.rows_hash) == (window.step, window.epoch, window.rows_hash)
             assert again.rows_of_sources == window.rows_of_sources
-            for one, other, rows in zip(again.batches, window.batches, range(len(window.batches)), strict=True):
-                assert one.input_ids.tolist() == other.input_ids.tolist()
-                assert row_numbers(other) == window.rows_of(rows, 2, 1)
+            for index, batch in enumerate(window.batches):
+                assert again.batches[index].input_ids.tolist() == batch.input_ids.tolist()
+                assert row_numbers(batch) == window.rows_of(index, world_size=2, rank=1)
 
 
 def test_an_appended_phase_leaves_the_steps_before_it_as_they_were() -> None:
@@ -174,14 +174,14 @@ def test_the_hash_of_a_checkpoint_goes_on_as_that_of_all_steps(version: int) -> 
 
 
 def test_a_run_keeps_the_order_that_it_began_with() -> None:
-    given = ("fingerprint", MOST_SHUFFLED + 1, 8, 0)
-    assert DataOrder.for_dataset(*given).version == KEYED
+    many_rows = MOST_SHUFFLED + 1
+    assert DataOrder.for_dataset("fingerprint", many_rows, 8, 0).version == KEYED
     assert DataOrder.for_dataset("fingerprint", MOST_SHUFFLED, 8, 0).version == SHUFFLED
-    earlier = DataOrder(*given)  # of a version of the program that had no other
-    assert DataOrder.for_dataset(*given, earlier) == earlier
+    earlier = DataOrder("fingerprint", many_rows, 8, 0)  # of a version of the program that had no other
+    assert DataOrder.for_dataset("fingerprint", many_rows, 8, 0, earlier) == earlier
     by_index = DataOrder("fingerprint", 10, 8, 0, KEYED)  # of a version with another limit
     assert DataOrder.for_dataset("fingerprint", 10, 8, 0, by_index) == by_index
-    assert DataOrder.for_dataset("another", *given[1:], earlier).version == KEYED
+    assert DataOrder.for_dataset("another", many_rows, 8, 0, earlier).version == KEYED
 
 
 def test_numpy_shuffles_int32_as_it_permutes_int64() -> None:
@@ -191,11 +191,10 @@ def test_numpy_shuffles_int32_as_it_permutes_int64() -> None:
 
 def check_inverse(order: WindowOrder, num_rows: int, num_steps: int) -> None:
     """Compare the steps of every row with a scan over all windows."""
-    scanned = [
-        RowRead(step, order.epoch_of(step), row)
-        for step in range(1, num_steps + 1)
-        for row in sorted(order.rows_of(step).tolist())
-    ]
+    scanned: list[RowRead] = []
+    for step in range(1, num_steps + 1):
+        for row in sorted(order.rows_of(step).tolist()):
+            scanned.append(RowRead(step, order.epoch_of(step), row))
     assert order.reads_of(np.arange(num_rows), num_steps) == scanned
     assert order.reads_of(np.arange(0, num_rows, 3), num_steps) == [read for read in scanned if read.row % 3 == 0]
 

@@ -31,6 +31,7 @@ from fabric_train.reading.hf_datasets import DatasetName, StreamSource
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, GigatokenEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.programs import option_words
 from tests.support.run_comparison import differences
 from tests.support.token_datasets import tokenize
 
@@ -92,11 +93,14 @@ def end_workers(error: pytest.ExceptionInfo[BaseException]) -> None:
     traceback.clear_frames(error.tb)
 
 
-def assert_same(batch: Batch, other: Batch) -> None:
-    assert torch.equal(batch.input_ids, other.input_ids)
-    assert torch.equal(batch.labels, other.labels)
-    positions = [part.documents.position_ids.tolist() if part.documents else None for part in (batch, other)]
-    assert positions[0] == positions[1]
+def assert_same(batch: Batch, expected: Batch) -> None:
+    assert torch.equal(batch.input_ids, expected.input_ids)
+    assert torch.equal(batch.labels, expected.labels)
+    if expected.documents is None:
+        assert batch.documents is None
+        return
+    assert batch.documents is not None
+    assert torch.equal(batch.documents.position_ids, expected.documents.position_ids)
 
 
 def lanes_by_hand(texts: Sequence[str], num_lanes: int) -> list[list[str]]:
@@ -129,11 +133,11 @@ def test_each_document_is_in_one_lane_once_a_pass_in_order(texts: list[str], cut
 @settings(deadline=None, max_examples=20)
 @given(some_texts, cuts, cuts, st.integers(0, 7))
 def test_other_ranks_resume_with_the_same_windows_at_any_step(
-    texts: list[str], cut: tuple[int, int], other: tuple[int, int], step: int
+    texts: list[str], cut: tuple[int, int], resumed_cut: tuple[int, int], step: int
 ) -> None:
     rows, after = all_ranks(texts, 8, 8, *cut)
     cursors = after[step - 1] if step else None
-    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *other, cursors=cursors)
+    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *resumed_cut, cursors=cursors)
     for window, same in zip(rows[step:], resumed, strict=True):
         np.testing.assert_array_equal(window, same)
     assert after[step:] == resumed_after
@@ -150,8 +154,8 @@ def test_workers_make_the_batches_that_the_loop_alone_would_make(num_workers: in
         assert [window.step for window in helped] == [4, 5, 6, 7, 8]
         for window, same in zip(alone, helped, strict=True):
             np.testing.assert_array_equal(window.cursors, same.cursors)
-            for one, other in zip(window.batches, same.batches, strict=True):
-                assert_same(one, other)
+            for batch, helped_batch in zip(window.batches, same.batches, strict=True):
+                assert_same(helped_batch, batch)
 
 
 def test_a_window_says_what_it_holds() -> None:
@@ -257,8 +261,8 @@ def write_jsonl(file: Path, texts: Sequence[str]) -> Path:
 
 
 def stream_of(names: Sequence[object], tokenizer: Path, folder: Path, **options: Any) -> Stream:
-    given = DataArguments(streaming_dataset=[str(name) for name in names], **{"max_length": 64, **options})
-    stream = open_stream(given, str(tokenizer), None, folder / "tokenizer", None)
+    arguments = DataArguments(streaming_dataset=[str(name) for name in names], **{"max_length": 64, **options})
+    stream = open_stream(arguments, str(tokenizer), None, folder / "tokenizer", None)
     stream.save_tokenizer()
     return stream
 
@@ -374,29 +378,31 @@ def test_sources_without_text_are_refused_before_the_run(
 
 
 def test_training_rows_have_one_kind_of_source() -> None:
-    def given(*line: str) -> TrainArguments:
+    def parsed(*line: str) -> TrainArguments:
         return parse(TrainArguments, [*line, "--output_dir", "run"])
 
-    assert refusal(given) == "--train_data_dir is required, or --streaming_dataset"
-    shuffled = refusal(lambda: given("--train_data_dir", "a", "--shuffle_buffer", "9"))
+    assert refusal(parsed) == "--train_data_dir is required, or --streaming_dataset"
+    shuffled = refusal(lambda: parsed("--train_data_dir", "a", "--shuffle_buffer", "9"))
     assert shuffled.startswith("--shuffle_buffer is of --streaming_dataset; ")
-    assert given("--streaming_dataset", "a.jsonl").data.streaming_dataset == ["a.jsonl"]
-    both = given("--streaming_dataset", "a.jsonl", "b.txt", "--train_data_dir", "tokens").data
+    assert parsed("--streaming_dataset", "a.jsonl").data.streaming_dataset == ["a.jsonl"]
+    both = parsed("--streaming_dataset", "a.jsonl", "b.txt", "--train_data_dir", "tokens").data
     assert (both.streaming_dataset, both.train_data_dir) == (["a.jsonl", "b.txt"], "tokens")
-    assert "a URL is not streamed" in refusal(lambda: given("--streaming_dataset", "https://example.org/a.jsonl"))
-    assert refusal(lambda: given("--streaming_dataset", "a", "--max_length", "1")).startswith("--max_length 1 leaves")
+    assert "a URL is not streamed" in refusal(lambda: parsed("--streaming_dataset", "https://example.org/a.jsonl"))
+    assert refusal(lambda: parsed("--streaming_dataset", "a", "--max_length", "1")).startswith("--max_length 1 leaves")
 
 
 def test_a_stream_is_known_by_content_and_not_by_place_or_time(
     tmp_path: Path, slices: list[str], tiny_model_dir: Path
 ) -> None:
-    one, same, other = (tmp_path / name / "texts.jsonl" for name in ("one", "same", "other"))
-    for file in (one, same, other):
-        write_jsonl(file, slices)
-    os.utime(same, (1, 1))
-    other.write_text(other.read_text(encoding="utf-8").replace(slices[-1][-5:], "other"), encoding="utf-8")
-    identities = [stream_of([file], tiny_model_dir, tmp_path).documents.identities() for file in (one, same, other)]
-    assert identities[0] == identities[1] != identities[2]
+    def identities(file: Path) -> list[list[str]]:
+        return stream_of([file], tiny_model_dir, tmp_path).documents.identities()
+
+    original = write_jsonl(tmp_path / "original" / "texts.jsonl", slices)
+    older_copy = write_jsonl(tmp_path / "older" / "texts.jsonl", slices)
+    os.utime(older_copy, (1, 1))
+    edited = write_jsonl(tmp_path / "edited" / "texts.jsonl", [*slices[:-1], f"{slices[-1][:-5]}other"])
+    assert identities(older_copy) == identities(original)
+    assert identities(edited) != identities(original)
 
 
 def test_an_encoder_with_other_ids_is_found_out_and_replaced(
@@ -416,8 +422,8 @@ def test_an_encoder_with_other_ids_is_found_out_and_replaced(
 def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], small_spm_dir: Path) -> None:
     file = write_jsonl(tmp_path / "texts.jsonl", slices)
     stream = stream_of([file], small_spm_dir / "tokenizer.model", tmp_path)
-    given = DataArguments(streaming_dataset=[str(file)])
-    again = open_stream(given, str(tmp_path / "tokenizer"), True, tmp_path / "tokenizer", None)
+    arguments = DataArguments(streaming_dataset=[str(file)])
+    again = open_stream(arguments, str(tmp_path / "tokenizer"), True, tmp_path / "tokenizer", None)
     assert again.tokenizer_hash == stream.tokenizer_hash
     assert isinstance(again.open_encoder(), DocumentEncoder)
 
@@ -432,15 +438,14 @@ class Run:
         self.folder = folder
         self.runs = runs
         self.places = [f"a={files[0]}", f"b={files[1]}"]
-        self.given = {**SETTINGS, "model_name": model, "streaming_dataset": self.places, "train_data_dir": tokens}
-        self.given |= {"shares": [0.5, 2], "shuffle_buffer": 6, "seed": 3}
-        self.given |= {"max_length": 64, "max_step": 8, "save_step_interval": 3, "num_workers": 2}
-        self.given |= {"eval_at_start": "false"}
+        self.defaults = {**SETTINGS, "model_name": model, "streaming_dataset": self.places, "train_data_dir": tokens}
+        self.defaults |= {"shares": [0.5, 2], "shuffle_buffer": 6, "seed": 3}
+        self.defaults |= {"max_length": 64, "max_step": 8, "save_step_interval": 3, "num_workers": 2}
+        self.defaults |= {"eval_at_start": "false"}
 
     def line(self, name: str, options: dict[str, object]) -> list[str]:
-        given = {**self.given, "accelerator": "cpu", "output_dir": self.folder / name, **options}
-        values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
-        return [part for key, listed in values.items() for part in (f"--{key}", *map(str, listed))]
+        arguments = {**self.defaults, "accelerator": "cpu", "output_dir": self.folder / name, **options}
+        return option_words(arguments)
 
     def faults(self, name: str, **options: object) -> tuple[str, ...]:
         """What forbids the run before it begins."""
@@ -518,7 +523,7 @@ def test_stream_resumes_on_two_ranks_and_without_the_models_name(run: Run, unint
         [name, share, f"{tokens:,}"] for name, share, tokens in zip("ab", ("0.5", "2"), read, strict=True)
     ]
     assert read.sum() == 8 * 64 * SETTINGS["total_batch_size"]  # type: ignore[operator]
-    ours, theirs = ([row[:1] + row[2:4] + row[7:] for row in timeless(one)] for one in (resumed, uninterrupted))
+    ours, theirs = ([row[:1] + row[2:4] + row[7:] for row in timeless(folder)] for folder in (resumed, uninterrupted))
     assert [row[0] for row in ours] == ["4", "5", "6", "7", "8"]
     for row, same in zip(ours, theirs[3:], strict=True):
         assert [float(cell or 0) for cell in row] == pytest.approx([float(cell or 0) for cell in same], abs=1e-5)
@@ -543,8 +548,8 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
         strict=True,
     ):
         assert expected in fault
-    one = run.faults("one", checkpoint=checkpoint, streaming_dataset=run.folder / "*.jsonl", shares="null")
-    assert [fault.split(": ")[1] for fault in one] == ["--shares differ"]
+    without_shares = run.faults("one", checkpoint=checkpoint, streaming_dataset=run.folder / "*.jsonl", shares="null")
+    assert [fault.split(": ")[1] for fault in without_shares] == ["--shares differ"]
     token_dataset: dict[str, object] = {"streaming_dataset": "null", "shares": "null", "shuffle_buffer": 0}
     (unlike,) = run.faults("unlike", checkpoint=checkpoint, **token_dataset)
     assert "its run read --streaming_dataset, not --train_data_dir" in unlike

@@ -52,33 +52,37 @@ def write_valid_files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def outcome(file: Path, faults: list[str]) -> int:
+def count_good_rows(file: Path, faults: list[str]) -> int:
     """Read a file in one and in many parts; return the number of good rows and add every fault to ``faults``."""
-    good = 0
+    num_good = 0
     for part_bytes in (1 << 20, 100):
         try:
             for part in split_file(list_file(file), part_bytes):
                 for _, row in FileReader(part, ("text",)):
-                    good += not isinstance(row, BadRowError)
-                    faults += [str(row)] if isinstance(row, BadRowError) else []
+                    if isinstance(row, BadRowError):
+                        faults.append(str(row))
+                    else:
+                        num_good += 1
         except InputError as error:
             faults += error.faults
-    return good
+    return num_good
 
 
 def damage(content: bytes, chance: random.Random) -> bytes:
     """Cut the content, change some bytes, or remove or repeat a piece of it."""
-    kind = chance.randrange(4)
-    place = chance.randrange(len(content))
-    if kind == 0:
-        return content[:place]
-    if kind == 1:
+    kind = chance.choice(["cut", "change", "repeat", "remove"])
+    start = chance.randrange(len(content))
+    if kind == "cut":
+        return content[:start]
+    if kind == "change":
         changed = bytearray(content)
-        for at in chance.choices(range(len(content)), k=chance.randrange(1, 9)):
-            changed[at] = chance.randrange(256)
+        for position in chance.choices(range(len(content)), k=chance.randrange(1, 9)):
+            changed[position] = chance.randrange(256)
         return bytes(changed)
-    length = chance.randrange(1, 200)
-    return content[:place] + content[place : place + length] * (2 * (kind == 2)) + content[place + length :]
+    end = start + chance.randrange(1, 200)
+    if kind == "repeat":
+        return content[:end] + content[start:]
+    return content[:start] + content[end:]
 
 
 def test_a_damaged_file_gives_rows_or_one_line_that_names_it(tmp_path: Path) -> None:
@@ -86,12 +90,12 @@ def test_a_damaged_file_gives_rows_or_one_line_that_names_it(tmp_path: Path) -> 
     for file in write_valid_files(tmp_path):
         whole = file.read_bytes()
         faults: list[str] = []
-        assert outcome(file, faults) == 2 * len(ROWS)
+        assert count_good_rows(file, faults) == 2 * len(ROWS)
         assert not faults
         for _ in range(150):
             file.write_bytes(damage(whole, chance))
             faults.clear()
-            outcome(file, faults)
+            count_good_rows(file, faults)
             assert all(str(file) in fault and "\n" not in fault for fault in faults), faults
 
 
@@ -102,7 +106,7 @@ def test_every_cut_of_a_compressed_file_is_noticed(tmp_path: Path) -> None:
         for length in range(1, len(whole)):
             (tmp_path / name).write_bytes(whole[:length])
             faults: list[str] = []
-            outcome(tmp_path / name, faults)
+            count_good_rows(tmp_path / name, faults)
             assert faults, f"{name} of {length} bytes"
 
 
@@ -129,8 +133,8 @@ def test_odd_content_gives_rows_or_one_line_that_names_it(tmp_path: Path, name: 
     file = tmp_path / name
     file.write_text(ODD_FILES[name], encoding="utf-8")
     faults: list[str] = []
-    good = outcome(file, faults)
-    assert good or faults or name in ("only-mark.jsonl", "empty-name.csv")
+    num_good = count_good_rows(file, faults)
+    assert num_good or faults or name in ("only-mark.jsonl", "empty-name.csv")
     assert all(str(file) in fault and "\n" not in fault and len(fault) < 500 for fault in faults), faults
 
 
@@ -186,10 +190,10 @@ def test_a_killed_process_names_its_file(tmp_path: Path, tiny_model_dir: Path) -
     large = write_jsonl(tmp_path / "data" / "b.jsonl", TEXTS * 2_000)
     process = start(tmp_path, tiny_model_dir, [tmp_path / "data"], "--num_proc", 1)
     wait_for_shards(process, tmp_path / "new", 2)
-    _, encoding, *_ = sorted(
-        psutil.Process(process.pid).children(), key=lambda child: child.create_time()
-    )  # after the judge
-    encoding.send_signal(signal.SIGKILL)
+    children = psutil.Process(process.pid).children()
+    # the first child compares the encoder's ids with the tokenizer's, the second one encodes
+    _, encoding_child, *_ = sorted(children, key=lambda child: child.create_time())
+    encoding_child.send_signal(signal.SIGKILL)
     code, stderr = finish(process)
     assert code == 1
     assert stderr.splitlines()[-1] == (
@@ -221,8 +225,10 @@ def test_too_few_open_files_are_no_damage(
     monkeypatch.chdir(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     read(tiny_tokens_dir, tiny_model_dir)  # imports what it needs
-    os.close(free := os.dup(0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    lowest_free = os.dup(0)  # a limit of this number leaves no descriptor
+    os.close(lowest_free)
+    _, hard_limit = before
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard_limit))
     try:
         with pytest.raises(OSError, match="Too many open files") as raised:
             read(tiny_tokens_dir, tiny_model_dir)

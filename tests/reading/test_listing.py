@@ -135,10 +135,12 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path: Path, case: st
     name, make, fault = NO_FILES[case]
     (tmp_path / name).parent.mkdir(exist_ok=True)
     make(tmp_path / name)
-    source = tmp_path / Path(name).parts[0]
-    for given in [source, tmp_path / "**" / "*"] if case != "a pipe in a saved dataset" else [source]:
+    sources = [tmp_path / Path(name).parts[0]]
+    if case != "a pipe in a saved dataset":  # a pattern names the files of such a folder, and not the dataset
+        sources.append(tmp_path / "**" / "*")
+    for source in sources:
         with pytest.raises(InputError) as caught:
-            names_in(tmp_path, given)
+            names_in(tmp_path, source)
         assert fault in str(caught.value)
         assert len(caught.value.faults) == 1
 

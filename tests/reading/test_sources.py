@@ -36,10 +36,13 @@ def lines(texts: list[str] = TEXTS) -> bytes:
 def texts_of(names: list[object], folder: Path, part_bytes: int = 1 << 20) -> list[str]:
     """Return the texts of all parts of all sources."""
     sources = open_sources([str(name) for name in names], "--dataset", False, folder / "downloads")
-    rows = [row for source in sources for part in source.parts(part_bytes) for _, row in source.reader(part, ("text",))]
-    bad = [str(row) for row in rows if isinstance(row, BadRowError)]
-    assert not bad
-    return [row["text"] for row in rows if not isinstance(row, BadRowError)]
+    texts: list[str] = []
+    for source in sources:
+        for part in source.parts(part_bytes):
+            for _, row in source.reader(part, ("text",)):
+                assert not isinstance(row, BadRowError), row
+                texts.append(row["text"])
+    return texts
 
 
 def compress(data: bytes, codec: str) -> bytes:
@@ -188,7 +191,7 @@ def test_a_list_of_texts_is_joined_by_the_separator_or_refused_with_it(tmp_path:
     datasets.Dataset.from_dict({"n": [1, 2, 3], "moves": games}).save_to_disk(tmp_path / "saved")
     sources = [tmp_path / name for name in ("games.jsonl", "games.parquet", "saved")]
     fault = r"1: column 'moves' holds a list of texts; --text_column 'moves: ' joins them with a space, 'moves:\n'"
-    for source in open_sources([str(one) for one in sources], "--dataset", False, tmp_path):
+    for source in open_sources([str(source) for source in sources], "--dataset", False, tmp_path):
         (part,) = source.parts(1 << 20)
         reader = source.reader(part, ("moves",))
         number, row = next(iter(reader))
@@ -204,8 +207,10 @@ def test_a_list_of_texts_is_joined_by_the_separator_or_refused_with_it(tmp_path:
     with pytest.raises(InputError, match="line 1: 2 values are called 'moves'; keep one of them"):
         tokenize(tmp_path / "none", tiny_model_dir, tmp_path / "twice.jsonl", text_column="moves: ")
     row = {"moves": ["e4", "e5"], "a:b": "own", "mixed": ["a", 1], "text": "plain"}
-    found = {column: text_of(row, column, str)[0] for column in ("moves:", r"moves:\n", "moves::", "a:b", "text: ")}
-    assert list(found.values()) == ["e4e5", "e4\ne5", "e4:e5", "own", "plain"]
+    expected = {"moves:": "e4e5", r"moves:\n": "e4\ne5", "moves::": "e4:e5", "a:b": "own", "text: ": "plain"}
+    for column, expected_text in expected.items():
+        text, _ = text_of(row, column, str)
+        assert text == expected_text
     with pytest.raises(BadRowError, match="column 'mixed' holds list, not text"):
         text_of(row, "mixed: ", str)
 
@@ -214,12 +219,12 @@ def test_bad_rows_keep_their_place_and_name_file_and_line(tmp_path: Path) -> Non
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\nnot\n\n{"text": "\xe9"}\n[1]\n{"text": NaN}\n{"text": "b"}\n')
     for part_bytes in (1 << 20, 1):
-        found = {}
+        rows_by_place = {}
         for part in split_file(list_file(file), part_bytes):
             reader = FileReader(part, ("text",))
             for number, row in reader:
-                found[reader.place(number)] = row
-        assert [place.removeprefix(f"{file}, ") for place in found] == [
+                rows_by_place[reader.place(number)] = row
+        assert [place.removeprefix(f"{file}, ") for place in rows_by_place] == [
             "line 1",
             "line 2",
             "line 4",
@@ -227,8 +232,8 @@ def test_bad_rows_keep_their_place_and_name_file_and_line(tmp_path: Path) -> Non
             "line 6",
             "line 7",
         ]
-        bad = {place: str(row) for place, row in found.items() if isinstance(row, BadRowError)}
-        assert [reason.removeprefix(f"{file}") for reason in bad.values()] == [
+        reasons = [str(row) for row in rows_by_place.values() if isinstance(row, BadRowError)]
+        assert [reason.removeprefix(f"{file}") for reason in reasons] == [
             ", line 2: not JSON: Expecting value at column 1",
             ": byte 29 is not UTF-8 (0xe9); convert the file to UTF-8",
             ", line 5: a JSON list, not an object with a column 'text'",

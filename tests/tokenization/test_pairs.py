@@ -1,5 +1,6 @@
 """Preference pairs are read in each form, encoded as two chats, shortened, cleaned, packed and checked."""
 
+import itertools
 import json
 import math
 import shutil
@@ -41,7 +42,8 @@ Turns = list[dict[str, Any]]
 
 def say(*contents: str) -> Turns:
     """Return a conversation in which user and assistant alternate."""
-    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
 def answer(content: str) -> dict[str, Any]:
@@ -165,13 +167,10 @@ def test_empty_and_equal_answers_have_reasons_of_their_own() -> None:
 def test_training_streams_chats_beside_pairs_and_refuses_pairs(tmp_path: Path) -> None:
     for name, row in {"both": {**LONG, "messages": LONG["chosen"]}, "pairs": LONG}.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    both, pairs = (
-        open_sources([str(tmp_path / f"{name}.jsonl")], "--dataset", False, tmp_path)[0] for name in ("both", "pairs")
-    )
-    assert (find_kind(both, "text", False), find_kind(both, "text", False, with_pairs=True)) == (
-        "messages",
-        "preference",
-    )
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("both", "pairs")]
+    both, pairs = open_sources(files, "--dataset", False, tmp_path)
+    assert find_kind(both, "text", False) == "messages"
+    assert find_kind(both, "text", False, with_pairs=True) == "preference"
     with pytest.raises(InputError, match=r"a preference pair; make a token dataset with fabric-train tokenize first"):
         find_kind(pairs, "text", False)
     with pytest.raises(BadRowError, match="a preference pair, where a chat is expected"):
@@ -194,52 +193,64 @@ def chats_of(folders: dict[str, Path]) -> Callable[[str], ChatEncoder]:
 
 
 contents = st.text(max_size=12).map(str.strip).filter(bool)
-pairs = st.builds(
-    lambda prompt, system, chosen, rejected: Pair(
-        [*([SYSTEM] * system), *say(*prompt[: len(prompt) // 2 * 2 - 1])], [answer(chosen)], [answer(rejected)]
-    ),
-    st.lists(contents, min_size=2, max_size=9),
-    st.booleans(),
-    contents,
-    contents,
-)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    """Draw a pair of single answers to a prompt, which ends with the user's turn and may begin with a system turn."""
+    num_questions = draw(st.integers(1, 4))
+    num_turns = 2 * num_questions - 1
+    prompt = say(*draw(st.lists(contents, min_size=num_turns, max_size=num_turns)))
+    if draw(st.booleans()):
+        prompt = [SYSTEM, *prompt]
+    return Pair(prompt, [answer(draw(contents))], [answer(draw(contents))])
 
 
 @pytest.mark.parametrize("kind", ["llama3", "chatml"])
 @settings(max_examples=16, deadline=None)
-@given(pair=pairs, max_length=st.integers(20, 200))
+@given(pair=pairs(), max_length=st.integers(20, 200))
 def test_a_pair_is_two_chats_with_as_many_turns_of_one_prompt_as_fit(
     chats_of: Callable[[str], ChatEncoder], kind: str, pair: Pair, max_length: int
 ) -> None:
     chats = chats_of(kind)
 
-    def expected(first: int) -> EncodedDocument | None:
-        """Return the tokens without the turns before this one, as supervised fine-tuning has them."""
-        prompt = [*(turn for turn in pair.prompt if turn["role"] == "system"), *pair.prompt[first:]]
-        both = list(chats.encode_all(Pair(prompt, pair.chosen, pair.rejected).conversations))
-        assert all(isinstance(one, EncodedDocument) for one in both)
-        ids, masks = (np.concatenate([getattr(one, name) for one in both]) for name in ("input_ids", "supervised"))
-        return EncodedDocument(ids, masks, 0, 0) if len(ids) <= max_length else None
+    def expected(first_turn: int) -> EncodedDocument | None:
+        """Return the tokens without the turns before this one, as supervised fine-tuning has them; None if too long."""
+        prompt = [*(turn for turn in pair.prompt if turn["role"] == "system"), *pair.prompt[first_turn:]]
+        chosen, rejected = chats.encode_all(Pair(prompt, pair.chosen, pair.rejected).conversations)
+        assert isinstance(chosen, EncodedDocument)
+        assert isinstance(rejected, EncodedDocument)
+        assert chosen.supervised is not None
+        assert rejected.supervised is not None
+        ids = np.concatenate([chosen.input_ids, rejected.input_ids])
+        supervised = np.concatenate([chosen.supervised, rejected.supervised])
+        if len(ids) > max_length:
+            return None
+        return EncodedDocument(ids, supervised, num_characters=0, num_bytes=0)
 
     (result,) = PairEncoder(chats, "cut_start", max_length).encode_all([pair])
     if pair.chosen == pair.rejected:
         assert isinstance(result, BadRowError)
         assert result.reason == manifest.EQUAL_ANSWERS
         return
-    begins = [index for index, turn in enumerate(pair.prompt) if turn["role"] == "user"]
-    longest = next((one for first in begins if (one := expected(first))), None)
-    dropped = next(PairEncoder(chats, "drop", max_length).encode_all([pair]))
-    whole = expected(begins[0])
+    user_turns = [index for index, turn in enumerate(pair.prompt) if turn["role"] == "user"]
+    longest: EncodedDocument | None = None  # that fits
+    for turn in user_turns:
+        longest = expected(turn)
+        if longest is not None:
+            break
+    (dropped,) = PairEncoder(chats, "drop", max_length).encode_all([pair])
+    whole = expected(user_turns[0])
     assert isinstance(dropped, EncodedDocument if whole else LeftOut)
     if longest is None:
         assert isinstance(result, LeftOut)
         assert result.reason == manifest.TOO_LONG
         return
     assert isinstance(result, EncodedDocument)
-    assert (result.input_ids.tolist(), result.supervised.tolist()) == (  # type: ignore[union-attr]
-        longest.input_ids.tolist(),
-        longest.supervised.tolist(),  # type: ignore[union-attr]
-    )
+    assert result.supervised is not None
+    assert longest.supervised is not None
+    assert result.input_ids.tolist() == longest.input_ids.tolist()
+    assert result.supervised.tolist() == longest.supervised.tolist()
     if whole is None:
         assert isinstance(dropped, LeftOut)
         assert result.num_tokens_cut == dropped.num_tokens_cut - len(result.input_ids) > 0
@@ -303,15 +314,10 @@ def test_rows_hold_whole_pairs_with_two_borders_each(
     folder = tmp_path_factory.mktemp("rows")
     max_length = 48
     pad = -1
-    sizes = np.array(lengths, dtype=np.int64)
-    ids = np.concatenate(
-        [
-            [1000 * (2 * pair + half) + np.arange(size)]
-            for pair, of in enumerate(lengths)
-            for half, size in enumerate(of)
-        ],
-        axis=None,
-    )
+    sizes = np.array(lengths, dtype=np.int64)  # [pairs, 2], of the chosen and the rejected sequence
+    # sequence s has the tokens 1000 s, 1000 s + 1, ...
+    sequences = [1000 * sequence + np.arange(size) for sequence, size in enumerate(sizes.ravel())]
+    ids = np.concatenate(sequences)
     supervised = ids % 1000 >= 2  # prompts of two tokens
     (folder / "tokens").write_bytes(ids.astype(np.int32).tobytes())
     (folder / "masks").write_bytes(supervised.astype(np.uint8).tobytes())
@@ -321,22 +327,24 @@ def test_rows_hold_whole_pairs_with_two_borders_each(
     num_supervised, _ = write_split(folder / "train", documents, plan, pad)
     write_dataset_dict(folder, ["train"])
     rows = load_from_disk(folder)["train"].with_format("numpy")
-    found = []
+    sequence_numbers: list[int] = []
     for row in rows:
-        content = row["input_ids"][row["input_ids"] != pad]
+        is_content = row["input_ids"] != pad
+        content = row["input_ids"][is_content]
         starts = row["document_starts"]
         assert len(starts) % 2 == 0
         assert starts[0] == 0
-        for sequence in np.split(content, starts[1:]):
-            found.append(int(sequence[0]) // 1000)
-            assert sequence.tolist() == (1000 * found[-1] + np.arange(len(sequence))).tolist()
+        for sequence_ids in np.split(content, starts[1:]):
+            sequence = int(sequence_ids[0]) // 1000
+            assert sequence_ids.tolist() == sequences[sequence].tolist()
+            sequence_numbers.append(sequence)
         assert len(content) <= max_length
-        assert (
-            row["labels"]
-            == np.where((row["input_ids"] % 1000 >= 2) & (row["input_ids"] != pad), row["input_ids"], -100)
-        ).all()
-    assert found[1::2] == [one + 1 for one in found[::2]]  # chosen, then rejected, of the same pair
-    assert sorted(found) == list(range(2 * len(lengths)))
+        is_target = is_content & (row["input_ids"] % 1000 >= 2)
+        assert row["labels"].tolist() == np.where(is_target, row["input_ids"], -100).tolist()
+    chosen = sequence_numbers[::2]
+    rejected = sequence_numbers[1::2]
+    assert rejected == [sequence + 1 for sequence in chosen]  # of the same pair
+    assert sorted(sequence_numbers) == list(range(2 * len(lengths)))
     assert num_supervised == supervised.sum()
 
 
@@ -368,5 +376,8 @@ def test_what_is_wrong_with_pairs_is_found_by_row(change: str | None, fault: str
     stops = np.append(begins[1:], 40)
     batch = RowBatch(0, ids, np.array([0, 20, 40]), np.where(supervised, ids, -100), begins % 20, rows)
     sequences = PairSequences(begins, stops, rows)
-    found = {kind: where.tolist() for kind, where in pair_faults(batch, supervised, sequences, with_prompts=True)}
-    assert {kind: where for kind, where in found.items() if where} == ({} if fault is None else {fault: [1]})
+    rows_by_fault: dict[str, list[int]] = {}
+    for kind, faulty_rows in pair_faults(batch, supervised, sequences, with_prompts=True):
+        if len(faulty_rows):
+            rows_by_fault[kind] = faulty_rows.tolist()
+    assert rows_by_fault == ({} if fault is None else {fault: [1]})
