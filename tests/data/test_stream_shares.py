@@ -52,38 +52,44 @@ def test_a_pass_reads_a_share_of_any_stretch(share: Fraction, key: int, epoch: i
 
 def test_a_share_above_one_reads_the_source_again() -> None:
     documents = [((number + 1) / 4, number) for number in range(4)]
-    found = list(read_share(lambda: documents, Fraction(5, 2), epoch=0, key=0))
-    assert [number for _, number in found[:8]] == [0, 1, 2, 3] * 2
-    assert len(found[8:]) == 2
-    assert [part for part, _ in found[:8]] == pytest.approx([tenth / 10 for tenth in range(1, 9)])
-    assert {number for _, number in found[8:]}.isdisjoint(
-        number for _, number in list(read_share(lambda: documents, Fraction(5, 2), epoch=1, key=0))[8:]
-    )
+    first_pass = list(read_share(lambda: documents, Fraction(5, 2), epoch=0, key=0))
+    second_pass = list(read_share(lambda: documents, Fraction(5, 2), epoch=1, key=0))
+    assert [number for _, number in first_pass[:8]] == [0, 1, 2, 3] * 2
+    assert [part_read for part_read, _ in first_pass[:8]] == pytest.approx([tenth / 10 for tenth in range(1, 9)])
+    # the half that is left of the share: two documents in this pass, and the others in the next
+    third_time = {number for _, number in first_pass[8:]}
+    assert len(first_pass[8:]) == 2
+    assert third_time.isdisjoint(number for _, number in second_pass[8:])
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=5))
 def test_after_any_document_equal_parts_of_all_sources_are_read(sizes: list[list[int]]) -> None:
-    parts = [[(end / sum(one), (number, end)) for end in itertools.accumulate(one)] for number, one in enumerate(sizes)]
-    done = [0.0] * len(sizes)
-    largest = max((size / sum(one) for one in sizes for size in one), default=0.0)
-    order = list(interleave([iter(one) for one in parts]))
-    assert [[entry for entry in order if entry[0] == number] for number in range(len(sizes))] == [
-        [entry for _, entry in one] for one in parts
-    ]
-    for number, end in order:
-        done[number] = end / sum(sizes[number])
-        present = [part for part, one in zip(done, sizes, strict=True) if one]
-        assert max(present) - min(present) <= largest + 1e-12
+    """A document stands for (its source, where it ends in that source); ``sizes`` are those of each source."""
+    sources = []
+    largest_part = 0.0  # that a document is of its source
+    for source, document_sizes in enumerate(sizes):
+        ends = list(itertools.accumulate(document_sizes))
+        sources.append([(end / ends[-1], (source, end)) for end in ends])
+        largest_part = max([largest_part, *(size / ends[-1] for size in document_sizes)])
+    order = list(interleave([iter(documents) for documents in sources]))
+    for source, documents in enumerate(sources):
+        assert [document for document in order if document[0] == source] == [document for _, document in documents]
+    parts_read = {source: 0.0 for source, documents in enumerate(sources) if documents}
+    for source, end in order:
+        parts_read[source] = end / sum(sizes[source])
+        assert max(parts_read.values()) - min(parts_read.values()) <= largest_part + 1e-12
 
 
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
-def test_a_shuffled_pass_has_each_document_once(num: int, size: int, seed: int, epoch: int) -> None:
-    order = list(shuffle(range(num), size, seed, epoch))
-    assert sorted(order) == list(range(num))
-    assert all(document < place + size for place, document in enumerate(order))  # not read before
-    assert order == list(shuffle(range(num), size, seed, epoch))
-    assert size > 1 or order == list(range(num))
+def test_a_shuffled_pass_has_each_document_once(num_documents: int, buffer_size: int, seed: int, epoch: int) -> None:
+    order = list(shuffle(range(num_documents), buffer_size, seed, epoch))
+    assert sorted(order) == list(range(num_documents))
+    for position, document in enumerate(order):
+        assert document < position + buffer_size  # the buffer has not read further yet
+    assert order == list(shuffle(range(num_documents), buffer_size, seed, epoch))
+    if buffer_size == 1:
+        assert order == list(range(num_documents))
 
 
 def test_any_order_of_the_buffer_is_as_likely_as_another() -> None:
@@ -108,9 +114,9 @@ def text_of(document: Document) -> str:
     return document.content
 
 
-def texts_of(name: str, num: int, size: int) -> list[str]:
-    """Documents of 1 to 2 × ``size`` letters."""
-    return [f"{name}{number} " + name * (number * 7919 % (2 * size)) for number in range(num)]
+def texts_of(name: str, num_texts: int, mean_length: int) -> list[str]:
+    """Return documents of up to about twice ``mean_length`` letters."""
+    return [f"{name}{number} " + name * (number * 7919 % (2 * mean_length)) for number in range(num_texts)]
 
 
 def write_lines(file: Path, texts: Sequence[str]) -> Path:
@@ -142,32 +148,42 @@ def test_every_stretch_of_a_pass_has_the_mix_of_the_whole(folder: Path) -> None:
     places = [folder / f"{name}.jsonl" for name in "abc"]
     given_shares = [0.5, 1, 2]
     order = list(documents_of(places, given_shares).read(epoch=3))
-    length = np.array([[len(text_of(one)) + 14 if one.source == source else 0 for source in range(3)] for one in order])
-    read = np.cumsum(np.concatenate([np.zeros((1, 3)), length]), axis=0) / length.sum(axis=0)
-    longest = (length / length.sum(axis=0)).max() + 4 * 55 / length[:, 0].sum()  # of a half, up to 4 documents more
-    for begin in range(len(read)):
-        of_stretch = read[begin:] - read[begin]
-        assert (of_stretch.max(axis=1) - of_stretch.min(axis=1)).max() <= 2 * longest
-    assert [int(count) for count in np.count_nonzero(length, axis=0)] == pytest.approx([200, 60, 40], abs=3)
+    lengths = np.zeros((len(order), 3))  # of each document, in bytes of its line, in the column of its source
+    for position, document in enumerate(order):
+        lengths[position, document.source] = len(text_of(document)) + len('{"text": ""}\n')
+    parts_read = np.cumsum(np.concatenate([np.zeros((1, 3)), lengths]), axis=0) / lengths.sum(axis=0)
+    # of a half, up to 4 documents more
+    largest_part = (lengths / lengths.sum(axis=0)).max() + 4 * 55 / lengths[:, 0].sum()
+    for begin in range(len(parts_read)):
+        of_stretch = parts_read[begin:] - parts_read[begin]
+        assert (of_stretch.max(axis=1) - of_stretch.min(axis=1)).max() <= 2 * largest_part
+    num_documents = np.count_nonzero(lengths, axis=0).tolist()
+    assert num_documents == pytest.approx([200, 60, 40], abs=3)
 
 
 def test_passes_of_a_share_read_each_document_once_before_any_twice(folder: Path) -> None:
     documents = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2])
-    passes = [Counter(text_of(document) for document in documents.read(epoch)) for epoch in range(20)]
-    assert all(one[text] == 2 for one in passes for text in texts_of("b", 60, 50))
-    of_a = [{text: times for text, times in one.items() if text.startswith("a")} for one in passes]
-    assert {sum(one.values()) for one in of_a} <= set(range(58, 63))  # 15 % of 400 are 60
-    assert all(set(one.values()) == {1} for one in of_a)
-    assert sum(map(Counter, of_a), Counter()) == dict.fromkeys(texts_of("a", 400, 20), 3)
-    assert not any(one.keys() & other.keys() for one, other in itertools.pairwise(of_a))
-    other = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2], seed=6)
-    assert [text_of(document) for document in other.read(0)] != [text_of(document) for document in documents.read(0)]
+    passes_of_a = []
+    for epoch in range(20):
+        times_read_by_text = Counter(text_of(document) for document in documents.read(epoch))
+        times_read_of_a = Counter({text: n for text, n in times_read_by_text.items() if text.startswith("a")})
+        assert times_read_by_text - times_read_of_a == dict.fromkeys(texts_of("b", 60, 50), 2)
+        assert 58 <= len(times_read_of_a) <= 62  # 15 % of 400 are 60
+        assert set(times_read_of_a.values()) == {1}
+        passes_of_a.append(times_read_of_a)
+    assert sum(passes_of_a, Counter()) == dict.fromkeys(texts_of("a", 400, 20), 3)
+    for texts_of_pass, texts_of_next_pass in itertools.pairwise(passes_of_a):
+        assert texts_of_pass.keys().isdisjoint(texts_of_next_pass)
+    of_another_seed = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2], seed=6)
+    texts = [text_of(document) for document in documents.read(0)]
+    assert [text_of(document) for document in of_another_seed.read(0)] != texts
 
 
 def test_without_shares_the_places_are_read_one_after_the_other(folder: Path) -> None:
     documents = documents_of([folder / "b.jsonl", folder / "a.jsonl"], None)
     for epoch in (0, 1):
-        assert [text_of(one) for one in documents.read(epoch)] == texts_of("b", 60, 50) + texts_of("a", 400, 20)
+        texts = [text_of(document) for document in documents.read(epoch)]
+        assert texts == texts_of("b", 60, 50) + texts_of("a", 400, 20)
     assert [document.source for document in documents.read(0)] == [0] * 60 + [1] * 400
 
 
@@ -215,23 +231,23 @@ def rows_of(
     num_windows: int,
     cursors: Sequence[LaneCursor] | None = None,
 ) -> tuple[list[np.ndarray], list[list[LaneCursor]]]:
-    """The rows of all windows of 8 rows, and the cursors of all lanes after each.
+    """Return the rows of all windows of 8 rows, and the cursors of all lanes after each.
 
     ``cut`` is the micro-batch size, the number of ranks and the number of workers.
     """
     micro_batch_size, world_size, num_workers = cut
     rows = [np.empty((8, 64), np.int64) for _ in range(num_windows)]
-    numbers: list[list[list[int]]] = [[[]] * 8 for _ in range(num_windows)]
+    cursor_numbers: list[list[list[int]]] = [[[]] * 8 for _ in range(num_windows)]  # by window and lane
     for rank in range(world_size):
         order = LaneOrder(8, micro_batch_size, world_size, rank)
-        made = StreamBatches(read, letters, 3, 64, True, order, cursors, num_workers, pin_memory=False)
-        for number, window in enumerate(made.windows(0, num_windows)):
+        batches = StreamBatches(read, letters, 3, 64, True, order, cursors, num_workers, pin_memory=False)
+        for index, window in enumerate(batches.windows(0, num_windows)):
             assert window.cursors is not None
             ids = np.concatenate([batch.input_ids.numpy() for batch in window.batches])
-            for row, (lane, *cursor) in zip(ids, window.cursors.tolist(), strict=True):
-                rows[number][lane] = row
-                numbers[number][lane] = cursor
-    return rows, [[LaneCursor.from_numbers(cursor) for cursor in lanes] for lanes in numbers]
+            for row, (lane, *numbers) in zip(ids, window.cursors.tolist(), strict=True):
+                rows[index][lane] = row
+                cursor_numbers[index][lane] = numbers
+    return rows, [[LaneCursor.from_numbers(numbers) for numbers in lanes] for lanes in cursor_numbers]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -243,14 +259,14 @@ def test_a_mixed_stream_resumes_bit_for_bit_on_other_ranks(folder: Path, cut: tu
     for step in (19, 33):
         resumed, resumed_after = rows_of(read, cut, 40 - step, after[step - 1])
         np.testing.assert_array_equal(resumed, rows[step:])
-        assert [[one.numbers() for one in lanes] for lanes in resumed_after] == [
-            [one.numbers() for one in lanes] for lanes in after[step:]
-        ]
-    letters_read = np.bincount(np.concatenate(rows).ravel(), minlength=128)
-    counted = np.sum([cursor.tokens_read for cursor in after[-1]], axis=0)
-    assert counted.sum() == 40 * 8 * 64
-    assert (counted >= letters_read[[ord(name) for name in "abc"]]).all()
-    assert (counted <= letters_read[[ord(name) for name in "abc"]] * 1.3 + 200).all()  # with numbers, spaces and ends
+        for cursors, cursors_of_resumed in zip(after[step:], resumed_after, strict=True):
+            assert [cursor.numbers() for cursor in cursors_of_resumed] == [cursor.numbers() for cursor in cursors]
+    num_ids = np.bincount(np.concatenate(rows).ravel(), minlength=128)
+    letters_by_source = num_ids[[ord(name) for name in "abc"]]
+    tokens_by_source = np.sum([cursor.tokens_read for cursor in after[-1]], axis=0)
+    assert tokens_by_source.sum() == 40 * 8 * 64
+    assert (tokens_by_source >= letters_by_source).all()
+    assert (tokens_by_source <= letters_by_source * 1.3 + 200).all()  # with numbers, spaces and ends
 
 
 def test_tokens_that_an_older_checkpoint_did_not_count_stay_uncounted(folder: Path) -> None:
@@ -266,9 +282,9 @@ def test_tokens_that_an_older_checkpoint_did_not_count_stay_uncounted(folder: Pa
 
 
 def refusal(places: list[str], tokenizer: Path, **options: object) -> str:
-    given = DataArguments(streaming_dataset=places, **options)  # type: ignore[arg-type]
+    arguments = DataArguments(streaming_dataset=places, **options)  # type: ignore[arg-type]
     with pytest.raises(InputError) as error:
-        open_stream(given, str(tokenizer), None, tokenizer / "copy", None)
+        open_stream(arguments, str(tokenizer), None, tokenizer / "copy", None)
     (fault,) = error.value.faults
     assert "\n" not in fault
     return fault
@@ -278,13 +294,13 @@ def refusal(places: list[str], tokenizer: Path, **options: object) -> str:
 def test_a_share_of_less_than_a_document_is_refused(folder: Path, tiny_model_dir: Path, name: str) -> None:
     texts = (folder / "a.jsonl").read_bytes()
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(texts))
-    count = len(texts.splitlines())
+    num_documents = len(texts.splitlines())
     places = [f"a={folder / name}", f"b={folder / 'a.jsonl'}"]
     fault = refusal(places, tiny_model_dir, shares=["a=1e-9", "b=1"])
     assert fault.startswith("--shares: a pass takes 1e-09 of a, less than one of its ")
-    number = int(fault.split()[12].replace(",", ""))
-    assert 0.5 * count < number < 2 * count
-    refusal(places, tiny_model_dir, shares=[1.0, 0.2 / count])
+    estimated_documents = int(fault.split()[12].replace(",", ""))
+    assert 0.5 * num_documents < estimated_documents < 2 * num_documents
+    refusal(places, tiny_model_dir, shares=[1.0, 0.2 / num_documents])
 
 
 def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -296,5 +312,5 @@ def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, 
     assert stream.source_names == ("es", str(folder / "a.jsonl"))
     fault = refusal(places, tiny_model_dir, shares=["va=2"])
     assert fault == f"--shares: va is not a source of --streaming_dataset; there are: es, {folder / 'a.jsonl'}"
-    given = DataArguments(streaming_dataset=[f"es={folder / 'b.jsonl'}", *places[1:]], shares=["es=0.5"])
-    assert open_stream(given, str(tiny_model_dir), None, tmp_path, None).documents.shares == [0.5, 1]
+    arguments = DataArguments(streaming_dataset=[f"es={folder / 'b.jsonl'}", *places[1:]], shares=["es=0.5"])
+    assert open_stream(arguments, str(tiny_model_dir), None, tmp_path, None).documents.shares == [0.5, 1]

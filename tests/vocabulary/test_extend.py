@@ -112,9 +112,9 @@ def test_texts_of_eleven_languages_keep_their_ids_unless_they_have_a_new_token(
     num_kept = 0
     for language in LANGUAGES:
         lines = [line for page in pages(language) for line in page.splitlines()]
-        for before, found in zip(ids_of(tokenizer.fast, lines), ids_of(after, lines), strict=True):
-            if max(found, default=0) < tokenizer.first_id:
-                assert found == before
+        for ids, ids_after in zip(ids_of(tokenizer.fast, lines), ids_of(after, lines), strict=True):
+            if max(ids_after, default=0) < tokenizer.first_id:
+                assert ids_after == ids
                 num_kept += 1
     assert num_kept > 300
     texts = pages("ca", 40)
@@ -123,8 +123,8 @@ def test_texts_of_eleven_languages_keep_their_ids_unless_they_have_a_new_token(
         assert ids_of(after, ["".join(KEPT_TEXTS)]) == ids_of(tokenizer.fast, ["".join(KEPT_TEXTS)])
         return
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    both = [*texts, *pages("es"), *pages("ko")]
-    assert library.encode(both) == ids_of(after, both)
+    texts_of_three_languages = [*texts, *pages("es"), *pages("ko")]
+    assert library.encode(texts_of_three_languages) == ids_of(after, texts_of_three_languages)
     assert library.vocab_size() == tokenizer.first_id + 200
 
 
@@ -137,14 +137,17 @@ def test_new_letters_become_pieces_of_a_sentencepiece_model(tmp_path: Path, smal
     after = verify_tokenizer(tokenizer.fast, tmp_path, new, pages("ru"))
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert library.encode(pages("ru")) == ids_of(after, pages("ru"))
-    given = tokenizer.first_id + 120
-    assert [library.id_to_piece(given), library.is_control(given)] == ["Costa▁Brava", False]
-    assert [library.id_to_piece(given + 1), library.is_control(given + 1)] == ["<|turn|>", True]
-    listed = json.loads((tmp_path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
-    assert [(listed[str(given + place)]["content"], listed[str(given + place)]["special"]) for place in (0, 1)] == [
-        ("Costa Brava", False),
-        ("<|turn|>", True),
-    ]
+    listed_tokens = json.loads((tmp_path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    given_id = tokenizer.first_id + 120  # after the learned tokens
+    assert library.id_to_piece(given_id) == "Costa▁Brava"
+    assert not library.is_control(given_id)
+    assert listed_tokens[str(given_id)]["content"] == "Costa Brava"
+    assert not listed_tokens[str(given_id)]["special"]
+    special_id = given_id + 1
+    assert library.id_to_piece(special_id) == "<|turn|>"
+    assert library.is_control(special_id)
+    assert listed_tokens[str(special_id)]["content"] == "<|turn|>"
+    assert listed_tokens[str(special_id)]["special"]
     assert load_tokenizer(str(tmp_path)).source == tmp_path  # read without transformers, so its files agree
 
 
@@ -166,13 +169,12 @@ def test_transformers_and_gigatoken_read_the_folder_as_tokenizers_does(extended:
     assert name == "gigatoken"
     assert ids_of(fast, texts) == [ids.tolist() for ids in encoder.encode_batch(texts)]
     assert ids_of(fast, texts) == tokenizer(texts, add_special_tokens=False)["input_ids"]
-    assert [tokenizer.convert_tokens_to_ids(one) for one in ("ChIJ-42", "foo bar", "<|turn|>")] == [2150, 2151, 2152]
+    assert tokenizer.convert_tokens_to_ids(["ChIJ-42", "foo bar", "<|turn|>"]) == [2150, 2151, 2152]
     assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
     assert tokenizer.decode([2150, 2152], skip_special_tokens=True) == "ChIJ-42"
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(base).chat_template
-    assert [fast.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>")] == [
-        old.token_to_id(one) for one in ("<|im_start|>", "<|im_end|>")
-    ]
+    for token in ("<|im_start|>", "<|im_end|>"):
+        assert fast.token_to_id(token) == old.token_to_id(token)
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -188,17 +190,18 @@ def test_new_rows_are_means_of_their_pieces_and_all_else_keeps_its_bits(extended
     assert (added["first_id"], added["num_rows"], len(added["tokens"])) == (2000, 2176, 153)
     assert json.loads((extended / "config.json").read_text())["vocab_size"] == 2176 == 34 * 64
     for name in old:
-        stored = old.read(name)
-        found = new.read(name)
+        old_tensor = old.read(name)
+        new_tensor = new.read(name)
         if name not in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert torch.equal(stored, found)
+            assert torch.equal(old_tensor, new_tensor)
             continue
-        assert torch.equal(stored, found[:2000])
-        for index in (2000, 2100, 2149, 2150, 2152):
-            pieces = before.encode(after.decode([index], skip_special_tokens=False), add_special_tokens=False).ids
-            assert torch.equal(found[index], stored[pieces].double().mean(dim=0).to(torch.bfloat16))
-        padding = stored.double().mean(dim=0).to(torch.bfloat16)
-        torch.testing.assert_close(found[2153:], padding.expand(23, -1), rtol=0.02, atol=1e-4)
+        assert torch.equal(old_tensor, new_tensor[:2000])
+        for token_id in (2000, 2100, 2149, 2150, 2152):
+            text = after.decode([token_id], skip_special_tokens=False)
+            pieces = before.encode(text, add_special_tokens=False).ids
+            assert torch.equal(new_tensor[token_id], old_tensor[pieces].double().mean(dim=0).to(torch.bfloat16))
+        mean_row = old_tensor.double().mean(dim=0).to(torch.bfloat16)
+        torch.testing.assert_close(new_tensor[2153:], mean_row.expand(23, -1), rtol=0.02, atol=1e-4)
     assert len(list(extended.glob("model-*.safetensors"))) > 2
     assert (extended / "LICENSE").read_text() == "a licence"
 
@@ -402,11 +405,13 @@ def test_bits_per_byte_compare_the_models_before_and_after(extended: Path, base:
     texts.write_text("\n".join(json.dumps({"text": page[:400]}) for page in pages("ca", 12)), encoding="utf-8")
     words = ["--models", str(base), str(extended), "--texts", f"ca={texts}", "--output_dir", str(tmp_path / "out")]
     compare_models(parse_arguments(EvaluateArguments, words))
-    before, after = (one["ca"] for one in json.loads((tmp_path / "out" / "evaluation.json").read_text()).values())
+    results_by_model = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    before, after = (results["ca"] for results in results_by_model.values())
     assert before["bytes"] == after["bytes"] == sum(len(page[:400].encode()) for page in pages("ca", 12))
     assert after["tokens"] < 0.9 * before["tokens"]
-    for found in (before, after):
-        assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / found["bytes"] / math.log(2))
+    for result in (before, after):
+        bits = result["loss"] * result["tokens"] / math.log(2)
+        assert result["bits_per_byte"] == pytest.approx(bits / result["bytes"])
     # both guess at random among about 2,000 tokens: the loss of a token is the same, and fewer tokens cost fewer bits
     assert after["loss"] == pytest.approx(before["loss"], rel=0.03)
     assert after["bits_per_byte"] < 0.95 * before["bits_per_byte"]
@@ -421,18 +426,19 @@ def test_training_names_added_tokens_that_its_rows_lack(
     tokenize(tmp_path / "tokens", extended, catalan, max_length=32, validation_split=0.1)
     dataset = open_dataset(str(tmp_path / "tokens"))
     ids = np.concatenate(dataset.train.split.with_format("numpy")["input_ids"])
-    seen = np.unique(ids[ids >= 2000]) - 2000
+    seen = set((ids[ids >= 2000] - 2000).tolist())  # positions among the added tokens
     note = note_on_added_tokens(read_shape(str(extended)), [dataset])
     assert note is not None
     missing = f"{153 - len(seen)} of 153 tokens that were added to {extended} are not in the {len(ids):,} tokens that"
     assert note.startswith(missing)
     assert note_on_added_tokens(read_shape(str(base)), [dataset]) is None
-    only = Path(shutil.copytree(extended, tmp_path / "only"))
+    # a record of two tokens that both come in the rows
+    with_two_tokens = Path(shutil.copytree(extended, tmp_path / "two"))
     added = json.loads((extended / "vocabulary.json").read_text())
-    first = next(place for place in range(150) if {place, place + 1} <= set(seen.tolist()))
-    two = {**added, "first_id": 2000 + first, "tokens": added["tokens"][first : first + 2]}
-    (only / "vocabulary.json").write_text(json.dumps(two))
-    assert note_on_added_tokens(read_shape(str(only)), [dataset]) is None
+    first = next(position for position in range(150) if {position, position + 1} <= seen)
+    two_tokens = {**added, "first_id": 2000 + first, "tokens": added["tokens"][first : first + 2]}
+    (with_two_tokens / "vocabulary.json").write_text(json.dumps(two_tokens))
+    assert note_on_added_tokens(read_shape(str(with_two_tokens)), [dataset]) is None
     monkeypatch.setattr(dataset_check, "_MOST_TOKENS", 32)
     monkeypatch.setattr(dataset_check, "_ROWS_AT_ONCE", 1)
     assert "are not in the 32 tokens that were read" in str(note_on_added_tokens(read_shape(str(extended)), [dataset]))

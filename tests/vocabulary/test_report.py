@@ -28,6 +28,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {language: folder / f"{language}.jsonl" for language in ("ca", "en")}
 
 
+def num_ids(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def test_the_figures_are_counts_of_the_tokenizers_ids(
     tmp_path: Path,
     chatml_dir: Path,
@@ -35,36 +39,36 @@ def test_the_figures_are_counts_of_the_tokenizers_ids(
     texts: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = [f"{language}={file}" for language, file in texts.items()]
-    words = ["--texts", *given, "--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "tokens.png")]
+    sources = [f"{language}={file}" for language, file in texts.items()]
+    words = ["--texts", *sources, "--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "tokens.png")]
     main(["report", "--tokenizer", str(chatml_dir), str(small_spm_dir), *words])
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "figures.json").read_text())
     tokenizers = [Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (chatml_dir, small_spm_dir)]
-    for number, (language, file) in enumerate(texts.items()):
+    for language_index, (language, file) in enumerate(texts.items()):
         documents = [json.loads(line)["text"] for line in file.read_text().splitlines()]
         num_words = sum(len(document.split()) for document in documents)
-        lengths = [
-            sum(len(tokenizer.encode(document, add_special_tokens=False).ids) for document in documents)
-            for tokenizer in tokenizers
+        first_figures, second_figures = content["measured"][2 * language_index : 2 * language_index + 2]
+        for tokenizer, figures in zip(tokenizers, (first_figures, second_figures), strict=True):
+            num_tokens = sum(num_ids(tokenizer, document) for document in documents)
+            assert (figures["language"], figures["num_tokens"], figures["num_words"]) == (
+                language,
+                num_tokens,
+                num_words,
+            )
+            low, high = figures["tokens_per_word"]["interval"]
+            assert low < figures["tokens_per_word"]["value"] == num_tokens / num_words < high
+            assert figures["words_in_context"]["value"] == pytest.approx(8192 * num_words / num_tokens)
+            assert f"{num_tokens / num_words:.2f} ±" in printed
+        words_of_documents = " ".join(documents).split()
+        tokens_of_words = [
+            num_ids(tokenizers[0], f"a {word}") - num_ids(tokenizers[0], "a") for word in words_of_documents
         ]
-        for place, length in enumerate(lengths):
-            found = content["measured"][2 * number + place]
-            assert (found["language"], found["num_tokens"], found["num_words"]) == (language, length, num_words)
-            low, high = found["tokens_per_word"]["interval"]
-            assert low < found["tokens_per_word"]["value"] == length / num_words < high
-            assert found["words_in_context"]["value"] == pytest.approx(8192 * num_words / length)
-            assert f"{length / num_words:.2f} ±" in printed
-        (before,) = {len(tokenizers[0].encode("a", add_special_tokens=False).ids)}
-        pieces = [
-            len(tokenizers[0].encode(f"a {word}", add_special_tokens=False).ids) - before
-            for document in documents
-            for word in document.split()
-        ]
-        share = np.mean(np.array(pieces) >= 4)
-        assert content["measured"][2 * number]["share_cut_in_many"]["value"] == pytest.approx(share)
-        assert content["measured"][2 * number]["saving"] is None
-        assert content["measured"][2 * number + 1]["saving"]["value"] == pytest.approx(1 - lengths[1] / lengths[0])
+        share = np.mean(np.array(tokens_of_words) >= 4)
+        assert first_figures["share_cut_in_many"]["value"] == pytest.approx(share)
+        assert first_figures["saving"] is None
+        saving = 1 - second_figures["num_tokens"] / first_figures["num_tokens"]
+        assert second_figures["saving"]["value"] == pytest.approx(saving)
     assert content["recommendation"][0] in printed
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
 
@@ -108,13 +112,13 @@ def test_words_stand_between_spaces_and_characters_without_spaces_count_alone() 
 
 def test_a_tenth_is_held_out_and_nothing_is_lost() -> None:
     documents = tuple(f"document {number}" for number in range(500))
-    kept, out = hold_out(LanguageTexts("ca", documents))
-    assert sorted([*kept, *out]) == sorted(documents)
-    assert 30 < len(out) < 70
-    one = LanguageTexts("ca", ("".join(f"line {number}\n" for number in range(500)),))
-    kept, out = hold_out(one)  # by lines
-    assert len("".join(kept)) + len("".join(out)) == len(one.documents[0])
-    assert 30 < len(out) < 70
+    kept, held_out = hold_out(LanguageTexts("ca", documents))
+    assert sorted([*kept, *held_out]) == sorted(documents)
+    assert 30 < len(held_out) < 70
+    single_document = "".join(f"line {number}\n" for number in range(500))
+    kept, held_out = hold_out(LanguageTexts("ca", (single_document,)))  # by lines
+    assert len("".join(kept)) + len("".join(held_out)) == len(single_document)
+    assert 30 < len(held_out) < 70
 
 
 def test_a_large_text_is_sampled_from_all_over_it(tmp_path: Path) -> None:
@@ -126,8 +130,9 @@ def test_a_large_text_is_sampled_from_all_over_it(tmp_path: Path) -> None:
     numbers = np.array([int(document[:6]) for document in read.documents])
     assert len(np.unique(numbers // 400)) == 10
     (again,) = read_texts([f"ca={tmp_path / 'large.jsonl'}"], "text", "1MB", 3)
-    (other,) = read_texts([f"ca={tmp_path / 'large.jsonl'}"], "text", "1MB", 4)
-    assert again == read != other
+    (of_another_seed,) = read_texts([f"ca={tmp_path / 'large.jsonl'}"], "text", "1MB", 4)
+    assert again == read
+    assert of_another_seed != read
 
 
 def test_columns_beside_the_text_are_named(tmp_path: Path) -> None:
@@ -151,12 +156,12 @@ def test_columns_beside_the_text_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_clear_line(words: str, faults: list[str], chatml_dir: Path, texts: dict[str, Path]) -> None:
-    given = words.replace("TOKENIZER", str(chatml_dir)).replace("CA", str(texts["ca"])).split()
+    arguments = words.replace("TOKENIZER", str(chatml_dir)).replace("CA", str(texts["ca"])).split()
     with pytest.raises(InputError) as error:
-        main(["report", *given])
-    for fault, found in zip(faults, error.value.faults, strict=True):
-        assert re.search(fault, found)
-        assert "\n" not in found
+        main(["report", *arguments])
+    for pattern, fault in zip(faults, error.value.faults, strict=True):
+        assert re.search(pattern, fault)
+        assert "\n" not in fault
 
 
 def test_an_unknown_command_names_the_two(capsys: pytest.CaptureFixture[str]) -> None:
