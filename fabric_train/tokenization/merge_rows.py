@@ -233,16 +233,16 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
 
 
 def _copy_records(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
-    """Copy records to the beginning of ``target``, and add numbers to their fields.
+    """Copy records to the beginning of ``target``, and add to their fields the numbers that ``added`` has by field.
 
-    ``added`` has a number for each field to change. ``rows_before`` is added to the rows of file 0.
+    ``rows_before`` is added to the rows of file 0.
     """
     for begin, mapped in chunks(records, lambda _: None):
         chunk = np.array(mapped)
         if rows_before:  # first, because the number of the file changes below
             chunk["row"][chunk["file"] == 0] += rows_before
-        for name, number in added.items():
-            chunk[name] += number
+        for field_name, increment in added.items():
+            chunk[field_name] += increment
         target[begin : begin + len(chunk)] = chunk
 
 

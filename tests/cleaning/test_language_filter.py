@@ -50,14 +50,15 @@ def _filter(*languages: str, by: Literal["document", "paragraph"] = "document") 
     return LanguageFilter(languages, 0.65, by)
 
 
-def _clean(one: LanguageFilter, text: str) -> str | Dropped:
-    return one.clean(text, Counter())
+def _clean(language_filter: LanguageFilter, text: str) -> str | Dropped:
+    return language_filter.clean(text, Counter())
 
 
 @pytest.mark.parametrize("language", ARTICLE)
 def test_short_paragraph_is_identified_among_its_neighbours(language: str) -> None:
-    found, probability = identify(ARTICLE[language])
-    assert (found, probability > 0.65) == (language, True)
+    identified_language, probability = identify(ARTICLE[language])
+    assert identified_language == language
+    assert probability > 0.65
 
 
 def test_identifier_takes_valencian_for_catalan() -> None:
@@ -85,8 +86,8 @@ def test_document_of_which_the_identifier_is_uncertain_is_dropped_as_such() -> N
 def test_wide_margins_do_not_make_a_page_uncertain() -> None:
     """A manual page: indented and filled with spaces, with names of options in English."""
     options = ("--recursive", "--preserve-root", "--no-dereference")
-    what = "cambia también los ficheros que haya en los directorios que se dan"
-    lines = [f"{' ' * 14}{option}{' ' * (60 - len(option))}{what:>90}" for option in options]
+    meaning = "cambia también los ficheros que haya en los directorios que se dan"
+    lines = [f"{' ' * 14}{option:<60}{meaning:>90}" for option in options]
     page = "\n".join(["CHOWN(1)" + " " * 90 + "Órdenes de usuario", "", *lines * 4, " " * 100 + "Linux 5.10", ""])
     assert _clean(_filter("es"), page) == page
     assert _clean(_filter("es"), page * 40) == page * 40
@@ -103,9 +104,9 @@ def test_what_is_dropped_for_uncertainty_has_its_margin() -> None:
     shown, margin = re.fullmatch(r"ca (\S+), (\S+) below \S+", below.detail).groups()  # type: ignore[union-attr]
     assert float(shown) < exact + 1e-4
     assert float(margin) > 0
-    other = _clean(LanguageFilter(("es", "gl"), 0.999, "document"), "Avui fa bon dia")
-    assert isinstance(other, Dropped)
-    assert re.fullmatch(r"ca 0\.44\d; es,gl 0\.\d{3}, 0\.\d{3} below 0\.999", other.detail)
+    for_two_languages = _clean(LanguageFilter(("es", "gl"), 0.999, "document"), "Avui fa bon dia")
+    assert isinstance(for_two_languages, Dropped)
+    assert re.fullmatch(r"ca 0\.44\d; es,gl 0\.\d{3}, 0\.\d{3} below 0\.999", for_two_languages.detail)
 
 
 def test_va_keeps_valencian_and_drops_general_catalan() -> None:
@@ -170,10 +171,10 @@ def test_dropped_documents_are_in_the_ledger_and_in_the_sample(tmp_path: Path, t
     assert manifest.ledger.documents_skipped == {"other_language": 7}
     assert manifest.cleaning["language"]["threshold"] == 0.65
     dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
-    assert ARTICLE["ca"] in [one["text"] for one in dropped]
+    assert ARTICLE["ca"] in [document["text"] for document in dropped]
 
 
 def test_languages_in_another_form_are_refused() -> None:
-    for given in ("es;ca", "ES", "es,", "es:2", "es:", "spanish"):
-        faults = TokenizeArguments(dataset=["a"], tokenizer_name="t", output_dir="o", language=given).faults()
-        assert faults == [f"--language: expected codes such as es,ca or es,ca:0.8, got {given!r}"]
+    for language in ("es;ca", "ES", "es,", "es:2", "es:", "spanish"):
+        faults = TokenizeArguments(dataset=["a"], tokenizer_name="t", output_dir="o", language=language).faults()
+        assert faults == [f"--language: expected codes such as es,ca or es,ca:0.8, got {language!r}"]

@@ -176,8 +176,8 @@ def test_the_dataset_and_its_ledger_have_the_placeholders(tmp_path: Path, tiny_m
     texts = ["Ana: ana@uni.es, bo@uni.es", "Nothing here", "Call +34 612 345 678"]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     rows = tokenize(tmp_path / "out", tiny_model_dir, source, redact="email,phone", validation_split=0, max_length=4)
-    found = documents_in(rows["train"], tmp_path / "out")
-    assert found[:2] == ["Ana: <EMAIL>, <EMAIL>", "Nothing here"]
+    documents = documents_in(rows["train"], tmp_path / "out")
+    assert documents[:2] == ["Ana: <EMAIL>, <EMAIL>", "Nothing here"]
     manifest = manifest_of(tmp_path / "out")
     assert manifest.ledger.edits == {"redacted email": 2, "redacted phone": 1}
     assert manifest.cleaning["redact"]["kinds"] == ["email", "phone"]
@@ -211,9 +211,9 @@ def test_every_format_of_chats_is_redacted_before_the_template(tmp_path: Path, c
         sources.append(tmp_path / f"{name}.jsonl")
         sources[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = {"redact": "email", "chat_template": tmp_path / "template.jinja", "validation_split": 0}
-    found = tokenize(tmp_path / "out", chatml_dir, *sources, max_length=256, **options)["train"]
+    dataset_rows = tokenize(tmp_path / "out", chatml_dir, *sources, max_length=256, **options)["train"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    text = "".join(str(tokenizer.decode(row)) for row in found)
+    text = "".join(str(tokenizer.decode(row)) for row in dataset_rows)
     assert "uni.es" not in text
     assert '{"to": "<EMAIL>", "phone": 612345678}' in text
     assert "user\nWrite to <EMAIL>\n\nof <EMAIL>" in text

@@ -78,8 +78,10 @@ def test_document_that_breaks_no_rule_is_kept_as_it_is() -> None:
 
 def test_first_rule_of_the_fixed_order_decides() -> None:
     text = "\n".join(SENTENCES[:4]).replace(".", "")
-    reasons = [_clean(rules, text) for rules in ("fineweb,c4", "c4,fineweb")]
-    assert [one.reason for one in reasons if isinstance(one, Dropped)] == ["low_quality: c4_few_sentences"] * 2
+    for rules in ("fineweb,c4", "c4,fineweb"):
+        dropped = _clean(rules, text)
+        assert isinstance(dropped, Dropped)
+        assert dropped.reason == "low_quality: c4_few_sentences"
 
 
 def test_c4_removes_lines_and_counts_them_by_rule() -> None:
@@ -119,9 +121,9 @@ def test_language_without_stop_words_leaves_their_rule_out_visibly() -> None:
 
 
 def test_unknown_rules_are_refused() -> None:
-    for given in ("gopher;c4", "", "Gopher", "gopher,refinedweb"):
-        faults = TokenizeArguments(dataset=["a"], tokenizer_name="t", output_dir="o", quality=given).faults()
-        assert faults == [f"--quality: expected gopher, c4, fineweb or several with commas, got {given!r}"]
+    for rules in ("gopher;c4", "", "Gopher", "gopher,refinedweb"):
+        faults = TokenizeArguments(dataset=["a"], tokenizer_name="t", output_dir="o", quality=rules).faults()
+        assert faults == [f"--quality: expected gopher, c4, fineweb or several with commas, got {rules!r}"]
 
 
 def test_ledger_counts_each_rule(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -132,7 +134,7 @@ def test_ledger_counts_each_rule(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert manifest.ledger.documents_skipped == skipped
     assert manifest.cleaning["quality"]["limits"]["gopher"]["few_words"] == 50
     sample = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
-    assert [one["detail"] for one in sample] == ["0%", "18 words", "15 words"]
+    assert [document["detail"] for document in sample] == ["0%", "18 words", "15 words"]
 
 
 @pytest.fixture
@@ -162,21 +164,23 @@ def datatrove_filters(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[A
 def _dirty_documents() -> list[str]:
     """Return pieces of Shakespeare and of the Spanish Bible, many with repetitions, symbols or short lines."""
     chance = random.Random(0)
+
+    def number_or_tag(word: re.Match[str]) -> str:
+        return chance.choice([word[0], "17", f"#{word[0]}"])
+
     documents = []
     for document in chance.sample(list(cut_documents(whole_documents(), 1)), 200):
         lines = [line.strip() for line in re.split(r"\n|(?<=[.:;]) ", document) if line.strip()]
-        part = lines[: chance.choice([1, 5, 20, 60])]
+        lines = lines[: chance.choice([1, 5, 20, 60])]
         if chance.random() < 0.4:
-            part += chance.choices(part, k=chance.choice([1, 3, len(part)]))
+            lines += chance.choices(lines, k=chance.choice([1, 3, len(lines)]))
         if chance.random() < 0.2:
-            part = [re.sub(r"\W$", chance.choice(["...", ""]), line) for line in part]
+            lines = [re.sub(r"\W$", chance.choice(["...", ""]), line) for line in lines]
         if chance.random() < 0.1:
-            part = [f"- {line}" for line in part]
+            lines = [f"- {line}" for line in lines]
         if chance.random() < 0.1:
-            part = [
-                re.sub(r"\w+", lambda found: chance.choice([found[0], "17", f"#{found[0]}"]), line) for line in part
-            ]
-        documents.append("\n".join(part))
+            lines = [re.sub(r"\w+", number_or_tag, line) for line in lines]
+        documents.append("\n".join(lines))
     return documents
 
 
@@ -184,12 +188,13 @@ def _dirty_documents() -> list[str]:
 def test_decisions_are_those_of_datatrove(datatrove_filters: Callable[[str], list[Any]]) -> None:
     from datatrove.data import Document
 
+    names = ("gopher", "repetition", "fineweb", "c4")
     decisions: Counter[tuple[str, bool]] = Counter()
     for text in _dirty_documents():
         document = Document(text=text, id="0")
         language, _ = identify(text)
         filters = datatrove_filters(language if language in STOP_WORDS else "en")
-        theirs = [one.filter(document) is True for one in filters]
+        kept_by_datatrove = [datatrove_filter.filter(document) is True for datatrove_filter in filters]
         lines = quality.clean_lines(text, Counter())
         faults: Sequence[Fault | None] = [
             quality.find_gopher_fault(MeasuredText(text)),
@@ -197,9 +202,9 @@ def test_decisions_are_those_of_datatrove(datatrove_filters: Callable[[str], lis
             quality.find_fineweb_fault(MeasuredText(text)),
             lines if isinstance(lines, Fault) else None,
         ]
-        assert [fault is None for fault in faults] == theirs, (text, faults)
+        assert [fault is None for fault in faults] == kept_by_datatrove, (text, faults)
         assert document.text == lines or isinstance(lines, Fault)
-        decisions.update(zip(("gopher", "repetition", "fineweb", "c4"), theirs, strict=True))
-    assert all(
-        decisions[rules, kept] > 20 for rules in ("gopher", "repetition", "fineweb", "c4") for kept in (True, False)
-    )
+        decisions.update(zip(names, kept_by_datatrove, strict=True))
+    for name in names:  # both decisions come often
+        assert decisions[name, True] > 20
+        assert decisions[name, False] > 20

@@ -77,11 +77,11 @@ def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(chatml_dir: 
 def test_first_difference_is_shown_with_the_text_around_it(chatml_dir: Path, tmp_path: Path) -> None:
     encoder, _ = open_encoder(chatml_dir / "tokenizer.json", False)
     lowercase = edited(chatml_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
-    found = find_difference(encoder, lowercase, False, *HARD_STRINGS[::10], "I knew him, Horatio")
-    assert found is not None
-    assert "ids differ" in found
-    assert found.lower() != found
-    assert len(found) < 300
+    difference = find_difference(encoder, lowercase, False, *HARD_STRINGS[::10], "I knew him, Horatio")
+    assert difference is not None
+    assert "ids differ" in difference
+    assert difference.lower() != difference  # it shows a text with capitals
+    assert len(difference) < 300
 
 
 class Shifting:
@@ -91,11 +91,11 @@ class Shifting:
         self._encoder, _ = open_encoder(file, False)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        found = self._encoder.encode_batch(texts)
-        for text, ids in zip(texts, found, strict=True):
+        ids_of_texts = self._encoder.encode_batch(texts)
+        for text, ids in zip(texts, ids_of_texts, strict=True):
             if "Yorick" in text:
                 ids[len(ids) // 2] += 1
-        return found
+        return ids_of_texts
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
         return self._encoder.encode_documents(texts, borders)
@@ -105,9 +105,9 @@ def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(chatml_dir: Path) -> No
     file = chatml_dir / "tokenizer.json"
     text = "Alas, poor Yorick! I knew him, Horatio"
     assert find_difference(Shifting(file), file, False, text[:8]) is None
-    found = find_difference(Shifting(file), file, False, text)
-    assert found is not None
-    assert "Yorick" in found
+    difference = find_difference(Shifting(file), file, False, text)
+    assert difference is not None
+    assert "Yorick" in difference
 
 
 PIECES = [
