@@ -139,8 +139,8 @@ class Mixture:
             (num_rows,) = self.rows_before(window, only=source)
             return num_rows
 
-        # the window before the first one that more than ``nth_of_epoch`` rows of the source come before; a step is
-        # counted from 1, so it has the number of that next window
+        # The row is in the last window with at most ``nth_of_epoch`` rows of the source before it. Windows are counted
+        # from 0 and steps from 1, so its step has the number of the window after it.
         windows = range(self.windows_per_epoch)
         next_window = bisect_right(windows, nth_of_epoch, key=rows_of_source_before)
         return epoch * len(windows) + next_window
