@@ -99,13 +99,13 @@ def write_token_dataset(
     # collect the documents
     arguments = corpus.arguments
     tokenizer = _tokenizer_record(corpus, encoded)
-    near: NearDuplicates | None = None
+    near_duplicates: NearDuplicates | None = None
     if arguments.near_duplicates is not None:
         signature_files = [record.tokens.with_suffix(".signatures") for record in encoded.records]
-        near = find_near_duplicates(signature_files, arguments.near_duplicates, folder / "bands")
+        near_duplicates = find_near_duplicates(signature_files, arguments.near_duplicates, folder / "bands")
     if not of_slice:
         _check_not_empty(corpus.sources, encoded, len(corpus.train))
-    collections = _collect_documents(corpus, encoded, near)
+    collections = _collect_documents(corpus, encoded, near_duplicates)
     unused_columns = _unused_columns(encoded)
     sources: list[SourceRecord] = []
     for source_number, source in enumerate(corpus.source_records(encoded.digests)):
@@ -128,7 +128,7 @@ def write_token_dataset(
         hits += collection.hits
         has_duplicates |= bool(len(collection.duplicates) or len(collection.near_duplicates))
     if has_duplicates:
-        dropped_samples += sample_duplicates(near, collections, source_table, corpus.tokenizer_folder)
+        dropped_samples += sample_duplicates(near_duplicates, collections, source_table, corpus.tokenizer_folder)
     if dropped_samples:
         write_sample(folder, dropped_samples, source_table)
     if hits:
@@ -153,7 +153,9 @@ def write_token_dataset(
     return manifest
 
 
-def _collect_documents(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
+def _collect_documents(
+    corpus: OpenedCorpus, encoded: EncodedSources, near_duplicates: NearDuplicates | None
+) -> list[Collection]:
     """Collect the documents of --dataset and, if given, of --validation_dataset."""
     arguments = corpus.arguments
     num_train_sources = len(corpus.train)
@@ -167,7 +169,7 @@ def _collect_documents(corpus: OpenedCorpus, encoded: EncodedSources, near: Near
         max_documents=arguments.max_documents,
         max_tokens=None if arguments.weights else arguments.max_tokens,  # with weights, the mixture has this many
         earlier_hashes=no_hashes if arguments.deduplicate else None,
-        is_near_duplicate=None if near is None else near.is_repeat(0, num_train_documents),
+        is_near_duplicate=None if near_duplicates is None else near_duplicates.is_repeat(0, num_train_documents),
     )
     if not arguments.validation_dataset:
         return [train]
@@ -179,7 +181,9 @@ def _collect_documents(corpus: OpenedCorpus, encoded: EncodedSources, near: Near
         max_documents=None,
         max_tokens=None,
         earlier_hashes=train.hashes if arguments.deduplicate else None,
-        is_near_duplicate=None if near is None else near.is_repeat(num_train_documents, num_validation_documents),
+        is_near_duplicate=None
+        if near_duplicates is None
+        else near_duplicates.is_repeat(num_train_documents, num_validation_documents),
     )
     return [train, validation]
 
@@ -294,13 +298,15 @@ def _write_splits(
 
     # write them
     tokenizer = corpus.tokenizer
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     is_chat_source = np.array([source_format.chat is not None for source_format in corpus.formats])
     ledgers: dict[str, SplitLedger] = {}
     for name, plan in plans.items():
         collection = splits[name].collection
         order = splits[name].order
-        num_supervised, checksums = write_split(folder / name, collection.documents, plan, padding, corpus.num_proc)
+        num_supervised, checksums = write_split(
+            folder / name, collection.documents, plan, pad_token_id, corpus.num_proc
+        )
         num_severed = count_severed_chats(collection.documents, plan, is_chat_source[collection.sources])
         places = collection.places[plan.order]
         write_index(folder / name, plan, places, checksums)

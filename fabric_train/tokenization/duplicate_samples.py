@@ -53,7 +53,10 @@ class _CollectedDocuments:
 
 
 def sample_duplicates(
-    near: NearDuplicates | None, collections: Sequence[Collection], sources: SourceTable, tokenizer_folder: Path
+    near_duplicates: NearDuplicates | None,
+    collections: Sequence[Collection],
+    sources: SourceTable,
+    tokenizer_folder: Path,
 ) -> list[tuple[DroppedText, Location]]:
     """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, as cleaning left them.
 
@@ -61,30 +64,30 @@ def sample_duplicates(
     document is. The similarity may be below the threshold: then both are similar to other documents of the cluster.
 
     Args:
-        near: which documents are near duplicates, with the documents of all collections numbered in order; None
-            without --near_duplicates.
+        near_duplicates: which documents are near duplicates, with the documents of all collections numbered in
+            order; None without --near_duplicates.
         collections: the documents of --dataset and, if given, of --validation_dataset.
         sources: the names of sources and files.
         tokenizer_folder: the folder with the ``tokenizer.json`` that decodes the documents.
     """
     documents = _CollectedDocuments(collections, tokenizer_folder)
-    duplicates = []
-    near_duplicates = []
+    duplicate_documents: list[np.ndarray] = []  # of each collection, as numbers over all collections
+    near_duplicate_documents: list[np.ndarray] = []
     for first_document, collection in zip(documents.first_documents, collections, strict=False):
-        duplicates.append(first_document + collection.duplicates)
-        near_duplicates.append(first_document + collection.near_duplicates)
+        duplicate_documents.append(first_document + collection.duplicates)
+        near_duplicate_documents.append(first_document + collection.near_duplicates)
 
-    sample = []
+    sample: list[tuple[DroppedText, Location]] = []
 
     def add(document: int, reason: str, detail: str) -> None:
         sample.append((DroppedText(reason, detail, documents.text(document)), documents.location(document)))
 
-    for document in _spread(np.concatenate(duplicates)).tolist():
+    for document in _spread(np.concatenate(duplicate_documents)).tolist():
         add(document, DUPLICATE, "the same as an earlier document")
-    if near is not None:
-        sampled_documents = _spread(np.concatenate(near_duplicates))
-        cluster_roots = near.cluster_roots[sampled_documents]
-        similarities = near.signatures.similarities(sampled_documents, cluster_roots)
+    if near_duplicates is not None:
+        sampled_documents = _spread(np.concatenate(near_duplicate_documents))
+        cluster_roots = near_duplicates.cluster_roots[sampled_documents]
+        similarities = near_duplicates.signatures.similarities(sampled_documents, cluster_roots)
         for document, root, similarity in zip(
             sampled_documents.tolist(), cluster_roots.tolist(), similarities, strict=True
         ):

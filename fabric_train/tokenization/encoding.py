@@ -179,6 +179,7 @@ def _encode_with(
     with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress_of("tokenizing") as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
+        # a FastEncoder is the library that ids are compared with
         is_compared = not isinstance(encoder, FastEncoder)
         if is_compared:
             check.begin(encoder, job.borders)

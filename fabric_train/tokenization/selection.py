@@ -107,8 +107,8 @@ def collect(
     duplicates = np.flatnonzero(~is_first & is_read)
     near_duplicates = np.flatnonzero(is_near & is_read)
     for reason, repeats in ((DUPLICATE, duplicates), (NEAR_DUPLICATE, near_duplicates)):
-        numbers, num_repeats = np.unique(document_sources[repeats], return_counts=True)
-        for source, count in zip(numbers.tolist(), num_repeats.tolist(), strict=True):
+        sources_with_repeats, num_repeats = np.unique(document_sources[repeats], return_counts=True)
+        for source, count in zip(sources_with_repeats.tolist(), num_repeats.tolist(), strict=True):
             row_counts.skipped[source][reason] += count
 
     part_origins = _find_part_origins(records, sources)
