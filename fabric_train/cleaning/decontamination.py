@@ -350,7 +350,8 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
 def _choose_texts(item: TaskItem) -> list[tuple[Words, int]]:
     """Return the texts of an item that are compared, each with the number of words of its n-grams.
 
-    Texts of 13 words or more are. If an item has none, its longest text is, as a whole, from 8 words on.
+    All texts of 13 words or more are compared. If an item has none, its longest text is compared as a whole, unless it
+    has fewer than 8 words.
     """
     texts = [split_words(text) for text in item.texts]
     long_texts = [(words, LONGEST) for words in texts if len(words.starts) >= LONGEST]

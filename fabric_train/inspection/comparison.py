@@ -128,7 +128,10 @@ class OpenCorpus:
 
     @property
     def sample_size(self) -> int:
-        """The number of documents to sample: as many as have 2^20 tokens together, from 2,000 to 10,000, or all."""
+        """The number of documents to sample.
+
+        They have about 2^20 tokens together, but are at least 2,000 (or all, if there are fewer) and at most 10,000.
+        """
         num_tokens = self.manifest.ledger.splits[self.split.name].tokens_in
         size = NUM_TOKENS * len(self.index.documents) // max(num_tokens, 1)
         return min(max(size, FEWEST_DOCUMENTS), MOST_DOCUMENTS, self.index.num_documents_in_rows)

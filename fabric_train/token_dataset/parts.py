@@ -70,7 +70,7 @@ class Part:
     manifest_sha256: str
     num_files: int  # of its sources
     rows_before: int
-    """If the first of these files continues one of an earlier part: its rows in earlier parts; else 0."""
+    """How many rows of the first of these files are in earlier parts: 0 unless an earlier part has its beginning."""
     splits: dict[str, PartSplit]
 
 

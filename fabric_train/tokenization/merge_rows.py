@@ -162,7 +162,7 @@ class IndexToJoin:
     first_file: int
     """The number of its first file in the merged manifest."""
     rows_before: int
-    """If that file continues one of an earlier dataset: how many of its rows are there; else 0."""
+    """How many rows of that file are in earlier datasets: 0 unless an earlier dataset has its beginning."""
 
 
 def _join_indexes_of_split(datasets: Sequence[MergeInput], split: str, folder: Path) -> None:
