@@ -176,6 +176,7 @@ CHAT_FORMATS: Table[Any] = Table(
         "prompt_completion": "fabric_train.tokenization.chats.formats:PROMPT_COMPLETION",
         "query_calls": "fabric_train.tokenization.chats.formats:QUERY_CALLS",
         "preference": "fabric_train.tokenization.chats.formats:PREFERENCE_PAIRS",
+        "unpaired": "fabric_train.tokenization.chats.formats:UNPAIRED_ANSWERS",
     },
 )
 """Formats of rows with chats (``tokenization.chats.formats.ChatFormat``)."""

@@ -188,8 +188,11 @@ class Batch(TensorRecord):
 
     In rows of preference pairs, documents 2i and 2i + 1 are the chosen and the rejected sequence of pair i, which is
     piece i. ``reference``, fp64 [pairs, 2], are the log-probabilities of both answers under the reference model; None
-    without one. If several ranks compute the rows, ``row_slice`` is this rank's part of them, from
-    ``context_parallel.place_batch``.
+    without one. In rows of unpaired answers, these documents are the prompt with its answer and the same prompt with
+    another row's answer, and ``is_desirable``, bool [answers], are the labels. ``unpaired_batch`` selects one of both;
+    ``kl``, fp64 [] on the device, is the KL divergence that KTO then compares the answers with.
+
+    If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``context_parallel.place_batch``.
     """
 
     input_ids: torch.Tensor
@@ -199,11 +202,13 @@ class Batch(TensorRecord):
     lengths: tuple[int, ...] = ()
     pieces: Pieces | None = None
     reference: torch.Tensor | None = None
+    is_desirable: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
     row_slice: RowSlice | None = None
 
     @property
     def num_pairs(self) -> int:
-        """The number of preference pairs, if the documents are pairs."""
+        """The number of preference pairs or of unpaired answers, if the documents are such."""
         return 0 if self.documents is None else (len(self.documents.borders) - 1) // 2
 
     def pin_memory(self) -> "Batch":
@@ -216,6 +221,7 @@ class Batch(TensorRecord):
             lengths=self.lengths,
             pieces=self.pieces.pin_memory() if self.pieces else None,
             reference=None if self.reference is None else self.reference.pin_memory(),
+            is_desirable=None if self.is_desirable is None else self.is_desirable.pin_memory(),
         )
 
     def to(self, device: torch.device) -> "Batch":
@@ -234,6 +240,8 @@ class Batch(TensorRecord):
             lengths=self.lengths,
             pieces=self.pieces,
             reference=None if self.reference is None else self.reference.to(device, non_blocking=True),
+            is_desirable=None if self.is_desirable is None else self.is_desirable.to(device, non_blocking=True),
+            kl=self.kl,
         )
 
 

@@ -136,7 +136,7 @@ class WorstDocuments:
             piece_of_row = np.arange(len(row_of_piece)) - first_of_row
 
             counts = batch.pieces.num_targets
-            if self.data.has_pairs:  # the loss of a pair is no sum over its tokens
+            if self.data.has_pairs or self.data.has_unpaired:  # such a loss is no sum over tokens
                 counts = torch.ones_like(counts)
             means = losses_by_piece[first_piece : first_piece + len(row_of_piece)] / counts
             first_piece += len(row_of_piece)

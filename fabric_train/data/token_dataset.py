@@ -47,7 +47,9 @@ class RowPieces:
     num_bytes: np.ndarray
     """The UTF-8 bytes of each piece, fp64 [P]: its document's bytes, shared by tokens; NaN if they are not known."""
     reference: np.ndarray | None = None
-    """The log-probabilities of preference pairs under the reference model, fp64 [P, 2]; None without them."""
+    """The log-probabilities of both sequences under the reference model, fp64 [P, 2]; None without them."""
+    is_desirable: np.ndarray | None = None
+    """The labels of unpaired answers, bool [P]; None for other documents."""
 
 
 class IndexedRows(torch.utils.data.Dataset, abc.ABC):
@@ -88,7 +90,13 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
             return batch
         row_pieces = self.pieces(indices)
         reference = None if row_pieces.reference is None else torch.from_numpy(row_pieces.reference)
-        return replace(batch, pieces=place_pieces(row_pieces, batch.labels.numpy()), reference=reference)
+        is_desirable = None if row_pieces.is_desirable is None else torch.from_numpy(row_pieces.is_desirable)
+        return replace(
+            batch,
+            pieces=place_pieces(row_pieces, batch.labels.numpy()),
+            reference=reference,
+            is_desirable=is_desirable,
+        )
 
 
 def place_pieces(row_pieces: RowPieces, labels: np.ndarray) -> Pieces:
@@ -289,6 +297,9 @@ class Rows(IndexedRows):
         if self._reference is not None:
             # a pair is one document, so it has the number of its document
             reference = np.asarray(self._reference[indexed.documents])
+        is_desirable = None
+        if self.index.is_desirable is not None:
+            is_desirable = np.asarray(self.index.is_desirable[indexed.documents])
         return RowPieces(
             rows=indexed.rows,
             positions=indexed.positions,
@@ -296,6 +307,7 @@ class Rows(IndexedRows):
             num_tokens=indexed.lengths,
             num_bytes=documents["bytes"] * (indexed.lengths / documents["tokens"]),
             reference=reference,
+            is_desirable=is_desirable,
         )
 
     def main_sources(self) -> np.ndarray:
@@ -345,6 +357,10 @@ class TokenDataset:
     @property
     def has_pairs(self) -> bool:
         return self.manifest is not None and self.manifest.has_pairs
+
+    @property
+    def has_unpaired(self) -> bool:
+        return self.manifest is not None and self.manifest.has_unpaired
 
     @property
     def fingerprint(self) -> str:
@@ -408,7 +424,7 @@ def _open_dataset_of_parts(folder: Path, isolate_documents: bool) -> TokenDatase
     sources = SourceTable(manifest.sources)
 
     def rows(split: JoinedSplit, name: str) -> Rows:
-        index = functools.partial(JoinedIndex, parts, name, sources)
+        index = functools.partial(JoinedIndex, parts, name, sources, has_labels=manifest.has_unpaired)
         return Rows(split, isolate_documents, sources.names, index)
 
     train = JoinedSplit(parts, "train")

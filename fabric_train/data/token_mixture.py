@@ -48,6 +48,11 @@ class TokenMixture:
         return self.parts[0].has_pairs
 
     @property
+    def has_unpaired(self) -> bool:
+        """Whether the documents are unpaired answers; the parts have all of them, or none."""
+        return self.parts[0].has_unpaired
+
+    @property
     def source_names(self) -> tuple[str, ...]:
         """The sources of the documents, see ``TokenDataset.source_names``; one that several parts have is one."""
         return self.train.source_names

@@ -141,7 +141,7 @@ def dataset_card(
         tokenizer=manifest.tokenizer,
         ledger=manifest.ledger,
         versions=manifest.versions,
-        has_pairs=manifest.has_pairs,
+        manifest=manifest,
         source_rows=_source_rows(manifest),
         cleaning=read_cleaning(manifest),
     )

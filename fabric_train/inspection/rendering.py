@@ -168,7 +168,7 @@ def _print_legend(report: DatasetReport, console: Console) -> None:
         Text("<other special>", _STYLES["special"]),
         Text("░ padding", _PADDING),
     ]
-    if report.manifest and report.manifest.has_pairs:
+    if report.manifest and report.manifest.sequences_per_document > 1:
         signs.append(Text("▸ first token that differs", _DIFFERENT))
     signs.append(Text("↵ line break  ⇥ tab  ⋯ left out here"))
     console.print(Text("  ").join(signs))
@@ -205,18 +205,19 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
 
 
 def _print_pair(pair: PairView, console: Console) -> None:
-    """Print the prompt of a pair, and its two answers side by side."""
+    """Print a prompt, and its two answers side by side."""
     prompt = Text("┃", _BORDER)
     _append_tokens(prompt, pair.prompt.tokens)
     console.print(prompt)
     table = Table(box=box.MINIMAL, padding=(0, 1))
-    for name, position in zip(("chosen", "rejected"), pair.differs_at, strict=True):
+    for name, position in zip(pair.names, pair.differs_at, strict=True):
         table.add_column(Text(f"{name}, differs from position {position:,} on"), overflow="fold", header_style="dim")
-    chosen = Text()
-    rejected = Text()
-    _append_tokens(chosen, pair.chosen, pair)
-    _append_tokens(rejected, pair.rejected, pair)
-    table.add_row(chosen, rejected)
+    texts = []
+    for tokens in pair.answers:
+        text = Text()
+        _append_tokens(text, tokens, pair)
+        texts.append(text)
+    table.add_row(*texts)
     console.print(table)
 
 

@@ -22,6 +22,11 @@ from fabric_train.token_dataset.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 _SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}  # older folders have valid
+_COMPARED = {
+    "preference pairs": ("chosen", "rejected"),
+    "unpaired answers": ("answer", "another row's answer"),
+}
+"""What the answers of the two sequences of a document are, by the kind of documents."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def _check_split(
     index, problems = _open_index(folder, manifest, split.name)
     index_check = None
     if manifest is not None and index is not None:
-        index_check = IndexCheck(split.name, index, has_pairs=manifest.has_pairs)
+        index_check = IndexCheck(split.name, index, sequences_per_document=manifest.sequences_per_document)
 
     # the row after those viewed says whether a document continues in it
     rows_to_read = range(viewed_rows.start, viewed_rows.stop + 1) if viewed_rows else viewed_rows
@@ -143,7 +148,7 @@ def _check_split(
     counts, split_problems = check.finish()
     problems += split_problems
     if manifest is not None and index_check is not None:
-        problems += index_check.finish(manifest.ledger.splits[split.name].sources)
+        problems += index_check.finish(manifest.ledger.splits[split.name])
     views = with_origins(with_continuations(views, viewed_rows), index)
     return _CheckedSplit(counts, problems, views)
 
@@ -196,8 +201,7 @@ def _check_ledger(manifest: Manifest, counts_by_split: dict[str, Counts]) -> lis
                 problems.append(Problem(name, text))
         # pieces may belong to one document, and the two sequences of a pair count as two documents here
         num_documents = (counts.documents or 0) - counts.pieces
-        sequences_per_document = 2 if manifest.has_pairs else 1
-        if num_documents > ledger.documents * sequences_per_document:
+        if num_documents > ledger.documents * manifest.sequences_per_document:
             text = f"the ledger has {ledger.documents:,} documents, {num_documents:,} begin in the rows"
             problems.append(Problem(name, text))
     return problems
@@ -252,7 +256,7 @@ def _expectation(manifest: Manifest | None, vocabulary: Vocabulary | None) -> Ex
         end_token_ids=eos_token_ids,
         is_ended=manifest is not None,
         padding_token_ids=_without_none(*padding_token_ids),
-        has_pairs=manifest is not None and manifest.has_pairs,
+        compared=None if manifest is None else _COMPARED.get(manifest.kind),
     )
     if manifest is None:
         return expectation

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -37,7 +38,8 @@ class Expectation:
     """
     is_ended: bool  # whether the documents are known to have been written with such an end
     padding_token_ids: tuple[int, ...]  # ids that padding may consist of
-    has_pairs: bool = False  # whether two sequences in a row are a preference pair
+    compared: tuple[str, str] | None = None
+    """What the answers of two sequences in a row are, if each document has two: chosen and rejected, of a pair."""
     with_prompts: bool = True  # whether all that follows the prompt of a pair is supervised
 
 
@@ -63,14 +65,18 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class PairView:
-    """A preference pair in one row: the prompt, which both sequences begin with, and the remaining tokens of each."""
+    """Two sequences of one document: the prompt, which both begin with, and the remaining tokens of each.
 
+    They are a preference pair, or an unpaired answer and another row's answer to the same prompt.
+    """
+
+    names: tuple[str, str]
+    """What the two answers are."""
     prompt: RowPiece
-    chosen: tuple[Token, ...]
-    rejected: tuple[Token, ...]
+    answers: tuple[tuple[Token, ...], tuple[Token, ...]]
     differs_at: tuple[int, int]
-    """Positions in the row of the first tokens that differ, in the chosen sequence and in the rejected one; a position
-    may be the end of its sequence.
+    """Positions in the row of the first tokens that differ, in each sequence; a position may be the end of its
+    sequence.
     """
 
     def begins_to_differ(self, token: Token) -> bool:
@@ -90,7 +96,7 @@ class RowView:
     padding: str  # the text of the padding token
     continues: bool  # whether the next row continues its last document
     origins: tuple[str, ...] = ()  # where the document of each piece comes from; empty without a document index
-    pairs: tuple[PairView, ...] = ()  # the pieces, two by two, if they are preference pairs
+    pairs: tuple[PairView, ...] = ()  # the pieces, two by two, if each document has two sequences
 
 
 def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
@@ -150,11 +156,12 @@ def view_rows(batch: RowBatch, rows: range, vocabulary: Vocabulary | None, expec
     views = []
     for row in range(start, stop):
         # the middle of a pair is where its second sequence begins, so all of it is shown
-        view = _view_row(batch, row, int(ends[row]), vocabulary, is_shortened=not expected.has_pairs)
-        if expected.has_pairs:
-            chosen = view.pieces[::2]
-            rejected = view.pieces[1::2]
-            view = replace(view, pairs=tuple(map(_view_pair, chosen, rejected)))
+        view = _view_row(batch, row, int(ends[row]), vocabulary, is_shortened=expected.compared is None)
+        if expected.compared is not None:
+            view_pair = partial(_view_pair, expected.compared)
+            first_sequences = view.pieces[::2]
+            second_sequences = view.pieces[1::2]
+            view = replace(view, pairs=tuple(map(view_pair, first_sequences, second_sequences)))
         views.append(view)
     return views
 
@@ -180,6 +187,9 @@ def with_origins(views: list[RowView], index: DocumentIndex | None) -> list[RowV
         last_token = start + int(pieces.lengths[piece]) - 1
         tokens = f"tokens {start:,} to {last_token:,} of {origin.num_tokens:,}"
         line = f"position {int(pieces.positions[piece]):,}: {origin}, {tokens}, {origin.num_bytes:,} bytes"
+        if index.is_desirable is not None:
+            is_desirable = index.is_desirable[int(pieces.documents[piece])]
+            line += ", desirable" if is_desirable else ", undesirable"
         origins[int(pieces.rows[piece])].append(line)
     return [replace(view, origins=tuple(lines)) for view, lines in zip(views, origins, strict=True)]
 
@@ -247,7 +257,7 @@ def _gap_token(gap: range, borders: Set[int]) -> Token:
     return Token(gap.start, (), text, "gap", is_supervised=True)
 
 
-def _view_pair(chosen: RowPiece, rejected: RowPiece) -> PairView:
+def _view_pair(names: tuple[str, str], chosen: RowPiece, rejected: RowPiece) -> PairView:
     """Divide two sequences into the prompt and two answers.
 
     The prompt ends at the first supervised token of the chosen sequence, or where the sequences differ if that is
@@ -262,9 +272,9 @@ def _view_pair(chosen: RowPiece, rejected: RowPiece) -> PairView:
     chosen_prompt, chosen_answer = _split_tokens(chosen, num_prompt_ids)
     _, rejected_answer = _split_tokens(rejected, num_prompt_ids)
     return PairView(
+        names=names,
         prompt=replace(chosen, tokens=chosen_prompt),
-        chosen=chosen_answer,
-        rejected=rejected_answer,
+        answers=(chosen_answer, rejected_answer),
         differs_at=(chosen.position + num_common, rejected.position + num_common),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fabric_train.inspection.row_view import IGNORED_LABEL, Expectation, content_ends
 from fabric_train.token_dataset.document_index import DocumentIndex, altered_rows, chunks
-from fabric_train.token_dataset.manifest import SourceLedger
+from fabric_train.token_dataset.manifest import SplitLedger
 from fabric_train.token_dataset.rows import joined_ranges
 from fabric_train.token_dataset.token_folder import RowBatch
 
@@ -280,7 +280,7 @@ class SplitCheck:
         pieces["is_inside"] = piece_ends < row_ends[rows]
         pieces["ends_exactly"] = self._is_end_token(batch.input_ids[piece_ends - 1])
         pieces["ends_nearly"] = self._is_end_token(batch.input_ids[np.maximum(piece_ends - 2, piece_starts)])
-        if self.expected.has_pairs:
+        if self.expected.compared is not None:
             sequences = PairSequences(piece_starts, piece_ends, rows)
             for kind, faulty_rows in pair_faults(
                 batch, is_supervised, sequences, with_prompts=self.expected.with_prompts
@@ -329,7 +329,7 @@ class SplitCheck:
 
 @dataclass(frozen=True)
 class PairSequences:
-    """The sequences of preference pairs in a batch, in order: int64 [S] each."""
+    """The sequences of preference pairs or of unpaired answers in a batch, in order: int64 [S] each."""
 
     starts: np.ndarray  # the position of the first token
     ends: np.ndarray  # the position after the last token
@@ -345,7 +345,7 @@ def pair_faults(
     except for the last token, which a tokenizer may join with the answer.
 
     Args:
-        batch: rows that hold preference pairs.
+        batch: rows that hold preference pairs or unpaired answers.
         is_supervised: bool [tokens of the batch].
         sequences: all sequences of the batch.
         with_prompts: compare the prompts; not possible if turns after the prompt are not supervised.
@@ -353,7 +353,7 @@ def pair_faults(
     starts = sequences.starts
     rows = sequences.rows
     num_sequences = np.bincount(rows, minlength=len(batch.offsets) - 1)  # of each row
-    yield "rows with half a preference pair", np.flatnonzero(num_sequences % 2)
+    yield "rows with half a pair of sequences", np.flatnonzero(num_sequences % 2)
 
     # indices of the sequences, two by two
     paired = np.flatnonzero(num_sequences[rows] % 2 == 0)
@@ -364,7 +364,7 @@ def pair_faults(
     has_answer = answer_starts < sequences.ends
     has_answers = has_answer[chosen] & has_answer[rejected]
     chosen_without_answers = chosen[~has_answers]
-    yield "preference pairs without two supervised answers", rows[chosen_without_answers]
+    yield "pairs of sequences without two supervised answers", rows[chosen_without_answers]
 
     chosen = chosen[has_answers]
     rejected = rejected[has_answers]
@@ -379,7 +379,7 @@ def pair_faults(
     num_different = np.bincount(pair_of_token[chosen_prompts != rejected_prompts], minlength=len(chosen))
     length_differs = np.abs(prompt_lengths[chosen] - prompt_lengths[rejected]) > 1
     chosen_with_other_prompt = chosen[(num_different > 0) | length_differs]
-    yield "preference pairs with two prompts", rows[chosen_with_other_prompt]
+    yield "pairs of sequences with two prompts", rows[chosen_with_other_prompt]
 
 
 def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
@@ -390,14 +390,14 @@ def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
 class IndexCheck:
     """A check of one split's document index. Call ``add`` with all batches of rows, ``finish`` last.
 
-    If the dataset has preference pairs, each document has two borders: where it begins, which is where its chosen
-    sequence does, and where its rejected sequence begins.
+    A preference pair or an unpaired answer has two borders: where it begins, which is where its first sequence does,
+    and where its second sequence begins.
     """
 
-    def __init__(self, split: str, index: DocumentIndex, *, has_pairs: bool = False) -> None:
+    def __init__(self, split: str, index: DocumentIndex, *, sequences_per_document: int = 1) -> None:
         self._split = split
         self._index = index
-        self._has_pairs = has_pairs
+        self._sequences_per_document = sequences_per_document
         self._faulty_rows: dict[str, list[int]] = {}
         num_sources = len(index.sources.names)
         self._sums = {name: np.zeros(num_sources, np.int64) for name in _COUNTED}  # of each source
@@ -419,8 +419,8 @@ class IndexCheck:
             is_border = (pieces.positions > 0) | begins_document
             borders_of_index = (pieces.rows << 32 | pieces.positions)[is_border]
             borders_of_rows = batch.start_rows << 32 | batch.document_starts.astype(np.int64)
-            if self._has_pairs:
-                # the index does not know where rejected sequences begin: every second border of a row
+            if self._sequences_per_document > 1:
+                # the index does not know where second sequences begin: every second border of a row
                 first_borders = np.searchsorted(batch.start_rows, batch.start_rows)
                 indices_in_row = np.arange(len(borders_of_rows)) - first_borders
                 borders_of_rows = borders_of_rows[indices_in_row % 2 == 0]
@@ -440,12 +440,19 @@ class IndexCheck:
         self._add_by_source("tokens_repeated", sources, pieces.repeated)
         self._add_by_source("tokens_in_rows", sources, pieces.lengths)
 
-    def finish(self, ledger: dict[str, SourceLedger]) -> list[Problem]:
-        """Compare the sums with the ledger of the split's sources, and return all problems."""
+    def finish(self, split_ledger: SplitLedger) -> list[Problem]:
+        """Compare the sums and the labels with the ledger of the split, and return all problems."""
+        ledger = split_ledger.sources
         # what was found in the rows
         problems = []
         for fault, rows in self._faulty_rows.items():
             problems.append(Problem(self._split, f"document index: {fault} {len(rows):,} rows", rows[0]))
+        if split_ledger.unpaired is not None and self._index.is_desirable is not None:
+            in_ledger = split_ledger.unpaired.desirable
+            in_index = int(np.count_nonzero(self._index.is_desirable[:]))
+            if in_index != in_ledger:
+                text = f"the ledger has {in_ledger:,} desirable answers, the document index {in_index:,}"
+                problems.append(Problem(self._split, text))
         # the sums over all documents
         for _, documents in chunks(self._index.documents, lambda _: None):
             sources = self._index.sources.sources_of(documents["file"])

@@ -64,6 +64,8 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
     for name, split in manifest.ledger.splits.items():
         if split.pairs:
             lines.append((f"pairs of {name}", split.pairs.describe(split.documents)))
+        if split.unpaired:
+            lines.append((f"answers of {name}", split.unpaired.describe()))
     for name, settings in manifest.cleaning.items():
         lines.append((f"--{name}", _setting_text(settings)))
 
@@ -148,6 +150,10 @@ def ledger_table(report: DatasetReport) -> TextTable:
     if pair_ledgers:
         table.add_sum("chosen answers", [pairs.chosen_tokens for pairs in pair_ledgers], depth=2)
         table.add_sum("rejected answers", [pairs.rejected_tokens for pairs in pair_ledgers], depth=2)
+    unpaired_ledgers = [split.unpaired for split in splits if split.unpaired]
+    if unpaired_ledgers:
+        table.add_sum("answers", [answers.answer_tokens for answers in unpaired_ledgers], depth=2)
+        table.add_sum("answers of other rows", [answers.mismatched_tokens for answers in unpaired_ledgers], depth=2)
     table.add_sum("padding", [split.tokens_padding for split in splits])
     table.add_sum("rows", [split.rows for split in splits])
     return table.finish()
@@ -269,6 +275,8 @@ def length_notes(report: DatasetReport) -> list[str]:
     num_documents = counts.documents or 0
     if ledger and ledger.pairs:
         return [f"{num_documents:,} sequences, two of each of {ledger.documents:,} preference pairs."]
+    if ledger and ledger.unpaired:
+        return [f"{num_documents:,} sequences, two of each of {ledger.documents:,} unpaired answers."]
     if counts.pieces and ledger and num_documents != ledger.documents:
         return [f"best_fit splits documents longer than a row; these are {num_documents:,} pieces of documents."]
     notes = [f"{counts.documents_over_rows:,} of {num_documents:,} documents continue in the next row."]

@@ -215,6 +215,8 @@ def _summary_lines(arguments: "TokenizeArguments", outcome: "Outcome") -> list[s
     for name, split in ledger.splits.items():
         if split.pairs:
             lines.append(f"pairs      {name}: {split.pairs.describe(split.documents)}")
+        if split.unpaired:
+            lines.append(f"answers    {name}: {split.unpaired.describe()}")
     for source in manifest.sources:
         lines.append(f"source     {_describe_source(source, len(manifest.sources))}")
 
@@ -240,7 +242,7 @@ def _summary_lines(arguments: "TokenizeArguments", outcome: "Outcome") -> list[s
     lines += [f"note       {note}" for note in (*outcome.notes, *_describe_unvalidated_sources(manifest))]
     lines += [f"warning    {loss}" for loss in manifest.losses()]
     lines.append(f"written    {arguments.output_dir}")
-    objective = " --objective dpo" if manifest.has_pairs else ""
+    objective = f" --objective {manifest.objective}" if manifest.objective else ""
     lines.append(
         f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "
         f"--model_name MODEL{objective} --output_dir RUN"

@@ -22,15 +22,23 @@ _LONGEST_EXCERPT = 200
 TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
 # rejected_at: where the rejected sequence begins; chosen, rejected: supervised tokens; is_prefix: whether one answer is
-# the beginning of the other; rating_margin: rating of the chosen answer minus the rejected one's, NaN without
+# the beginning of the other; rating_margin: rating of the chosen answer minus the rejected one's, NaN without.
+# Of a unpaired answer, the second sequence is the same prompt with another row's answer, and is_desirable its label.
 PAIR = np.dtype(
-    [("rejected_at", "u4"), ("chosen", "u4"), ("rejected", "u4"), ("is_prefix", "?"), ("rating_margin", "f8")]
+    [
+        ("rejected_at", "u4"),
+        ("chosen", "u4"),
+        ("rejected", "u4"),
+        ("is_prefix", "?"),
+        ("rating_margin", "f8"),
+        ("is_desirable", "?"),
+    ]
 )
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document, a chat or a preference pair as tokens, BOS and EOS included."""
+    """A document, a chat, a preference pair or a unpaired answer as tokens, BOS and EOS included."""
 
     input_ids: np.ndarray  # int32 [number of tokens]
     supervised: np.ndarray | None  # bool [number of tokens], whether the token is a target; None if all are
@@ -38,7 +46,7 @@ class EncodedDocument:
     num_bytes: int  # UTF-8 bytes of the same
     num_tokens_cut: int = 0  # tokens of the turns that were removed because they did not fit into a row
     turn_ends: frozenset[int] = frozenset()  # the ids of the control tokens with which supervised turns of a chat end
-    pair: np.ndarray | None = None  # PAIR [1] of a preference pair: one sequence after the other
+    pair: np.ndarray | None = None  # PAIR [1] of a pair or a unpaired answer: one sequence after the other
     unused: frozenset[str] = frozenset()  # columns of the row, and keys of its messages, of which nothing was made
 
 

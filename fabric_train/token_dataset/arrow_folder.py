@@ -21,6 +21,7 @@ from fabric_train.token_dataset.document_index import (
     CHECKSUM,
     CHECKSUMS,
     CONTINUATION,
+    LABELS,
     ROW,
     SourceTable,
     row_checksums,
@@ -80,7 +81,8 @@ def write_split(
       if a document begins there, not if the row continues one. Any other position is also included if its piece is a
       window of a document that began in another row. So tokens on the two sides of such a position never belong to the
       same document.
-      A preference pair has two entries: where its chosen and where its rejected sequence begins.
+      A preference pair has two entries: where its chosen and where its rejected sequence begins. So has an unpaired
+      answer: where its prompt with its answer, and where the same prompt with another row's answer begins.
     - ``labels``: int32 [max_length], ``input_ids`` with -100 for tokens that are not supervised: masked tokens,
       repeated tokens and padding. The column is missing if there are none of these: the documents have no masks, and
       the plan neither repeats tokens nor pads.
@@ -279,7 +281,13 @@ def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, _Writ
                 yield result
 
 
-def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
+def write_index(
+    folder: Path,
+    plan: RowPlan,
+    documents: np.ndarray,
+    checksums: np.ndarray,
+    is_desirable: np.ndarray | None = None,
+) -> None:
     """Write the document index of the split ``folder``.
 
     Args:
@@ -287,6 +295,7 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
         plan: its rows.
         documents: DOCUMENT [entries of ``plan.order``].
         checksums: CHECKSUM [rows].
+        is_desirable: the labels of unpaired answers, bool [entries of ``plan.order``]; None for other documents.
     """
     # number the documents in the order in which they begin in the rows, then those that are in no row
     begins = plan.begins
@@ -319,6 +328,8 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
     for name, array in arrays.items():
         np.save(index_folder / f"{name}.npy", array, allow_pickle=False)
     np.save(index_folder / CHECKSUMS, checksums, allow_pickle=False)
+    if is_desirable is not None:
+        np.save(index_folder / LABELS, is_desirable[order], allow_pickle=False)
 
 
 def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:

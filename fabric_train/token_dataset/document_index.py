@@ -6,6 +6,7 @@ Four arrays are stored next to the rows, in numpy's files, which are memory-mapp
                 rows.npy           ROW [rows + 1], the documents and continuations before each row
                 continuations.npy  CONTINUATION [any number], the pieces that do not begin a document
                 checksums.npy      CHECKSUM [rows], of the content of each row (``row_checksums``)
+                desirable.npy      LABEL [documents], only of unpaired answers: whether each is desirable
 
 So row r has the documents ``rows["documents"][r] : rows["documents"][r + 1]`` from their beginning on, and the
 continuations of the same range of ``rows["continuations"]``; ``ordinal`` is the number of the piece in its row.
@@ -37,6 +38,8 @@ CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u
 CHECKSUM = np.dtype("<u8")  # of a row
 ARRAYS = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
 CHECKSUMS = "checksums.npy"
+LABEL = np.dtype("?")  # of an unpaired answer
+LABELS = "desirable.npy"
 _ROWS_AT_ONCE = 1 << 16
 _RECORDS_PER_CHUNK = 1 << 20  # bounds memory, however large the index is
 ShowSearched = Callable[[int], None]  # further records searched
@@ -113,6 +116,7 @@ class DocumentIndex:
     rows: Any  # ROW [rows + 1]
     continuations: Any  # CONTINUATION [any number]
     checksums: Any  # CHECKSUM [rows]; None if an older version wrote the index
+    is_desirable: Any  # LABEL [documents]; None if the documents are no unpaired answers
 
     def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
         """Open the index of the split ``folder``.
@@ -136,10 +140,14 @@ class DocumentIndex:
         self.continuations = map_array(index_folder / "continuations.npy", CONTINUATION)
         checksums_file = index_folder / CHECKSUMS
         self.checksums = map_array(checksums_file, CHECKSUM) if checksums_file.exists() else None
+        labels_file = index_folder / LABELS
+        self.is_desirable = map_array(labels_file, LABEL) if labels_file.exists() else None
 
         lengths_match = len(self.documents) == num_documents and len(self.rows) == num_rows + 1
         if self.checksums is not None:
             lengths_match = lengths_match and len(self.checksums) == num_rows
+        if self.is_desirable is not None:
+            lengths_match = lengths_match and len(self.is_desirable) == num_documents
         end = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
         ends_match = end["continuations"] == len(self.continuations) and end["documents"] <= num_documents
         if not lengths_match or not ends_match:
@@ -264,13 +272,13 @@ class JoinedIndex(DocumentIndex):
     Nothing is read until it is asked for, and then only from the parts that have it.
     """
 
-    def __init__(self, parts: Parts, split: str, sources: SourceTable) -> None:
+    def __init__(self, parts: Parts, split: str, sources: SourceTable, *, has_labels: bool) -> None:
         self.sources = sources
         self._folder = parts.folder / split
         self._max_length = parts.record.max_length
 
         # the segments of each array: a part's records, whose numbers continue those of earlier parts
-        documents_in_rows: list[Segment] = []
+        documents_in_rows: list[Segment] = []  # their labels are at the same places
         documents_in_no_row: list[Segment] = []
         rows: list[Segment] = []
         continuations: list[Segment] = []
@@ -305,6 +313,10 @@ class JoinedIndex(DocumentIndex):
         self.checksums = None
         if parts.record.has_checksums:
             self.checksums = JoinedRecords(parts, split, "checksums", CHECKSUM, checksums)
+        self.is_desirable = None
+        if has_labels:
+            labels = [replace(segment, offsets={}) for segment in (*documents_in_rows, *documents_in_no_row)]
+            self.is_desirable = JoinedRecords(parts, split, "desirable", LABEL, labels)
 
 
 def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentIndex | None:
@@ -314,8 +326,11 @@ def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentI
     ledger = manifest.ledger.splits[split]
     sources = SourceTable(manifest.sources)
     if is_of_parts(folder):
-        return JoinedIndex(open_parts(folder), split, sources)
-    return DocumentIndex(folder / split, sources, manifest.settings.max_length, ledger.documents, ledger.rows)
+        return JoinedIndex(open_parts(folder), split, sources, has_labels=manifest.has_unpaired)
+    index = DocumentIndex(folder / split, sources, manifest.settings.max_length, ledger.documents, ledger.rows)
+    if manifest.has_unpaired and index.is_desirable is None:
+        raise InputError(f"{folder / split / FOLDER / LABELS}: the file is missing; tokenize again")
+    return index
 
 
 def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray | None) -> int:

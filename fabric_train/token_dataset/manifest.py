@@ -15,9 +15,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import Component
 from fabric_train.files.regular_file import check_file_name, parse_json, read_json
 
-# versions that know no pairs refuse the second
+# versions that know no pairs refuse the second, and those that know no unpaired answers the third
 FORMAT = 2
 FORMAT_OF_PAIRS = 3
+FORMAT_OF_UNPAIRED = 4
 FILE_NAME = "manifest.json"
 REFERENCE = "reference"  # folder in which training keeps log-probabilities of pairs, and names models by their place
 
@@ -32,6 +33,7 @@ NOTHING_SUPERVISED = "nothing_supervised"
 EMPTY_ANSWER = "empty_answer"
 EQUAL_ANSWERS = "equal_answers"
 UNDESIRABLE_ANSWER = "undesirable_answer"
+NO_OTHER_ANSWER = "no_other_answer"
 BAD_ROWS = frozenset([BAD_ROW, EMPTY_ANSWER, EQUAL_ANSWERS])  # what --on_bad_rows fail refuses
 
 _TOLERATED_CUT = 0.05  # of all tokens
@@ -198,6 +200,25 @@ class PairLedger:
 
 
 @dataclass(frozen=True)
+class UnpairedLedger:
+    """The unpaired answers of one split, repeats included. An answer's tokens are its supervised ones."""
+
+    desirable: int  # answers
+    undesirable: int
+    answer_tokens: int  # of all answers
+    mismatched_tokens: int  # of the other rows' answers, each of which follows the same prompt
+
+    def describe(self) -> str:
+        """Return the counts and the mean lengths in one line."""
+        num_answers = self.desirable + self.undesirable
+        return (
+            f"{self.desirable:,} desirable and {self.undesirable:,} undesirable, of "
+            f"{self.answer_tokens / num_answers:,.1f} tokens; the other answers that estimate the KL divergence have "
+            f"{self.mismatched_tokens / num_answers:,.1f}"
+        )
+
+
+@dataclass(frozen=True)
 class SplitLedger:
     documents: int  # documents packed, repeats included; `characters` are their code points
     characters: int
@@ -211,6 +232,7 @@ class SplitLedger:
     chats_severed: int = 0  # chats with a supervised token in a row that does not hold the chat's beginning
     sources: dict[str, SourceLedger] = field(default_factory=dict)  # by name; empty without a document index
     pairs: PairLedger | None = None  # None if the documents are no preference pairs
+    unpaired: UnpairedLedger | None = None  # None if they are no unpaired answers
 
 
 @dataclass(frozen=True)
@@ -247,6 +269,12 @@ class Ledger:
             if split.pairs is not None:
                 num_answers = split.pairs.chosen_tokens + split.pairs.rejected_tokens
                 balances.append(_Balance(f"supervised tokens of {name}", split.tokens_supervised, num_answers))
+            if split.unpaired is not None:
+                unpaired = split.unpaired
+                num_tokens = unpaired.answer_tokens + unpaired.mismatched_tokens
+                balances.append(_Balance(f"supervised tokens of {name}", split.tokens_supervised, num_tokens))
+                num_labels = unpaired.desirable + unpaired.undesirable
+                balances.append(_Balance(f"labels of {name}", num_labels, split.documents))
             balances += _balances_of_sources(name, split)
         return [str(balance) for balance in balances if balance.left != balance.right]
 
@@ -313,6 +341,30 @@ class Manifest:
     cleaning: dict[str, Any] = field(default_factory=dict)
     has_pairs: bool = False  # whether each document is a preference pair, with two entries of `document_starts`
     chat_formats: tuple[Component, ...] = ()  # the registered formats that its rows were read by
+    # whether each document is an unpaired answer, followed by the same prompt with another row's answer: two entries of
+    # `document_starts`, and a label in the document index
+    has_unpaired: bool = False
+
+    @property
+    def sequences_per_document(self) -> int:
+        """The number of entries of ``document_starts`` that a document has."""
+        return 2 if self.has_pairs or self.has_unpaired else 1
+
+    @property
+    def objective(self) -> str:
+        """The usual ``--objective`` that trains on its documents; empty for cross entropy."""
+        if self.has_pairs:
+            return "dpo"
+        return "kto" if self.has_unpaired else ""
+
+    @property
+    def kind(self) -> str:
+        """What its documents are, for messages."""
+        if self.has_pairs:
+            return "preference pairs"
+        if self.has_unpaired:
+            return "unpaired answers"
+        return "texts or chats"
 
     def imbalances(self) -> list[str]:
         """Return one line for each sum of the ledger, or of the documents skipped of the sources, that is wrong."""
@@ -335,7 +387,7 @@ class Manifest:
         num_cut = sum(self.ledger.tokens_cut.values())
         num_tokens = num_cut + sum(source.tokens for source in self.sources)
         if num_cut > _TOLERATED_CUT * num_tokens:
-            kind = "preference pairs" if self.has_pairs else "chats"
+            kind = self.kind if self.sequences_per_document > 1 else "chats"
             losses.append(
                 f"{num_cut:,} of {num_tokens:,} tokens ({num_cut / num_tokens:.0%}) were cut off because {kind} are "
                 f"longer than a row of {self.settings.max_length:,}; give a larger --max_length"
@@ -357,19 +409,28 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     imbalances = manifest.imbalances()
     assert not imbalances, imbalances
-    format_version = FORMAT_OF_PAIRS if manifest.has_pairs else FORMAT
-    content = {"format": format_version, **vars(manifest)}
+    content = {"format": _format_of(has_pairs=manifest.has_pairs, has_unpaired=manifest.has_unpaired), **vars(manifest)}
     totals = dict(vars(manifest.ledger))
     splits = {name: dict(vars(split)) for name, split in totals.pop("splits").items()}
-    # older versions know neither pairs nor parts
+    # older versions know neither pairs, unpaired answers nor parts
     if not manifest.has_pairs:
         del content["has_pairs"]
         for split in splits.values():
             del split["pairs"]
+    if not manifest.has_unpaired:
+        del content["has_unpaired"]
+        for split in splits.values():
+            del split["unpaired"]
     if not manifest.parts:
         del content["parts"]
     content["ledger"] = {**splits, **totals}
     (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def _format_of(*, has_pairs: bool, has_unpaired: bool) -> int:
+    if has_unpaired:
+        return FORMAT_OF_UNPAIRED
+    return FORMAT_OF_PAIRS if has_pairs else FORMAT
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -389,7 +450,9 @@ def load_manifest(folder: Path) -> Manifest | None:
     if not file.exists():
         return None
     content = read_json(file, dict, "tokenize again")
-    expected_format = FORMAT_OF_PAIRS if content.get("has_pairs") is True else FORMAT
+    expected_format = _format_of(
+        has_pairs=content.get("has_pairs") is True, has_unpaired=content.get("has_unpaired") is True
+    )
     file_format = content.get("format")
     if file_format != expected_format:
         raise InputError(f"{file} has format {file_format!r}, this version reads {expected_format}; tokenize again")

@@ -40,7 +40,7 @@ class CardArguments(PushArguments):
 
 @dataclass(frozen=True)
 class TokenizeArguments(CleaningArguments, CardArguments):
-    """Turn documents, chats or preference pairs into a token dataset
+    """Turn documents, chats, preference pairs or unpaired answers into a token dataset
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
     PROGRAM --dataset chats.jsonl --tokenizer_name TOKENIZER --packing best_fit --output_dir data/chats
@@ -61,14 +61,14 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     """Tokens per row; 8k is 8192."""
     packing: Literal["concat", "best_fit", "none"] | None = None
     """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
-    document into each row and pads it. Default: best_fit if a source has chats, instructions or preference pairs, else
-    concat.
+    document into each row and pads it. Default: best_fit if a source has chats, instructions, preference pairs or
+    unpaired answers, else concat.
     """
     overlap: Overlap = 0
     """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
     data_format: DataFormat = "auto"
-    """Content of a source's rows: text in --text_column, a chat, an instruction or a preference pair; auto looks at the
-    first row. --extensions registers other formats.
+    """Content of a source's rows: text in --text_column, a chat, an instruction, a preference pair, or an unpaired
+    answer with a label; auto looks at the first row. --extensions registers other formats.
     """
     extensions: list[str] | None = None
     """Python modules, such as my_formats for my_formats.py in the current folder, that register formats of chats
@@ -82,12 +82,12 @@ class TokenizeArguments(CleaningArguments, CardArguments):
     """Jinja file with the chat template to use instead of the tokenizer's own; checkpoints and exports get it too."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn; of a preference
-    pair, the turns or the last turn of each answer.
+    pair or an unpaired answer, the turns or the last turn of each answer.
     """
     too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
     """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped. The
-    two sequences of a preference pair together have at most --max_length tokens: cut_start removes turns of the prompt
-    from both; cut_end drops the pair too, for an answer is never cut.
+    two sequences of a preference pair or an unpaired answer together have at most --max_length tokens: cut_start
+    removes turns of the prompt from both; cut_end drops the document too, for an answer is never cut.
     """
     validation_split: UnitInterval = 0.05
     """Share of the documents for validation/; 0 for none."""

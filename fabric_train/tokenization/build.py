@@ -38,11 +38,13 @@ from fabric_train.token_dataset.manifest import (
     SourceRecord,
     SplitLedger,
     TokenizerRecord,
+    UnpairedLedger,
     read_manifest,
     write_manifest,
 )
 from fabric_train.token_dataset.rows import RowPlan, plan_rows
 from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.chats.formats import PREFERENCE
 from fabric_train.tokenization.corpus import OpenedCorpus, opened_corpus
 from fabric_train.tokenization.duplicate_samples import sample_duplicates
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
@@ -146,7 +148,8 @@ def write_token_dataset(
         versions=_versions(),
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
-        has_pairs=any(source_format.pairs is not None for source_format in corpus.formats),
+        has_pairs=any(source_format.kind == PREFERENCE for source_format in corpus.formats),
+        has_unpaired=corpus.has_unpaired,
         chat_formats=corpus.registered_formats,
     )
     write_manifest(folder, manifest)
@@ -309,7 +312,16 @@ def _write_splits(
         )
         num_severed = count_severed_chats(collection.documents, plan, is_chat_source[collection.sources])
         places = collection.places[plan.order]
-        write_index(folder / name, plan, places, checksums)
+        is_desirable: np.ndarray | None = None
+        pair_ledger: PairLedger | None = None
+        unpaired_ledger: UnpairedLedger | None = None
+        if corpus.has_unpaired:
+            assert collection.pairs is not None
+            is_desirable = collection.pairs["is_desirable"][plan.order]
+            unpaired_ledger = _count_unpaired(collection.pairs[order])
+        elif collection.pairs is not None:
+            pair_ledger = _count_pairs(collection.pairs[order])
+        write_index(folder / name, plan, places, checksums, is_desirable)
         ledgers[name] = SplitLedger(
             documents=len(order),
             characters=int(collection.characters[order].sum()),
@@ -322,7 +334,8 @@ def _write_splits(
             rows=plan.num_rows,
             chats_severed=num_severed,
             sources=count_sources(plan, places, sources),
-            pairs=None if collection.pairs is None else _count_pairs(collection.pairs[order]),
+            pairs=pair_ledger,
+            unpaired=unpaired_ledger,
         )
     write_dataset_dict(folder, splits)
     return ledgers
@@ -341,6 +354,16 @@ def _count_pairs(pairs: np.ndarray) -> PairLedger:
         prefixes=int(pairs["is_prefix"].sum()),
         rated=len(margins),
         rating_margin=float(margins.sum()),
+    )
+
+
+def _count_unpaired(answers: np.ndarray) -> UnpairedLedger:
+    num_desirable = int(answers["is_desirable"].sum())
+    return UnpairedLedger(
+        desirable=num_desirable,
+        undesirable=len(answers) - num_desirable,
+        answer_tokens=int(answers["chosen"].sum(dtype=np.int64)),
+        mismatched_tokens=int(answers["rejected"].sum(dtype=np.int64)),
     )
 
 

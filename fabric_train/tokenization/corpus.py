@@ -37,8 +37,10 @@ from fabric_train.token_dataset.manifest import SourceRecord
 from fabric_train.token_dataset.rows import Packing
 from fabric_train.tokenization.arguments import TEXT_COLUMN, TokenizeArguments
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
+from fabric_train.tokenization.chats.columns import DESIRABLE
 from fabric_train.tokenization.chats.formats import (
     PREFERENCE,
+    UNPAIRED,
     columns,
     detect_format,
     read_chat,
@@ -50,6 +52,7 @@ from fabric_train.tokenization.pairs import PairEncoder
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
+from fabric_train.tokenization.unpaired_answers import UnpairedEncoder
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
@@ -108,18 +111,18 @@ def _keep_unfinished(folder: Path, sizes: ShardSizes) -> bool:
 class SourceFormat:
     """How to encode rows of a ``kind``: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text.
 
-    ``pairs`` encodes preference pairs, by ``chat``.
+    ``pairs`` encodes preference pairs or unpaired answers, by ``chat``.
     """
 
     kind: str
     columns: tuple[str, ...]
     chat: "ChatEncoder | None"
-    pairs: PairEncoder | None = None
+    pairs: PairEncoder | UnpairedEncoder | None = None
 
     def read(self, row: Row | BadRowError) -> Chat | Pair:
         """Read a row with a chat or a pair; BadRowError if it has another format."""
         assert self.chat is not None, "a text is no chat"
-        if self.pairs is not None:
+        if self.kind == PREFERENCE:
             return read_pair(row, calls_as_text=self.chat.calls_as_text)
         return read_chat(row, self.kind, calls_as_text=self.chat.calls_as_text)
 
@@ -161,6 +164,11 @@ class OpenedCorpus:
         """The formats of the sources that --extensions has registered."""
         kinds = sorted({source_format.kind for source_format in self.formats})
         return tuple(CHAT_FORMATS.describe(kind) for kind in kinds if kind in CHAT_FORMATS.registered)
+
+    @property
+    def has_unpaired(self) -> bool:
+        """Whether the documents are unpaired answers."""
+        return any(source_format.kind == UNPAIRED for source_format in self.formats)
 
     @property
     def num_proc(self) -> int:
@@ -283,24 +291,36 @@ def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None
 
 
 def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
-    """Raise InputError, with a line for each fault, if preference pairs are among other documents, or would be cut."""
-    if "preference" not in kinds:
-        return
+    """Raise InputError, with a line for each fault, if pairs or unpaired answers are among others, or would be cut."""
     places = [*arguments.dataset, *(arguments.validation_dataset or ())]
     example_names = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
+    if PREFERENCE in kinds:
+        compared_kind = PREFERENCE
+        noun = "preference pair"
+    elif UNPAIRED in kinds:
+        compared_kind = UNPAIRED
+        noun = "unpaired answer"
+    else:
+        return
     faults: list[str] = []
     for kind, name in example_names.items():
-        if kind != "preference":
-            pairs_name = example_names["preference"]
-            faults.append(f"{pairs_name} has preference pairs, {name} has {kind}: make a token dataset of each")
+        if kind != compared_kind:
+            compared_name = example_names[compared_kind]
+            faults.append(f"{compared_name} has {noun}s, {name} has {kind}: make a token dataset of each")
     if arguments.packing == "concat":
-        faults.append("--packing concat cuts preference pairs at row ends: leave it out, which gives best_fit")
+        faults.append(f"--packing concat cuts {noun}s at row ends: leave it out, which gives best_fit")
     if arguments.overlap:
-        faults.append("--overlap: a preference pair is never in two rows, so nothing is repeated; leave it out")
+        faults.append(f"--overlap: {_with_article(noun)} is never in two rows, so nothing is repeated; leave it out")
     if arguments.train_on == "all":
-        faults.append("--train_on all: of a preference pair, only the answers are compared; give assistant or last")
+        faults.append(
+            f"--train_on all: of {_with_article(noun)}, only the answers are compared; give assistant or last"
+        )
     if faults:
         raise InputError(*faults)
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun.startswith('u') else 'a'} {noun}"
 
 
 def find_kind(
@@ -314,7 +334,7 @@ def find_kind(
     """Return the data format of a source's first row: a format of chats if it has such columns, else text.
 
     Text in a column that the user has chosen comes before a chat, and so does any text with ``prefers_text``. Columns
-    of preference pairs only count ``with_pairs``; InputError if a row has no others.
+    of preference pairs and labels of answers only count ``with_pairs``; InputError if a row has no others.
     """
     chooses_text = prefers_text or text_column != TEXT_COLUMN
     for part in source.parts(1 << 20):
@@ -330,6 +350,8 @@ def find_kind(
 
             # a format of chats
             kind = detect_format(row)
+            if kind == UNPAIRED and not with_pairs:
+                kind = detect_format({name: value for name, value in row.items() if name not in DESIRABLE})
             if kind == PREFERENCE and not with_pairs:
                 without_pair = {name: value for name, value in row.items() if name != "chosen"}
                 kind = detect_format(without_pair)
@@ -365,8 +387,8 @@ def open_formats(
         from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
         # concat cuts chats at row ends, and a pair is shortened as a whole by its encoder
-        has_pairs = kind == PREFERENCE
-        has_no_limit = has_pairs or arguments.packing == "concat"
+        has_two_sequences = kind in (PREFERENCE, UNPAIRED)
+        has_no_limit = has_two_sequences or arguments.packing == "concat"
         encoder = ChatEncoder(
             tokenizer_folder,
             kind,
@@ -376,7 +398,11 @@ def open_formats(
             by_parts=by_parts,
             is_chosen=arguments.chat_template is not None,
         )
-        pairs = PairEncoder(encoder, arguments.too_long, arguments.max_length) if has_pairs else None
+        pairs: PairEncoder | UnpairedEncoder | None = None
+        if has_two_sequences:
+            pairs = PairEncoder(encoder, arguments.too_long, arguments.max_length)
+            if kind == UNPAIRED:
+                pairs = UnpairedEncoder(pairs)
         formats[kind] = SourceFormat(kind, columns(kind), encoder, pairs)
         set_chat_template(tokenizer_folder, encoder.chat_template)
     return [formats[kind] for kind in kinds]

@@ -33,6 +33,7 @@ from fabric_train.reading.files import naming_memory_errors
 from fabric_train.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.reading.sources import PartReader
 from fabric_train.token_dataset import manifest
+from fabric_train.tokenization.chats.formats import UNPAIRED
 from fabric_train.tokenization.corpus import OpenedCorpus, SourceFormat, open_formats, sample_texts
 from fabric_train.tokenization.shards import (
     ENCODED,
@@ -274,6 +275,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
         shard,
         partial(job.show, shard.index),
         hashed=corpus.arguments.deduplicate,
+        hashes_first_sequence=source_format.kind == UNPAIRED,
         signed=corpus.cleaner is not None and corpus.cleaner.near_duplicates is not None,
         skips_bad_rows=corpus.arguments.skips_bad_rows,
     )

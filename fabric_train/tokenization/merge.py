@@ -29,6 +29,7 @@ from fabric_train.token_dataset.manifest import (
     SourceRecord,
     SplitLedger,
     TokenizerRecord,
+    UnpairedLedger,
     changed_tokenizer,
     read_manifest,
     write_manifest,
@@ -123,6 +124,7 @@ def merge_manifests(datasets: Sequence[MergeInput]) -> Manifest:
         parts=tuple(parts),
         has_index=has_index,
         has_pairs=datasets[0].manifest.has_pairs,
+        has_unpaired=datasets[0].manifest.has_unpaired,
         chat_formats=_chat_formats(datasets),
     )
 
@@ -150,10 +152,8 @@ def _find_differences(reference: MergeInput, dataset: MergeInput) -> Iterator[st
             f"{dataset.folder}: its rows have {max_length:,} tokens, the rows of {reference.folder} have "
             f"{reference_length:,}; tokenize one of them again with the --max_length of the other"
         )
-    if reference_manifest.has_pairs and not manifest.has_pairs:
-        yield f"{reference.folder} has preference pairs, {dataset.folder} has none; keep them apart"
-    elif manifest.has_pairs and not reference_manifest.has_pairs:
-        yield f"{dataset.folder} has preference pairs, {reference.folder} has none; keep them apart"
+    if reference_manifest.kind != manifest.kind:
+        yield f"{reference.folder} has {reference_manifest.kind}, {dataset.folder} has {manifest.kind}; keep them apart"
 
     # the files of the tokenizer
     reference_hashes = reference_manifest.tokenizer.sha256
@@ -217,16 +217,23 @@ def _add_ledgers(ledgers: Sequence[Ledger], *, with_sources: bool) -> Ledger:
         sources = {name: SourceLedger(**_totals(group)) for name, group in ledgers_by_source.items()}
         pair_ledgers = [ledger.pairs for ledger in split_ledgers if ledger.pairs is not None]
         pairs = PairLedger(**_totals(pair_ledgers)) if pair_ledgers else None
-        splits[split_name] = SplitLedger(**_totals(split_ledgers), sources=sources, pairs=pairs)
+        unpaired_ledgers = [ledger.unpaired for ledger in split_ledgers if ledger.unpaired is not None]
+        unpaired = UnpairedLedger(**_totals(unpaired_ledgers)) if unpaired_ledgers else None
+        splits[split_name] = SplitLedger(**_totals(split_ledgers), sources=sources, pairs=pairs, unpaired=unpaired)
     return Ledger(splits=splits, **_totals(ledgers))
 
 
 def _totals(
-    ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger] | Sequence[PairLedger],
+    ledgers: Sequence[Ledger]
+    | Sequence[SplitLedger]
+    | Sequence[SourceLedger]
+    | Sequence[PairLedger]
+    | Sequence[UnpairedLedger],
 ) -> dict[str, Any]:
     """Return the sum of each count, and per reason the sums of the counts by reason.
 
-    The nested ledgers (``splits``, ``sources`` and ``pairs``) are left out: the caller adds them up by name.
+    The nested ledgers (``splits``, ``sources``, ``pairs`` and ``unpaired``) are left out: the caller adds them up by
+    name.
     """
     totals: dict[str, Any] = {}
     for ledger in ledgers:
@@ -235,7 +242,7 @@ def _totals(
             value = getattr(ledger, name)
             if isinstance(value, int | float):
                 totals[name] = totals.get(name, 0) + value
-            elif name not in ("splits", "sources", "pairs"):
+            elif name not in ("splits", "sources", "pairs", "unpaired"):
                 totals[name] = dict(Counter(totals.get(name, {})) + Counter(value))
     return totals
 

@@ -22,7 +22,15 @@ from fabric_train.cli.progress import ThrottledLog, transient_bar
 from fabric_train.files.regular_file import read_json
 from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_json
 from fabric_train.token_dataset.check_parts import check_parts
-from fabric_train.token_dataset.document_index import ARRAYS, CHECKSUMS, DocumentIndex, SourceTable, chunks, open_index
+from fabric_train.token_dataset.document_index import (
+    ARRAYS,
+    CHECKSUMS,
+    LABELS,
+    DocumentIndex,
+    SourceTable,
+    chunks,
+    open_index,
+)
 from fabric_train.token_dataset.document_index import FOLDER as INDEX_FOLDER
 from fabric_train.token_dataset.document_search import rows_of_sources
 from fabric_train.token_dataset.manifest import FILE_NAME as MANIFEST_NAME
@@ -225,6 +233,17 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
     rows[-1] = (next_placed, next_continuation)
     for array in arrays.values():
         array.flush()
+
+    # the labels of unpaired answers, at the places of their documents
+    if all(index.is_desirable is not None for index in indexes):
+        placed_labels: list[np.ndarray] = []
+        unplaced_labels: list[np.ndarray] = []
+        for index in indexes:
+            num_placed = int(index.rows["documents"][-1])
+            placed_labels.append(index.is_desirable[:num_placed])
+            unplaced_labels.append(index.is_desirable[num_placed:])
+        joined_labels = np.concatenate([*placed_labels, *unplaced_labels])
+        np.save(folder / INDEX_FOLDER / LABELS, joined_labels, allow_pickle=False)
 
     # an index of an older version has no checksums, and then the joined one has none
     checksums = [index.checksums for index in indexes if index.checksums is not None]

@@ -201,6 +201,10 @@ class PairEncoder:
             return rejected
         if np.array_equal(chosen.input_ids, rejected.input_ids):
             return BadRowError(f"{SAME_ANSWERS}, in tokens", EQUAL_ANSWERS)
+        return self.fit(pair, chosen, rejected)
+
+    def fit(self, pair: Pair, chosen: EncodedDocument, rejected: EncodedDocument) -> EncodedDocument | LeftOut:
+        """Return both sequences of a pair as one document, shortened if they are too long together."""
         document = _join_documents(pair, chosen, rejected)
         num_tokens = len(document.input_ids)
         if num_tokens <= self.max_length:
@@ -253,6 +257,7 @@ def _join_documents(pair: Pair, chosen: EncodedDocument, rejected: EncodedDocume
         int(rejected.supervised.sum()),
         is_prefix and chosen_text != rejected_text,
         pair.rating_margin,
+        False,
     )
     return EncodedDocument(
         input_ids=np.concatenate([chosen.input_ids, rejected.input_ids]),

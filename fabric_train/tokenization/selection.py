@@ -41,7 +41,7 @@ class Collection:
     near_duplicates: np.ndarray  # int64 [any number], documents that were left out because they nearly repeat another
     hits: list[tuple[TaskHit, Location]]  # what documents share with evaluation tasks, in the order of the sources
     hashes: np.ndarray  # uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate
-    pairs: np.ndarray | None  # PAIR [documents]; None if they are no preference pairs
+    pairs: np.ndarray | None  # PAIR [documents]; None if they are neither preference pairs nor unpaired answers
 
 
 @dataclass(frozen=True)

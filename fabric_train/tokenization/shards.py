@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -34,7 +33,7 @@ from fabric_train.reading.documents import PAIR, BadRowError, LeftOut
 from fabric_train.reading.listing import SHA256_BYTES, FilePart
 from fabric_train.reading.sources import Source
 
-FORMAT = 8  # of a shard's files
+FORMAT = 9  # of a shard's files
 _MAX_SHARD_BYTES = 32 << 20
 _TARGET_NUM_SHARDS = 64
 _MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
@@ -214,7 +213,7 @@ class ShardRecord:
     kinds: tuple[str, ...]
     samples: Sequence[tuple[PlaceInShard, DroppedText]]  # a few of the documents that cleaning dropped
     hits: Sequence[tuple[PlaceInShard, TaskHit]]  # what documents share with evaluation tasks
-    pairs: np.ndarray  # PAIR [kept]; [0] if they are no preference pairs
+    pairs: np.ndarray  # PAIR [kept]; [0] if they are neither preference pairs nor unpaired answers
     hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
     num_read: int  # rows read
     tokens: Path  # the file of its tokens; and of its masks, if there are any
@@ -273,8 +272,9 @@ def remove_outdated_shards(folder: Path) -> int:
 class ShardWriter:
     """A writer of the files of a shard, a context manager that closes them; ``finish`` makes the shard a finished one.
 
-    ``show`` is called with the bytes, documents and tokens done. Documents are ``hashed``, and have signatures if
-    ``signed``. The first bad row is an error unless ``skips_bad_rows``.
+    ``show`` is called with the bytes, documents and tokens done. Documents are ``hashed``, of unpaired answers only the
+    first sequence and the label (``hashes_first_sequence``), and have signatures if ``signed``. The first bad row is an
+    error unless ``skips_bad_rows``.
     """
 
     def __init__(
@@ -284,6 +284,7 @@ class ShardWriter:
         show: Callable[[int, int, int], None],
         *,
         hashed: bool,
+        hashes_first_sequence: bool = False,
         signed: bool,
         skips_bad_rows: bool,
     ) -> None:
@@ -291,6 +292,7 @@ class ShardWriter:
         self._shard = shard
         self._show_progress = show
         self._hashes_documents = hashed
+        self._hashes_first_sequence = hashes_first_sequence
         self._skips_bad_rows = skips_bad_rows
 
         # the record, in memory until `finish` writes it; see `ShardRecord`
@@ -396,7 +398,7 @@ class ShardWriter:
         """Write documents, ENCODED [documents], with joined tokens, int32 [T], and masks, bool [T], if there are any.
 
         ``position`` is the number of the part's bytes that have been read. ``pairs`` are PAIR [documents] if the
-        documents are preference pairs.
+        documents are preference pairs or unpaired answers.
         """
         # most shards have no masks: the file begins with the first one, and all tokens before it are supervised
         if supervised is not None and self._masks is None:
@@ -414,11 +416,17 @@ class ShardWriter:
         if pairs is not None:
             self._pairs.append(pairs)
         if self._hashes_documents:
-            borders = [0, *np.cumsum(documents["length"]).tolist()]
-            for begin, end in pairwise(borders):
+            ends = np.cumsum(documents["length"], dtype=np.int64)
+            begins = ends - documents["length"]
+            labels = [b""] * len(documents)
+            if pairs is not None and self._hashes_first_sequence:
+                ends = begins + pairs["rejected_at"]
+                labels = [label.tobytes() for label in pairs["is_desirable"]]
+            for begin, end, label in zip(begins.tolist(), ends.tolist(), labels, strict=True):
                 digest = hashlib.blake2b(ids[begin:end].data, digest_size=HASH_BYTES)
                 if supervised is not None:
                     digest.update(supervised[begin:end].data)
+                digest.update(label)
                 self._hashes.append(digest.digest())
         self._show(position)
 

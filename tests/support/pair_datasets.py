@@ -1,4 +1,4 @@
-"""Write token datasets of preference pairs, and a tiny model with a chat template that they are made with."""
+"""Write token datasets of preference pairs and of unpaired answers, and a tiny model that they are made with."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -50,8 +50,29 @@ def write_source(path: Path, pair_numbers: Iterable[int]) -> Path:
     return path
 
 
+def write_unpaired_source(path: Path, numbers: Sequence[int]) -> Path:
+    """Write a JSON Lines file of unpaired answers: desirable ones count on, undesirable ones backwards.
+
+    Every third number is undesirable. Of the rows, some are a prompt and a completion, and some are messages.
+    """
+    with path.open("w") as file:
+        for number in numbers:
+            start = number % 5
+            words = _WORDS[start : start + 1 + number % 4]
+            is_desirable = number % 3 > 0
+            if not is_desirable:
+                words = [*words[::-1], "no"]
+            prompt = f"Count {'on ' * (number % 3)}from {_WORDS[start]}, {number}."
+            row: dict[str, object] = {"prompt": prompt, "completion": " ".join(words)}
+            if number % 2:
+                messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": " ".join(words)}]
+                row = {"messages": messages}
+            file.write(json.dumps(row | {"label": is_desirable}) + "\n")
+    return path
+
+
 def tokenize(folder: Path, model: Path, sources: Sequence[Path], **options: object) -> Path:
-    """Make a token dataset of pairs in rows of ``ROW_LENGTH`` tokens; return its folder."""
+    """Make a token dataset of pairs or unpaired answers in rows of ``ROW_LENGTH`` tokens; return its folder."""
     arguments = {
         "dataset": list(sources),
         "tokenizer_name": model,

@@ -262,7 +262,7 @@ def test_errors_keep_their_place_among_pairs(chats_of: Callable[[str], ChatEncod
     assert [results[0], results[2]] == [bad, bad]
     assert isinstance(results[1], EncodedDocument)
     assert results[1].pair is not None
-    rejected_at, chosen, rejected, is_prefix, _ = results[1].pair[0].tolist()
+    rejected_at, chosen, rejected, is_prefix, *_ = results[1].pair[0].tolist()
     assert results[1].supervised is not None
     halves = np.split(results[1].supervised, [rejected_at])
     assert [int(half.sum()) for half in halves] == [chosen, rejected]
@@ -352,10 +352,10 @@ def test_rows_hold_whole_pairs_with_two_borders_each(
     ("change", "fault"),
     [
         (None, None),
-        ("drop a border", "rows with half a preference pair"),
-        ("unsupervised answer", "preference pairs without two supervised answers"),
-        ("other prompt", "preference pairs with two prompts"),
-        ("longer prompt", "preference pairs with two prompts"),
+        ("drop a border", "rows with half a pair of sequences"),
+        ("unsupervised answer", "pairs of sequences without two supervised answers"),
+        ("other prompt", "pairs of sequences with two prompts"),
+        ("longer prompt", "pairs of sequences with two prompts"),
     ],
 )
 def test_what_is_wrong_with_pairs_is_found_by_row(change: str | None, fault: str | None) -> None:

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fabric_train.reading.documents import Message, is_empty
+from fabric_train.reading.documents import Message, excerpt, is_empty
 from fabric_train.tokenization.chats.turns import TurnReader, is_spoken_by
 
 SYSTEM = ("system", "system_prompt")
 """Columns with the text of a system turn."""
 DESIRABLE = ("label", "kto_tag")
-"""Columns of KTO's rows: true if the answer is a good one, false if it is one to avoid."""
+"""Columns of unpaired answers (KTO): true if the answer is desirable, false if it is one to avoid."""
 OF_EVERY_FORMAT = (*SYSTEM, "tools", "functions", "chat_template_kwargs", *DESIRABLE, "train_on_input", "mask")
 """Columns that a row of any format may have."""
 # arguments of transformers' function that renders a template
@@ -138,19 +138,38 @@ def read_template_variables(columns: RowColumns) -> dict[str, Any]:
     return variables
 
 
+def find_label(row: Mapping[str, Any]) -> bool | None:
+    """Return whether a row calls its answer desirable; None if it has no label of that kind."""
+    for column in DESIRABLE:
+        value = row.get(column)
+        if isinstance(value, str) and value.lower() in ("true", "false"):  # of a csv file
+            return value.lower() == "true"
+        if isinstance(value, bool):
+            return value
+    return None
+
+
+def check_label(columns: RowColumns) -> None:
+    """Raise ValueError if a row has no label, or one that is neither true nor false."""
+    if find_label(columns.row) is not None:
+        return
+    for column in DESIRABLE:
+        value = columns.row.get(column)
+        if value is not None:
+            raise ValueError(f"{column} is {excerpt(value)}, and has to be true or false")
+    raise ValueError("label is missing: true for a desirable answer, false for one to avoid")
+
+
 def read_is_undesirable(columns: RowColumns) -> bool:
-    """Return whether a row says, as those of KTO do, that its answer is one to avoid."""
+    """Return whether a row says, as unpaired answers do, that its answer is one to avoid."""
     for column in DESIRABLE:
         if column not in columns:
             continue
         value = columns[column]
-        if isinstance(value, str) and value.lower() in ("true", "false"):  # of a csv file
-            value = value.lower() == "true"
-        if isinstance(value, bool):
-            return not value
-        if not is_empty(value):  # another label, such as the class of a text
+        is_label = find_label({column: value}) is not None
+        if not is_label and not is_empty(value):  # another label, such as the class of a text
             columns.leave(column)
-    return False
+    return find_label(columns.row) is False
 
 
 def check_what_is_trained(columns: RowColumns) -> None:

@@ -11,7 +11,9 @@ from fabric_train.tokenization.chats.columns import (
     OF_EVERY_FORMAT,
     RowColumns,
     begin_with_system,
+    check_label,
     check_what_is_trained,
+    find_label,
     read_history,
     read_instruction,
     read_is_undesirable,
@@ -23,6 +25,7 @@ from fabric_train.tokenization.pairs import PAIR_COLUMNS, pair_of
 
 Row = Mapping[str, Any]
 PREFERENCE = "preference"
+UNPAIRED = "unpaired"
 _EXCHANGES = (("input", "output"), ("human", "assistant"))
 """The keys of a question and its answer in data sets whose conversations are lists of exchanges."""
 _PROMPTS = (
@@ -36,7 +39,7 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A format of rows with chats, instructions or preference pairs."""
+    """A format of rows with chats, instructions, preference pairs or unpaired answers."""
 
     example: str
     """The columns that it needs, for messages."""
@@ -204,18 +207,61 @@ PREFERENCE_PAIRS = ChatFormat(
     recognises=_has_answers_to_compare,
     read=pair_of,
 )
+_FORMATS_WITH_LABEL = (MESSAGES, CONVERSATIONS, CONVERSATION, ALPACA, PROMPT_COMPLETION)
+
+
+def _format_beside_label(row: Row) -> ChatFormat | None:
+    """Return the format of the chat in a row that may have a label; None if there is no chat."""
+    for chat_format in _FORMATS_WITH_LABEL:
+        if chat_format.recognises(row):
+            return chat_format
+    return None
+
+
+def _has_label_and_chat(row: Row) -> bool:
+    return find_label(row) is not None and _format_beside_label(row) is not None
+
+
+def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
+    """Read an answer with a label as a chat whose given messages are the prompt.
+
+    The prompt of a whole conversation ends before its last turn of the assistant.
+    """
+    chat_format = _format_beside_label(columns.row)
+    if chat_format is None:
+        raise ValueError("no prompt and completion, and no messages")
+    check_label(columns)
+    chat = chat_format.read(columns, turns)
+    prompt_length = chat.num_given
+    if not prompt_length:
+        prompt_length = len(chat.messages) - 1
+    answer = chat.messages[prompt_length:]
+    if not answer or answer[0]["role"] != "assistant":
+        raise ValueError("the conversation must end with the assistant's answer, which the label is for")
+    if not prompt_length:
+        raise ValueError("the answer has no prompt")
+    return replace(chat, num_given=prompt_length)
+
+
+UNPAIRED_ANSWERS = ChatFormat(
+    example="label (true or false) beside prompt and completion (texts or messages), or beside messages",
+    columns=tuple(dict.fromkeys(chain.from_iterable(chat_format.columns for chat_format in _FORMATS_WITH_LABEL))),
+    recognises=_has_label_and_chat,
+    read=_read_unpaired,
+)
 
 
 def detect_format(record: Row) -> str | None:
-    """Return the data format of a row by its columns; None if it is no chat, instruction or preference pair."""
+    """Return the data format of a row by its columns; None if it has none of them."""
     recognised = [name for name, chat_format in CHAT_FORMATS.items() if chat_format.recognises(record)]
     if not recognised:
         return None
     for name in recognised:
         if name in CHAT_FORMATS.registered:  # for the user's own data
             return name
-    if PREFERENCE in recognised:  # whatever else it has
-        return PREFERENCE
+    for name in (PREFERENCE, UNPAIRED):  # whatever else it has
+        if name in recognised:
+            return name
     return recognised[0]
 
 
