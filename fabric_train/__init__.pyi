@@ -126,6 +126,8 @@ def train(
     sft_weight: float = 0.0,
     dpop_lambda: float = 50.0,
     simpo_gamma: float = 0.5,
+    kto_desirable_weight: float = 1.0,
+    kto_undesirable_weight: float = 1.0,
     reference: StrPath | None = None,
     parallelism: Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"] = "auto",
     auto_wrap_policy: StrPath = "LlamaDecoderLayer",

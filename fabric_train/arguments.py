@@ -61,8 +61,12 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "orpo": ("dpo_beta",),
     "apo_zero": ("dpo_beta", "sft_weight", "reference"),
     "dpop": ("dpo_beta", "sft_weight", "dpop_lambda", "reference"),
+    "kto": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
+    "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
+UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
+"""The objectives that train on unpaired answers."""
 PARTS = ("train_only", "freeze")
 _SCALING = r"(llama3|yarn|linear):([0-9]{1,6}(?:\.[0-9]{1,6})?)"
 _REQUIRED_SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
@@ -403,9 +407,10 @@ class PreferenceArguments:
     """Preference"""
 
     objective: ObjectiveName = "sft"
-    """The loss: sft is the cross entropy of the supervised tokens; the others of this project train on preference
-    pairs, so that the chosen answer becomes more likely than the rejected one. dpo, ipo, apo_zero and dpop compare with
-    a reference model. --extensions registers others.
+    """The loss: sft is the cross entropy of the supervised tokens; kto and apo_zero_unpaired train on unpaired answers,
+    so that desirable ones become likelier and undesirable ones less likely; the others of this project train on
+    preference pairs, so that the chosen answer becomes more likely than the rejected one. All but sft, simpo and orpo
+    compare with a reference model. --extensions registers others.
     """
     objective_settings: dict[str, Any] | None = None
     """Settings of an objective that --extensions has registered, such as {gamma: 2.0}."""
@@ -424,15 +429,24 @@ class PreferenceArguments:
     """With dpop: factor of what the chosen answer is less likely than with the reference."""
     simpo_gamma: NonNegativeFloat = 0.5
     """With simpo: by how much the reward of the chosen answer is to be the higher one."""
+    kto_desirable_weight: NonNegativeFloat = 1.0
+    """With kto and apo_zero_unpaired: factor of the losses of desirable answers."""
+    kto_undesirable_weight: NonNegativeFloat = 1.0
+    """With kto and apo_zero_unpaired: factor of the losses of undesirable answers."""
     reference: str | None = None
-    """With dpo, ipo, apo_zero and dpop: the reference model, a hub name, folder, checkpoint, RUN or RUN/best; default:
-    the weights that the run starts from, without a new adapter.
+    """With all objectives but sft, simpo and orpo: the reference model, a hub name, folder, checkpoint, RUN or
+    RUN/best; default: the weights that the run starts from, without a new adapter.
     """
 
     @property
-    def needs_pairs(self) -> bool:
-        """Whether the objective is one of this project's that train on preference pairs."""
+    def compares_answers(self) -> bool:
+        """Whether the objective is one of this project's that train on preference pairs or unpaired answers."""
         return self.objective != "sft" and self.objective in OBJECTIVE_ARGUMENTS
+
+    @property
+    def needs_unpaired(self) -> bool:
+        """Whether the objective is one of this project's that train on unpaired answers."""
+        return self.objective in UNPAIRED_OBJECTIVES
 
     @property
     def needs_reference(self) -> bool:

@@ -90,7 +90,14 @@ def _loss() -> LocalLoss:
         metrics=numbers.new_zeros(0, _SOURCES),
         counts=torch.ones(_SOURCES, dtype=torch.float64),
     )
-    return LocalLoss(summed=numbers, counts=counts, window_count=counts.sum(), metrics=nothing, sources=sources)
+    return LocalLoss(
+        summed=numbers,
+        counts=counts,
+        window_count=counts.sum(),
+        metrics=nothing,
+        sources=sources,
+        document_lengths=(),
+    )
 
 
 class _Sent(TorchDispatchMode):

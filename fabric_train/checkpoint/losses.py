@@ -26,6 +26,8 @@ class TokenLoss:
     """Other figures by name, of ``training.evaluation.METRICS`` and of the objective."""
     of_pairs: bool = False
     """Whether this is a loss of preference pairs: then ``num_tokens`` is the number of pairs."""
+    of_answers: bool = False
+    """Whether it is one of unpaired answers instead: then ``num_tokens`` is the number of answers."""
     has_own_unit: bool = False
     """Whether the loss is that of a registered objective, which need not be in nats."""
 
@@ -37,6 +39,8 @@ class TokenLoss:
     @property
     def unit(self) -> str:
         """The unit of which :attr:`loss` is a mean."""
+        if self.of_answers:
+            return "answer"
         return "pair" if self.of_pairs else "token"
 
     @property

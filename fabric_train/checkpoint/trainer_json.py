@@ -24,7 +24,7 @@ OWN_RUN = "."
 PROGRAM = "fabric-train"
 """The name in ``versions`` of the code that trained, with its commit; earlier versions did not record it."""
 ADVICE = "use another checkpoint"
-_LEFT_OUT = ("further", "of_pairs", "has_own_unit")
+_LEFT_OUT = ("further", "of_pairs", "of_answers", "has_own_unit")
 """Fields of ``TokenLoss`` that are written only if they are set."""
 
 
@@ -55,7 +55,7 @@ class TrainerState:
     rows_of_sources: list[NonNegativeInt] | None = None
     """Number of consumed rows of each token dataset of a mixture."""
     counted_of_sources: dict[str, NonNegativeInt] | None = None
-    """Supervised tokens (of preference pairs, the pairs) that all steps consumed of each source, also of other data
+    """Supervised tokens (or pairs, or unpaired answers) that all steps consumed of each source, also of other data
     before a phase or a branch; None if there are no losses by source."""
     train_loss: float | None = None
     val_loss: float | None = None

@@ -501,7 +501,7 @@ def range_of_steps(text: str) -> tuple[int, int] | None:
     return (first_step, last_step) if first_step <= last_step else None
 
 
-HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen")
+HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen", "reward_desirable")
 """Values of ``--best_by`` for which higher is better. Programs that read a checkpoint have no objective to ask."""
 
 

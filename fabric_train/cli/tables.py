@@ -147,6 +147,8 @@ OBJECTIVES: Table[Any] = Table(
         "orpo": "fabric_train.training.preference:build_preference",
         "apo_zero": "fabric_train.training.preference:build_preference",
         "dpop": "fabric_train.training.preference:build_preference",
+        "kto": "fabric_train.training.kto:build_kto",
+        "apo_zero_unpaired": "fabric_train.training.kto:build_kto",
     },
 )
 """Factories of objectives (``training.objective.BuildObjective``)."""

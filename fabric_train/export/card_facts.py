@@ -514,7 +514,10 @@ def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
     objective = saved.component("objective")
     evaluation = saved.state.evaluation
     if objective.is_own:
-        return _NATS if objective.name == "sft" else "a pair"
+        if objective.name == "sft":
+            return _NATS
+        is_of_answers = evaluation is not None and evaluation.whole.of_answers
+        return "an answer" if is_of_answers else "a pair"
     if evaluation is not None and evaluation.whole.is_likelihood:
         return _NATS
     return f"in the unit of the {objective.kind} {objective.name}"

@@ -150,21 +150,37 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
         return [f"{option} compares with a model of the same positions: give --rope_scaling in a run before"]
     if OBJECTIVES.module_of(preference.objective) != PROJECT:
         return []  # it knows which data it takes
-    if not preference.needs_pairs:
-        if isinstance(data, Stream) or not data.has_pairs:
+    if not preference.compares_answers:
+        if isinstance(data, Stream):
             return []
-        return [f"{data.name} has preference pairs, which {option} does not train on; give --objective dpo"]
+        if data.has_pairs:
+            return [f"{data.name} has preference pairs, which {option} does not train on; give --objective dpo"]
+        if data.has_unpaired:
+            return [
+                f"{data.name} has unpaired answers, which {option} does not train on; give --objective kto, or "
+                "tokenize the desirable ones as chats with --data_format prompt_completion or messages"
+            ]
+        return []
 
-    # an objective that trains on preference pairs
-    fix = "tokenize rows with chosen and rejected answers with fabric-train tokenize, and give --train_data_dir"
+    # an objective that trains on preference pairs, or on unpaired answers
+    noun = "preference pairs"
+    rows = "rows with chosen and rejected answers"
+    if preference.needs_unpaired:
+        noun = "unpaired answers"
+        rows = "rows with an answer and a label"
+    fix = f"tokenize {rows} with fabric-train tokenize, and give --train_data_dir"
     if isinstance(data, Stream):
-        return [f"{option} trains on preference pairs, and --streaming_dataset has none; {fix}"]
+        return [f"{option} trains on {noun}, and --streaming_dataset has none; {fix}"]
     faults = []
     for dataset in data.parts:
-        if not dataset.has_pairs:
-            faults.append(f"{option}: {dataset.name} has no preference pairs; {fix}")
+        if dataset.has_pairs and preference.needs_unpaired:
+            faults.append(f"{option}: {dataset.name} has preference pairs; give --objective dpo, or {fix}")
+        elif dataset.has_unpaired and not preference.needs_unpaired:
+            faults.append(f"{option}: {dataset.name} has unpaired answers; give --objective kto, or {fix}")
+        elif not (dataset.has_pairs or dataset.has_unpaired):
+            faults.append(f"{option}: {dataset.name} has no {noun}; {fix}")
     if not data.isolates:
-        faults.append(f"{option} keeps both answers of a pair apart: leave --isolate_documents false out")
+        faults.append(f"{option} keeps the answers to a prompt apart: leave --isolate_documents false out")
     if accelerator == "tpu":
         faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
     return faults

@@ -44,7 +44,7 @@ _DECIDE_THE_LOSSES = (
     *("train_only", "freeze", "lr_of", *_ROPE),
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
     *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
-    "dpop_lambda",
+    *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
 )
 _DEFAULTS_OF_EARLIER_VERSIONS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
 """Arguments that earlier versions lack, in whose checkpoints all weights trained at one rate, with the model's RoPE."""

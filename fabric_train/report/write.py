@@ -191,8 +191,10 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
                 f"{name} was evaluated on other validation rows than {first_name}: do not compare their validation "
                 "losses."
             )
-        if first_evaluation.whole.of_pairs != evaluation.whole.of_pairs:
-            yield f"{name} and {first_name} have losses of different units: pairs and tokens."
+        first_unit = first_evaluation.whole.unit
+        unit = evaluation.whole.unit
+        if first_unit != unit:
+            yield f"{name} and {first_name} have losses of different units: {unit}s and {first_unit}s."
         elif first_evaluation.whole.has_own_unit or evaluation.whole.has_own_unit:
             yield f"{name} or {first_name} has a registered objective: compare losses only if both have the same one."
 

@@ -21,7 +21,15 @@ from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import run_pending
 from fabric_train.model.context_parallel import place_batch
 from fabric_train.training.logger import Sample
-from fabric_train.training.objective import CrossEntropy, Objective, counts_pieces, is_likelihood
+from fabric_train.training.objective import (
+    CrossEntropy,
+    Objective,
+    counts_answers,
+    counts_pieces,
+    is_likelihood,
+    name_metrics,
+    prepare_window,
+)
 from fabric_train.training.sampling import SamplePrompts, generate_samples
 from fabric_train.training.source_losses import (
     losses_by_piece,
@@ -167,11 +175,12 @@ class _EvaluationSums:
 
     def _pair_loss(self, loss_sum: float, count: int, objective_sums: Sequence[float]) -> TokenLoss:
         means = self._objective_means(objective_sums, count)
-        return TokenLoss(loss_sum, num_tokens=count, further=means, of_pairs=True)
+        is_of_answers = counts_answers(self._objective)
+        return TokenLoss(loss_sum, num_tokens=count, further=means, of_pairs=True, of_answers=is_of_answers)
 
     def _objective_means(self, sums: Sequence[float], count: int) -> dict[str, float | None]:
-        names = self._objective.metric_names
-        return {name: total / max(count, 1) for name, total in zip(names, sums, strict=True)}
+        means = [total / max(count, 1) for total in sums]
+        return name_metrics(self._objective, means, count)
 
 
 def _total_bytes(sources: Mapping[str, TokenLoss]) -> float | None:
@@ -212,7 +221,11 @@ def evaluate(
         objective = CrossEntropy()
     sums = _EvaluationSums(fabric, objective, len(source_names), metrics or {})
     model.eval()  # no dropout
-    for index, batch in enumerate(batches):
+    prepared_batches = prepare_window(objective, fabric, model, batches, is_interrupted)
+    if prepared_batches is None:
+        model.train()
+        return None
+    for index, batch in enumerate(prepared_batches):
         if is_interrupted(index):
             model.train()
             return None

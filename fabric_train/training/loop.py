@@ -28,6 +28,7 @@ from fabric_train.training.metrics import (
     with_evaluation,
     with_objective,
 )
+from fabric_train.training.objective import name_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, warn
 from fabric_train.training.step import Stepper, TakenStep, read_flags
@@ -211,10 +212,10 @@ class Loop:
         )
 
         # The objective's metrics, and what a source has in this window.
-        metric_names = self.stepper.objective.metric_names
-        means = {}
+        objective = self.stepper.objective
+        means: dict[str, float | None] = {}
         if step.check.has_targets:
-            means = dict(zip(metric_names, step.report.metrics, strict=True))
+            means = name_metrics(objective, step.report.metrics, step.report.count)
         losses_by_source = {}
         metrics_by_source = {}
         for source, report in zip(self.run.logged_sources, step.report.sources, strict=True):
@@ -222,7 +223,7 @@ class Loop:
                 continue
             losses_by_source[source] = report.loss
             if report.metrics:
-                metrics_by_source[source] = dict(zip(metric_names, report.metrics, strict=True))
+                metrics_by_source[source] = name_metrics(objective, report.metrics, report.count)
         return with_objective(metrics, means, losses_by_source, metrics_by_source)
 
     def _next_state(self, state: TrainerState, window: Window, step: TakenStep) -> TrainerState:

@@ -25,12 +25,12 @@ class Metrics:
     """Number: pass over the training rows, counted from 0."""
     train_loss: float | None = None
     """Nats per token: mean over the supervised tokens of the step, all rows on all ranks; of preference pairs, per
-    pair. Empty if the step has none: then the optimizer takes no step.
+    pair, and of unpaired answers, per answer. Empty if the step has none: then the optimizer takes no step.
     """
     val_loss: float | None = None
     """Nats per token: the same mean over the validation split, after the step."""
     perplexity: float | None = None
-    """Number: e to the power of val_loss; empty for preference pairs."""
+    """Number: e to the power of val_loss; empty for preference pairs and unpaired answers."""
     val_bits_per_byte: float | None = None
     """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which can be compared between tokenizers; empty without a
     document index.
@@ -151,16 +151,17 @@ def extra_columns(
 
 def with_objective(
     metrics: Metrics,
-    means: Mapping[str, float],
+    means: Mapping[str, float | None],
     losses_by_source: Mapping[str, float],
-    metrics_by_source: Mapping[str, Mapping[str, float]],
+    metrics_by_source: Mapping[str, Mapping[str, float | None]],
 ) -> Metrics:
     """Add the means of the objective's metrics, and the mean training loss and metrics of each source in the window."""
-    extra = {f"train_{name}": mean for name, mean in means.items()}
+    extra = {f"train_{name}": mean for name, mean in means.items() if mean is not None}
     by_source = {f"train_loss/{source}": loss for source, loss in losses_by_source.items()}
     for source, source_metrics in metrics_by_source.items():
         for name, mean in source_metrics.items():
-            by_source[f"train_{name}/{source}"] = mean
+            if mean is not None:
+                by_source[f"train_{name}/{source}"] = mean
     return replace(metrics, extra=metrics.extra | extra, by_source=metrics.by_source | by_source)
 
 

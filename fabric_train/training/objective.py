@@ -8,12 +8,13 @@ A loss is a sum, and says over how many things it sums. The step divides by the 
 Shapes: B rows, T tokens per row, V tokens in the vocabulary, N supervised tokens, P pieces of documents (or pairs).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from lightning import Fabric
 
 from fabric_train.cli.tables import OBJECTIVES, resolve_settings
 from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
@@ -50,7 +51,8 @@ class Objective(Protocol):
     For each name in ``metric_names``, the mean over a window is the column ``train_NAME`` of metrics.csv, and the mean
     over the validation split is ``val_NAME``. An objective with an attribute ``counts_pieces`` that is True sums over
     pieces of documents, and returns ``piece_losses`` and ``piece_metrics``. A class that sets ``is_likelihood`` to True
-    has a loss in nats per token, from which perplexity and bits per byte are computed.
+    has a loss in nats per token, from which perplexity and bits per byte are computed. ``WindowObjective`` has further
+    methods that an objective may have.
     """
 
     @property
@@ -67,6 +69,35 @@ class Objective(Protocol):
             batch: The rows, on the model's device, with its ``pieces`` on the CPU.
             scale: The factor by which the caller multiplies the total before the backward pass, [] on that device;
                 models with the loss in their head use it, see ``lm_head_loss.summed_cross_entropy``.
+        """
+
+
+class WindowObjective(Objective, Protocol):
+    """An objective whose loss of a batch depends on its whole window, or whose metrics are no means over all it counts.
+
+    An objective may have either method, or both.
+    """
+
+    def prepare_window(
+        self, fabric: Fabric, model: Any, batches: Iterable[Batch], is_interrupted: Callable[[int], bool]
+    ) -> Iterable[Batch] | None:
+        """Return the batches that ``count`` and ``loss`` get instead of a rank's batches of a window.
+
+        All ranks call this together before the first backward pass of a step, and before an evaluation, whose window is
+        the whole split. It must not compute gradients.
+
+        Args:
+            fabric: Whose ranks share the window.
+            model: The model that ``setup_model`` returned.
+            batches: This rank's batches on the CPU; they can be read several times.
+            is_interrupted: Gets the index of each batch before it is computed; it returns the same on all ranks. If it
+                returns True, return None.
+        """
+
+    def finish_metrics(self, means: Sequence[float], count: int) -> Sequence[float | None]:
+        """Return the metrics from their means over ``count`` things, in the order of ``metric_names``.
+
+        None is a metric that cannot be computed of these things.
         """
 
 
@@ -173,6 +204,33 @@ def build_objective(arguments: "TrainArguments") -> Objective:
 def counts_pieces(objective: Objective) -> bool:
     """Return whether an objective sums over pieces of documents, and not over tokens or something else."""
     return getattr(objective, "counts_pieces", False)
+
+
+def counts_answers(objective: Objective) -> bool:
+    """Return whether the pieces that an objective sums over are unpaired answers, and not pairs."""
+    return getattr(objective, "counts_answers", False)
+
+
+def prepare_window(
+    objective: Objective,
+    fabric: Fabric,
+    model: Any,
+    batches: Iterable[Batch],
+    is_interrupted: Callable[[int], bool],
+) -> Iterable[Batch] | None:
+    """Return the batches of a window as an objective computes them, see ``WindowObjective.prepare_window``."""
+    prepare = getattr(objective, "prepare_window", None)
+    if prepare is None:
+        return batches
+    prepared: Iterable[Batch] | None = prepare(fabric, model, batches, is_interrupted)
+    return prepared
+
+
+def name_metrics(objective: Objective, means: Sequence[float], count: int) -> dict[str, float | None]:
+    """Return the metrics of an objective by name, from their means over ``count`` things."""
+    finish = getattr(objective, "finish_metrics", None)
+    values = means if finish is None else finish(means, count)
+    return dict(zip(objective.metric_names, values, strict=True))
 
 
 def is_likelihood(objective: Objective) -> bool:

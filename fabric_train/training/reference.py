@@ -1,4 +1,4 @@
-"""Compute reference log-probabilities of preference pairs once, by the run's kind of model, before it is built.
+"""Compute reference log-probabilities of pairs and unpaired answers once, before the run's model is built, by its like.
 
 So a run has one model in memory. ``reference_files`` keeps them.
 """
@@ -79,8 +79,10 @@ def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbea
             if fabric.is_global_zero:
                 write_files(files.folder, content, logps)
             fabric.barrier()
-            num_pairs = sum(len(split_logps) for split_logps in logps.values())
-            log.info("reference log-probabilities of %s pairs → %s", f"{num_pairs:,}", files.folder)
+            num_documents = sum(len(split_logps) for split_logps in logps.values())
+            assert dataset.manifest is not None  # a token dataset with two sequences a document has one
+            kind = dataset.manifest.kind
+            log.info("reference log-probabilities of %s %s → %s", f"{num_documents:,}", kind, files.folder)
         for name, rows in splits.items():
             rows.use_reference(files.folder / f"{name}.npy")
 

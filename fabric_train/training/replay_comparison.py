@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 _CANCELLING_COLUMNS = (
     "train_reward_chosen",
     "train_reward_rejected",
+    "train_reward_desirable",
+    "train_reward_undesirable",
     "train_margin",
     "train_accuracy",
     "train_ties",
     "train_kl",
 )
-"""Figures of preference pairs that are differences of nearly equal log-probabilities: only compared bit for bit."""
+"""Figures of preferences that are differences of nearly equal log-probabilities: only compared bit for bit."""
 _EXACT_COLUMNS = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
 """Columns that are the same on any devices."""
 _FIGURE_COLUMNS = ("learning_rate", "train_loss", "grad_norm")
@@ -110,8 +112,8 @@ class Replay:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the run trains on preference pairs."""
-        return self.run.arguments.preference.needs_pairs
+        """Whether the run trains on preference pairs or unpaired answers."""
+        return self.run.arguments.preference.compares_answers
 
     @property
     def compared(self) -> list[str]:

@@ -261,7 +261,7 @@ def _loss_figures(loss: TokenLoss) -> dict[str, Any]:
     """Return the figures of a loss as evaluation.json has them."""
     figures: dict[str, Any] = loss.figures()
     if loss.of_pairs:
-        return figures | {"num_pairs": loss.num_tokens}
+        return figures | {f"num_{loss.unit}s": loss.num_tokens}
     if loss.has_own_unit:
         return figures | {"loss_sum": loss.nats, "num_tokens": loss.num_tokens}
     return figures | {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}

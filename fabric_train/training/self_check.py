@@ -96,18 +96,24 @@ class _Row:
     starts: np.ndarray
     """The positions at which documents start."""
     reference: np.ndarray | None = None
-    """Reference log-probabilities of the answers of preference pairs, fp64 [pairs, 2]."""
+    """Reference log-probabilities of the answers of preference pairs or of unpaired answers, fp64 [pairs, 2]."""
+    is_desirable: np.ndarray | None = None
+    """The labels of unpaired answers, bool [pairs]."""
 
     def slice(self, begin: int, end: int) -> "_Row":
         """Return the tokens ``begin`` to ``end``."""
         inner_starts = self.starts[(self.starts > begin) & (self.starts < end)] - begin
-        reference = None
-        if self.reference is not None:  # of whole pairs, which are two documents each
-            first_pair = int(np.searchsorted(self.starts, begin)) // 2
-            num_pairs = (len(inner_starts) + 1) // 2
-            reference = self.reference[first_pair : first_pair + num_pairs]
-        starts = np.insert(inner_starts, 0, 0)
-        return _Row(self.input_ids[begin:end], self.labels[begin:end], starts, reference)
+        # of whole pairs, which are two documents each
+        first_pair = int(np.searchsorted(self.starts, begin)) // 2
+        num_pairs = (len(inner_starts) + 1) // 2
+        pairs = slice(first_pair, first_pair + num_pairs)
+        return _Row(
+            input_ids=self.input_ids[begin:end],
+            labels=self.labels[begin:end],
+            starts=np.insert(inner_starts, 0, 0),
+            reference=None if self.reference is None else self.reference[pairs],
+            is_desirable=None if self.is_desirable is None else self.is_desirable[pairs],
+        )
 
     def documents(self, group_size: int) -> list["_Row"]:
         """Return the documents, ``group_size`` of them together: the two of a pair."""
@@ -220,7 +226,12 @@ def _read_whole_row(rows: IndexedRows, index: int) -> _Row:
     starts = np.array([0])
     if batch.documents is not None:
         starts = np.flatnonzero(batch.documents.position_ids[0].numpy() == 0)
-    return _Row(batch.input_ids[0].numpy(), batch.labels[0].numpy(), starts)
+    return _Row(
+        input_ids=batch.input_ids[0].numpy(),
+        labels=batch.labels[0].numpy(),
+        starts=starts,
+        is_desirable=None if batch.is_desirable is None else batch.is_desirable.numpy(),
+    )
 
 
 def _read_row(rows: IndexedRows, index: int, length: int) -> _Row:
@@ -274,7 +285,9 @@ def _list_splits(rows: list[_Row], micro_batch_size: int, *, isolates: bool, has
         documents.extend(row.documents(group_size=2 if has_pairs else 1))
     if isolates and len(documents) > len(rows):
         by_length = sorted(documents, key=lambda document: len(document.labels))
-        noun = "pairs" if has_pairs else "documents"
+        noun = "documents"
+        if has_pairs:
+            noun = "pairs" if rows[0].is_desirable is None else "answers"
         yield _Split(f"{len(documents)} {noun} alone", by_length, max_size)
 
 
@@ -289,7 +302,9 @@ def _local_batches(split: _Split, fabric: Fabric) -> list[Batch]:
         batch = pad_rows([row.input_ids for row in rows], [row.labels for row in rows], [row.starts for row in rows])
         references = [row.reference for row in rows if row.reference is not None]
         reference = torch.from_numpy(np.concatenate(references)) if references else None
-        batches.append(replace(batch, reference=reference))
+        labels = [row.is_desirable for row in rows if row.is_desirable is not None]
+        is_desirable = torch.from_numpy(np.concatenate(labels)) if labels else None
+        batches.append(replace(batch, reference=reference, is_desirable=is_desirable))
     return batches
 
 

@@ -23,7 +23,7 @@ from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.context_parallel import place_batch
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.learning_rate import Schedules, set_learning_rate
-from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss
+from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, prepare_window
 from fabric_train.training.own_time import OwnTime
 from fabric_train.training.source_losses import SourceLossCollector
 from fabric_train.training.step_exchange import LocalLoss, RankReport, StepReport, exchange_step
@@ -94,13 +94,10 @@ class Stepper:
         grad_norm = clip_grad_norm(fabric, self.model, self.optimizer, arguments.training.grad_clip)
 
         # Exchange losses, counts and flags between the ranks; the host waits for the device here, and only here.
-        document_lengths: list[int] = []
-        for batch in window.batches:
-            document_lengths.extend(batch.lengths)
         rank_report = RankReport(
             loss=loss,
-            num_tokens=sum(document_lengths),
-            flops=self.flops.count(document_lengths),
+            num_tokens=sum(sum(batch.lengths) for batch in window.batches),
+            flops=self.flops.count(loss.document_lengths),
             own_seconds=self.own_time.seconds,
             sync=read_flags(self.checkpoints),
         )
@@ -176,8 +173,22 @@ def backpropagate(
         heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
         heartbeat.stop_border.enter(window.step, 0)
 
+    # What the objective needs of the whole window before the loss of any batch; most need nothing.
+    def is_interrupted(index: int) -> bool:
+        if heartbeat and index > 0:
+            heartbeat.enter(StepPhase.COMPUTING, index)
+        return False
+
+    batches = window.batches
+    prepared_batches = prepare_window(objective, fabric, model, batches, is_interrupted)
+    assert prepared_batches is not None  # nothing interrupts it
+    if prepared_batches is not batches:
+        batches = list(prepared_batches)
+        if heartbeat:
+            heartbeat.enter(StepPhase.COMPUTING)
+
     # Count before the first backward pass: each micro-batch is then scaled by its share of the window.
-    counts = torch.stack([objective.count(batch) for batch in window.batches])  # int64 [micro-batches]
+    counts = torch.stack([objective.count(batch) for batch in batches])  # int64 [micro-batches]
     own_time.mark()
     window_count = sum_over_data_ranks(fabric, counts.sum())
     own_time.mark()
@@ -188,9 +199,9 @@ def backpropagate(
     losses = []
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
     source_losses = SourceLossCollector(objective, num_sources, fabric.device)
-    last_index = len(window.batches) - 1
+    last_index = len(batches) - 1
     first_averaging_index = 0 if reduces_each_micro_batch else last_index
-    for index, batch in enumerate(window.batches):
+    for index, batch in enumerate(batches):
         if heartbeat and index > 0:
             heartbeat.enter(StepPhase.COMPUTING, index)
             heartbeat.stop_border.enter(window.step, index)
@@ -206,12 +217,16 @@ def backpropagate(
             metrics += loss.metrics
         source_losses.add(loss, batch)
     average_replicated(model)
+    document_lengths: list[int] = []
+    for batch in batches:
+        document_lengths.extend(batch.lengths)
     return LocalLoss(
         summed=torch.stack(losses),
         counts=counts,
         window_count=window_count,
         metrics=metrics,
         sources=source_losses.sum(),
+        document_lengths=document_lengths,
     )
 
 

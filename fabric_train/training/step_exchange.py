@@ -1,6 +1,6 @@
 """The one exchange between the ranks in a step: sum losses and counts, share flags, and wait for the device once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ class LocalLoss:
     metrics: torch.Tensor
     """Sums of the objective's metrics: fp64 [metrics]."""
     sources: SourceLosses
+    document_lengths: Sequence[int]
+    """Tokens of each document in the forward passes of the losses."""
 
 
 @dataclass(frozen=True)

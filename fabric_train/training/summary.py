@@ -19,7 +19,7 @@ from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.learning_rate import decay_form, num_decay_steps
 from fabric_train.training.data_tables import describe_mixture, describe_phases, describe_stream
 from fabric_train.training.loggers import describe_loggers
-from fabric_train.training.objective import Objective, counts_pieces
+from fabric_train.training.objective import Objective, counts_answers, counts_pieces
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_times import read_times
 from fabric_train.training.statistics import accuracy_interval
@@ -173,7 +173,11 @@ def _describe_times(run: PreparedRun) -> str | None:
 
 def describe_step_without_targets(step: int, objective: Objective) -> str:
     """Return the note on the first step of a run in which the objective counts nothing."""
-    lacking = "no preference pair" if counts_pieces(objective) else "no supervised token"
+    lacking = "no supervised token"
+    if counts_answers(objective):
+        lacking = "no unpaired answer"
+    elif counts_pieces(objective):
+        lacking = "no preference pair"
     return (
         f"step {step}: its rows have {lacking}, so the optimizer takes no step and the loss is empty; later such steps "
         "are counted, and the end of the run has their number"

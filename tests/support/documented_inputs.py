@@ -60,6 +60,7 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
     texts = []
     chats = []
     pairs = []
+    unpaired_answers = []
     for addend in range(_NUM_DOCUMENTS):
         question = f"{addend} + {addend}?"
         answer = str(2 * addend)
@@ -67,11 +68,13 @@ def write_stand_ins(folder: Path, model: Path, plays: list[str]) -> None:
         texts.append(json.dumps({"text": f"{addend}. {_VERSE * 9}"}))
         chats.append(json.dumps({"messages": messages}))
         pairs.append(json.dumps({"prompt": question, "chosen": answer, "rejected": f"{addend}, no"}))
+        unpaired_answers.append(json.dumps({"prompt": question, "completion": answer, "label": addend % 3 > 0}))
     lines_by_name = {
         **dict.fromkeys(_TEXTS, texts),
         **dict.fromkeys(_PLAYS, plays),
         **dict.fromkeys(_CHATS, chats),
         **dict.fromkeys(_PAIRS, pairs),
+        "answers.jsonl": unpaired_answers,
         "prompts.jsonl": [json.dumps({"prompt": "La llengua"})],
         "questions.txt": ["What is a word?"],
         "eval/en.txt": [_VERSE * 9],

@@ -50,10 +50,11 @@ def write_source(path: Path, pair_numbers: Iterable[int]) -> Path:
     return path
 
 
-def write_unpaired_source(path: Path, numbers: Sequence[int]) -> Path:
-    """Write a JSON Lines file of unpaired answers: desirable ones count on, undesirable ones backwards.
+def write_unpaired_source(path: Path, numbers: Iterable[int]) -> Path:
+    """Write a JSON Lines file of unpaired answers, and return its path.
 
-    Every third number is undesirable. Of the rows, some are a prompt and a completion, and some are messages.
+    Desirable answers count on from a word, undesirable ones backwards. Every third number gives an undesirable one.
+    Some rows are a prompt and a completion, and some are messages.
     """
     with path.open("w") as file:
         for number in numbers:
