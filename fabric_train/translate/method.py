@@ -3,7 +3,7 @@
 from pathlib import PurePath
 from typing import Any
 
-from fabric_train.arguments import TrainArguments
+from fabric_train.arguments import UNPAIRED_OBJECTIVES, TrainArguments
 from fabric_train.cli.argument_types import types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.translate.foreign_file import ForeignFile, as_bool
@@ -17,9 +17,18 @@ _OBJECTIVES = {
     "simpo": "simpo",
     "orpo": "orpo",
     "apo_zero": "apo_zero",
+    "kto": "kto",
+    "apo_zero_unpaired": "apo_zero_unpaired",
 }
 """Our objective by the name of a preference loss."""
-_PREFERENCES = "dpo, ipo, simpo, orpo, apo_zero and dpop"
+_PREFERENCES = "dpo, ipo, simpo, orpo, apo_zero, dpop, kto and apo_zero_unpaired"
+_KTO_WEIGHTS = {
+    "kto_desirable_weight": ("desirable_weight", "kto_desirable_weight", "kto_chosen_weight"),
+    "kto_undesirable_weight": ("undesirable_weight", "kto_undesirable_weight", "kto_rejected_weight"),
+}
+"""The settings that weigh the losses of both kinds of unpaired answers, by our argument: TRL's, axolotl's,
+LLaMA-Factory's.
+"""
 _LOSSES_OF_TORCHTUNE = {"DPOLoss": "dpo", "SimPOLoss": "simpo"}
 _OTHER_LOSSES_OF_TORCHTUNE = ("RSOLoss", "PPOLoss", "GRPO", "ForwardKL", "ReverseKL", "SymmetricKL", "JensenShannon")
 _BETA_NAMES = ("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
@@ -34,7 +43,6 @@ _KEYS_OF_PAIRS = (
 _OTHER_TRAINERS = {
     "reward_funcs": "GRPO or RLOO",
     "num_generations": "GRPO or RLOO",
-    "desirable_weight": "KTO",
     "center_rewards_coefficient": "a reward model",
     "reward_model_path": "PPO",
     "kl_coef": "PPO",
@@ -88,6 +96,8 @@ def _translate_objective(translation: Translation) -> str:
         translation.set_default("dpo_beta", 2.0)
     else:
         translation.set_default("dpo_beta", 0.1)
+    if objective in UNPAIRED_OBJECTIVES:
+        _translate_weights_of_answers(translation)
     _translate_extras_of_pairs(translation, objective)
     return objective
 
@@ -121,8 +131,10 @@ def _objective_of(translation: Translation) -> tuple[str, tuple[str, ...]]:
         stage = file.get("stage") or "sft"
         if stage in ("sft", "pt"):
             return "sft", ("stage",)
+        if stage == "kto":
+            return "kto", ("stage",)
         if stage != "dpo":
-            raise translation.fault("stage", "this project trains the stages pt, sft and dpo")
+            raise translation.fault("stage", "this project trains the stages pt, sft, dpo and kto")
         loss = file.get("pref_loss") or "sigmoid"
         return _named_objective(translation, "pref_loss", str(loss)), ("stage", "pref_loss")
     if file.program == "torchtune":
@@ -139,6 +151,8 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
         raise translation.fault("loss_type", "this project has one preference loss at a time; leave one in the file")
     if losses:
         return _named_objective(translation, "loss_type", losses[0]), ("loss_type",)
+    if file.names("desirable_weight", "undesirable_weight"):
+        return "kto", ("loss_type",)  # only files of KTO have these
     pair_names = file.names(*_KEYS_OF_PAIRS)
     text_names = file.names("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field")
     if pair_names and not text_names:
@@ -154,6 +168,14 @@ def _named_objective(translation: Translation, name: str, loss: str) -> str:
     if objective is None:
         raise translation.fault(name, f"of preference losses this project has {_PREFERENCES}")
     return objective
+
+
+def _translate_weights_of_answers(translation: Translation) -> None:
+    """Translate the factors of the losses of desirable and undesirable answers."""
+    for argument, names in _KTO_WEIGHTS.items():
+        weight = translation.number(*names)
+        if weight is not None:
+            translation.set_training(argument, weight, *translation.file.names(*names))
 
 
 def _translate_extras_of_pairs(translation: Translation, objective: str) -> None:
@@ -180,7 +202,9 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
             raise translation.fault("loss_weights", "expected a number for each loss_type")
         weight = translation.as_number("loss_weights", weights[losses.index("sft")])
         weight_names = ["loss_type", "loss_weights"]
-    if weight and objective != "orpo":
+    if weight and objective in UNPAIRED_OBJECTIVES:
+        translation.leave_out(f"--objective {objective} adds no cross entropy", *weight_names)
+    elif weight and objective != "orpo":
         translation.set_training("sft_weight", weight, *weight_names)
     elif weight:
         translation.leave_out("--objective orpo has the cross entropy with factor 1", *weight_names)
@@ -198,7 +222,7 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
 
     # the reference model, for objectives that compare with one
     reference = file.get("ref_model")
-    if reference and objective in ("dpo", "ipo", "apo_zero"):
+    if reference and objective in ("dpo", "ipo", "apo_zero", *UNPAIRED_OBJECTIVES):
         translation.set_training("reference", reference, "ref_model")
 
 

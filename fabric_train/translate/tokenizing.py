@@ -142,7 +142,7 @@ def _translate_shares(translation: Translation, sources: Sources, dataset_dir: s
 
 
 def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
-    """Translate the length of rows; here a row has both sequences of a pair, in the other programs one."""
+    """Translate the length of rows; here a row has both sequences of a document, in the other programs one."""
     file = translation.file
     names = file.names(*_LENGTHS)
     length = translation.number(*_LENGTHS)
@@ -155,7 +155,7 @@ def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
     if length < 1 or length > _LONGEST or length != int(length):
         raise InputError(f"{file.path}: {names[0]}: expected a number of tokens, got {length:g}")
     if uses_pairs:
-        comment = f"{int(length)} for each of the two sequences of a pair"
+        comment = f"{int(length)} for each of the two sequences of a document"
         length = 2 * length
     translation.set_tokenizing("max_length", int(length), *names, comment=comment)
     translation.ignore(*file.names("max_prompt_length", "max_prompt_len"))
@@ -196,7 +196,7 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
     elif file.get("truncation_mode") == "keep_end":
         translation.set_tokenizing("too_long", "cut_start", "truncation_mode")
     elif uses_pairs:
-        translation.notes.append("a pair that is too long is left out here, for an answer is never cut")
+        translation.notes.append("a document that is too long is left out here, for an answer is never cut")
     translation.ignore(*file.names("truncation_mode", "excess_length_strategy"))
 
 

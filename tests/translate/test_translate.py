@@ -318,6 +318,10 @@ def test_texts_for_a_number_of_steps_are_streamed(translate: Translate) -> None:
         ("deepspeed: {zero_optimization: {stage: 1}}", {"sharding_strategy": "SHARD_GRAD_OP"}),
         ("rl: simpo\nrl_beta: 2\nsimpo_gamma: 1.2", {"objective": "simpo", "dpo_beta": 2.0, "simpo_gamma": 1.2}),
         ("rl: orpo\norpo_alpha: 0.2", {"objective": "orpo", "dpo_beta": 0.2}),
+        (
+            "rl: kto\nrl_beta: 0.2\nkto_desirable_weight: 1.2\nkto_undesirable_weight: 0.7",
+            {"objective": "kto", "dpo_beta": 0.2, "kto_desirable_weight": 1.2, "kto_undesirable_weight": 0.7},
+        ),
         ("max_steps: 7", {"max_step": 7, "warmup_steps": 0}),
         ("loraplus_lr_ratio: 16", {"lr_of": ["lora_B=0.0032"]}),
         ("tensor_model_parallel_size: 2", {"tensor_parallel_size": 2, "parallelism": "fsdp2"}),
@@ -341,6 +345,12 @@ def test_settings_that_differ_in_meaning(change: str, expected: dict[str, Any], 
             {"objective": "dpo", "length_normalised": True, "sft_weight": 0.25},
         ),
         (f"{TRL}loss_type: orpo\nrpo_alpha: 0.3\n", {"objective": "orpo", "sft_weight": 0.0}),  # it has factor 1
+        (f"{TRL}desirable_weight: 0.9\n", {"objective": "kto", "dpo_beta": 0.05, "kto_desirable_weight": 0.9}),
+        (f"{TRL}loss_type: apo_zero_unpaired\n", {"objective": "apo_zero_unpaired", "dpo_beta": 0.05}),
+        (
+            LLAMA_FACTORY.replace("stage: sft", "stage: kto\npref_beta: 0.3\nkto_rejected_weight: 1.1"),
+            {"objective": "kto", "dpo_beta": 0.3, "kto_undesirable_weight": 1.1},
+        ),
         (LLAMA_FACTORY, {"activation_checkpointing": "full"}),
         (f"{LLAMA_FACTORY}disable_gradient_checkpointing: true\n", {"activation_checkpointing": "none"}),
         (AXOLOTL.replace("wandb_project:", "wandb_project: fables"), {"loggers": ["wandb"], "project": "fables"}),
@@ -364,7 +374,7 @@ def test_devices_that_compute_a_row_together_read_it_once(translate: Translate, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (AXOLOTL.replace("surprise: 7", "rl: kto"), "rl: kto: of preference losses this project has dpo, ipo"),
+        (AXOLOTL.replace("surprise: 7", "rl: grpo"), "rl: grpo: of preference losses this project has dpo, ipo"),
         (TRL + "loss_type: [sigmoid, bco_pair]\n", "this project has one preference loss at a time"),
         ("stage: sft\nmodel_name_or_path: a\ntrain_dataset: data.yaml\n", "a file for LLaMA-Factory v1"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: rm"), "stage: rm: this project trains the stages"),
