@@ -81,7 +81,8 @@ def _config_sizes(arguments: "ModelArguments", family: str, default: PretrainedC
         if not known_names:
             raise InputError(f"--{argument} {size}: a {family} has no such size; leave it out")
         values[known_names[0]] = size
-    if hasattr(default, "head_dim"):
+    # with latent attention (DeepSeek V3), head_dim is that of the rotary part, and other settings have the heads' sizes
+    if hasattr(default, "head_dim") and not hasattr(default, "qk_rope_head_dim"):
         assert arguments.hidden_width is not None  # the arguments are checked
         assert arguments.num_heads is not None
         values["head_dim"] = arguments.hidden_width // arguments.num_heads

@@ -371,7 +371,8 @@ def _with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     config = copy.deepcopy(config)
     text_config: Any = config.get_text_config()
     text_config.num_hidden_layers = num_layers
-    if getattr(text_config, "layer_types", None):
+    is_computed = isinstance(getattr(type(text_config), "layer_types", None), property)  # of num_hidden_layers: Jamba
+    if getattr(text_config, "layer_types", None) and not is_computed:
         text_config.layer_types = text_config.layer_types[:num_layers]
     return config
 

@@ -137,3 +137,9 @@ def test_families_and_values_that_are_not_there_are_refused(family: str, sizes: 
     (fault,) = refusal.value.faults
     assert said in fault
     assert "\n" not in fault
+
+
+def test_heads_of_latent_attention_keep_the_size_of_their_rotary_part() -> None:
+    arguments = ModelArguments(from_scratch="deepseek_v3", **SIZES)
+    shape = new_shape(arguments, DEFAULT_LAYER_CLASS)
+    assert shape.config.head_dim == shape.config.qk_rope_head_dim

@@ -20,7 +20,7 @@ from fabric_train.model.flops import Attention, ModelFlops
 from fabric_train.model.hf_model import ModelShape, read_shape, with_parts
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.trained_parts import TrainedParts
-from fabric_train.preflight.memory_activations import MicroBatch, _layer_kinds, _trace, trace_activations
+from fabric_train.preflight.memory_activations import MicroBatch, _layer_kinds, _trace, _with_layers, trace_activations
 from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_gpu import compile_for_trace
 from fabric_train.preflight.memory_layout import Layout, Units, collectives_of_step, offloaded_bytes
@@ -412,3 +412,10 @@ def test_chosen_steps_are_traced_and_the_losses_are_the_same(forked_runs: Forked
     assert file.name == "steps-2-3-rank-0.json"
     names = [event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2
+
+
+def test_fewer_layers_of_a_model_that_computes_their_types() -> None:
+    from transformers import JambaConfig
+
+    config = _with_layers(JambaConfig(num_hidden_layers=8), 3)
+    assert len(config.layer_types) == config.num_hidden_layers == 3
