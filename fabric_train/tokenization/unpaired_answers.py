@@ -27,12 +27,12 @@ class _Answer:
 
     @property
     def prompt(self) -> list[Message]:
-        return self.chat.messages[: self.chat.num_given]
+        return self.chat.messages[: self.chat.num_prompt_messages]
 
     @property
     def messages(self) -> list[Message]:
         """The messages of the answer itself."""
-        return self.chat.messages[self.chat.num_given :]
+        return self.chat.messages[self.chat.num_prompt_messages :]
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,8 @@ def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
         raise ValueError("no prompt and completion, and no messages")
     check_label(columns)
     chat = chat_format.read(columns, turns)
-    prompt_length = chat.num_given
+    assert isinstance(chat, Chat)  # none of these formats reads pairs
+    prompt_length = chat.num_prompt_messages
     if not prompt_length:
         prompt_length = len(chat.messages) - 1
     answer = chat.messages[prompt_length:]
@@ -240,7 +241,7 @@ def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
         raise ValueError("the conversation must end with the assistant's answer, which the label is for")
     if not prompt_length:
         raise ValueError("the answer has no prompt")
-    return replace(chat, num_given=prompt_length)
+    return replace(chat, num_prompt_messages=prompt_length)
 
 
 UNPAIRED_ANSWERS = ChatFormat(
