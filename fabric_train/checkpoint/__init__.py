@@ -34,6 +34,7 @@ from fabric_train.checkpoint.discovery import (
     means_all,
     means_checkpoint,
     newest_checkpoint,
+    read_best,
     saved_checkpoints,
     split_branch,
     whole_checkpoints,

@@ -166,7 +166,8 @@ def describe_choice(path: Path, checkpoint: Path) -> str | None:
         return None
     name = path.name if is_short_name(path) else "latest"
     if name == "best":
-        kind = f"the checkpoint with the {_direction_of_best(checkpoint)} {deciding_loss(checkpoint)}"
+        saved = read_trainer_json(checkpoint)
+        kind = f"the checkpoint with the {_direction_of_best(saved)} {deciding_loss(saved)}"
     elif name == "latest":
         kind = "the newest complete checkpoint"
     else:
@@ -174,9 +175,8 @@ def describe_choice(path: Path, checkpoint: Path) -> str | None:
     return f"{path}: {kind}, {checkpoint.name}, is used"
 
 
-def deciding_loss(checkpoint: Path) -> str:
-    """Return the name of the loss that decides which checkpoint of its run is the best."""
-    saved = read_trainer_json(checkpoint)
+def deciding_loss(saved: TrainerJson) -> str:
+    """Return the name of the loss that decides which checkpoint of a run is the best."""
     source = saved.best_by
     evaluation = saved.state.evaluation
     # --best_by may name a figure, such as accuracy, or a figure of a source, such as accuracy/es
@@ -188,9 +188,8 @@ def deciding_loss(checkpoint: Path) -> str:
     return f"validation loss of {source}"
 
 
-def _direction_of_best(checkpoint: Path) -> str:
+def _direction_of_best(saved: TrainerJson) -> str:
     """Return "lowest", or "highest" if a higher value of the deciding figure is better."""
-    saved = read_trainer_json(checkpoint)
     evaluation = saved.state.evaluation
     is_higher_better = evaluation is not None and evaluation.sign_of(saved.best_by) < 0
     return "highest" if is_higher_better else "lowest"
@@ -306,8 +305,15 @@ def checkpoint_from(run: Path, step: int) -> Path | None:
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     """Return the undamaged checkpoint of a run with the lowest validation loss, or None if none has one."""
+    saved = read_best(run, damages)
+    return saved.checkpoint if saved else None
+
+
+def read_best(run: Path, damages: Damages | None = None) -> TrainerJson | None:
+    """Return the trainer.json of :func:`best_checkpoint`."""
     saved_by_path = _read_saved(_list_checkpoints(run))
-    return _first_undamaged(_sort_by_loss(saved_by_path), damages)
+    checkpoint = _first_undamaged(_sort_by_loss(saved_by_path), damages)
+    return saved_by_path[checkpoint] if checkpoint else None
 
 
 def _first_undamaged(checkpoints: Iterable[Path], damages: Damages | None = None) -> Path | None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint import TrainerJson
 from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS, AdapterTensors
 from fabric_train.cli.errors import InputError
 from fabric_train.export.model_card import CardFacts, write_card
@@ -20,14 +20,14 @@ from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 
 
-def check_positions(checkpoint: Path) -> None:
+def check_positions(trainer: TrainerJson) -> None:
     """Raise an InputError for an adapter whose run extended the positions, which its base's folder does not say."""
-    arguments = read_trainer_json(checkpoint).arguments
+    arguments = trainer.arguments
     options = [f"--{name} {arguments[name]}" for name in ("rope_scaling", "rope_theta") if arguments.get(name)]
     if options:
         raise InputError(
-            f"{checkpoint}: its run had {' '.join(options)}, which the config.json of its base does not have, so peft "
-            "would compute another model; export the whole model with --merge true"
+            f"{trainer.checkpoint}: its run had {' '.join(options)}, which the config.json of its base does not have, "
+            "so peft would compute another model; export the whole model with --merge true"
         )
 
 
@@ -61,12 +61,12 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
         config["modules_to_save"] = [*config["modules_to_save"], *tied_modules]
 
     # a base that another run trained is not the one on the hub
-    trainer_json = read_trainer_json(checkpoint)
+    trainer = source.trainer
     repository = None
     revision = None
-    if trainer_json.base_model and not trainer_json.stages:
-        repository = trainer_json.base_model.repository
-        revision = trainer_json.base_model.revision
+    if trainer.base_model and not trainer.stages:
+        repository = trainer.base_model.repository
+        revision = trainer.base_model.revision
     if facts.base_model not in (None, repository):  # --base_model names another one
         repository = facts.base_model
         revision = None

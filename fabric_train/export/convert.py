@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fabric_train.checkpoint import read_trainer_json, run_of
+from fabric_train.checkpoint import run_of
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact
 from fabric_train.export.adapter_export import check_positions, write_adapter
@@ -55,12 +55,12 @@ def convert(
     # report faults before anything is written
     checkpoint = source.checkpoint
     if source.is_adapter:
-        check_positions(checkpoint)
+        check_positions(source.trainer)
         dtype = torch.float32
     check_not_inside(target, checkpoint)
     for averaged in source.averaged:
         check_not_inside(target, averaged.checkpoint)
-    read_trainer_json(checkpoint)
+    source.trainer  # noqa: B018 - an InputError if it is damaged
     read_manifest(checkpoint)
     hf_model.read_shape(str(checkpoint))
     if (checkpoint / "tokenizer").is_dir():

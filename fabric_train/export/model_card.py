@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -27,9 +26,7 @@ from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.export import card_facts
-from fabric_train.export.average import WeightedCheckpoint
 from fabric_train.export.card_facts import ModelRecord, Row, read_record
-from fabric_train.export.merged_adapter import MergeInto
 from fabric_train.export.publish import read_cleaning
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification_report import REPORT_NAME, OutputReport, VerificationReport
@@ -72,8 +69,9 @@ class CardFacts:
 
 def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line."""
-    draw_card_picture(source.checkpoint, folder, facts)
-    write_model_card(source.checkpoint, folder, facts, source.averaged, source.merges)
+    record = read_record(source.trainer, source.averaged, source.merges)
+    draw_card_picture(record, folder, facts)
+    write_model_card(record, folder, facts)
     text = (folder / "README.md").read_text(encoding="utf-8")
     mark = f"\n<!-- written by Fabric Train; SHA-256 of the text above: {_sha256(text)} -->\n"
     write_atomically(folder / "README.md", text + mark)
@@ -91,24 +89,15 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_model_card(
-    checkpoint: Path,
-    folder: Path,
-    facts: CardFacts,
-    averaged: Sequence[WeightedCheckpoint] = (),
-    merges: MergeInto | None = None,
-) -> None:
+def write_model_card(record: ModelRecord, folder: Path, facts: CardFacts) -> None:
     """Write ``README.md`` into ``folder``, and the hashes of the training data and the stages of training next to it.
 
     Args:
-        checkpoint: The checkpoint that is exported.
+        record: What the checkpoint that is exported says.
         folder: The export. It has the licence's files, the picture of the losses if the card shall show it, and the
             report of the verification if the card shall give the difference from the trained model.
         facts: What the checkpoint does not say.
-        averaged: The checkpoints whose average is exported; empty if it is the checkpoint itself.
-        merges: The weights that its adapter is merged into.
     """
-    record = read_record(checkpoints.read_trainer_json(checkpoint), averaged, merges)
     name = facts.base_model
     if name:
         origin = record.origin or ModelOrigin(name)
@@ -346,13 +335,12 @@ def _stage_row(stage_number: int, stage: TrainingStage) -> Row:
     return stage_number, code(stage.run), began_with, stage.num_tokens, stage.step, hours
 
 
-def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
+def draw_card_picture(record: ModelRecord, folder: Path, facts: CardFacts) -> None:
     """Draw the losses of the checkpoint's run into ``folder``, and of the runs that it branched off.
 
     Nothing is drawn if a metrics.csv is missing or damaged. Runs that it branched off may be gone.
     """
-    record = read_record(checkpoints.read_trainer_json(checkpoint))
-    run = checkpoints.run_of(checkpoint)
+    run = checkpoints.run_of(record.checkpoint)
     try:
         table = read_lineage(run, record.saved.lineage, record.saved.state.step)
     except InputError:

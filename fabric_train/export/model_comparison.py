@@ -15,7 +15,6 @@ import torch
 from rich.progress import Progress, track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.adapter_base import open_base
 from fabric_train.checkpoint.adapter_folder import AdapterTensors
 from fabric_train.cli.errors import InputError
@@ -209,7 +208,7 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     expected_logits = layered_forward(opened, shape.layer_classes, input_ids, lambda: None).logits
 
     # what peft computes
-    base = read_trainer_json(source.checkpoint).adapter_base
+    base = source.trainer.adapter_base
     assert base is not None  # open_unmerged has found it
     base_model = load_onto_devices(open_base(shape, base, torch.float32))
     peft_model = add_adapter(base_model, folder, base.place)

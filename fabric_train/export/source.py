@@ -1,11 +1,12 @@
 """The source of an export: a checkpoint, its adapter alone or merged into its base, or an average of several."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import xxhash
 
-from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint import TrainerJson, read_trainer_json
 from fabric_train.checkpoint.adapter_base import find_base
 from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.checkpoint.files import CHECKSUMS
@@ -26,6 +27,11 @@ class ExportSource:
     """The checkpoints whose average is exported, ``checkpoint`` last; empty: ``checkpoint`` alone."""
     merges: MergeInto | None = None
     """The weights of the base that an adapter is merged into; None: an adapter is exported as an adapter."""
+
+    @cached_property
+    def trainer(self) -> TrainerJson:
+        """The trainer.json of ``checkpoint``; an InputError if it is damaged."""
+        return read_trainer_json(self.checkpoint)
 
     @property
     def is_adapter(self) -> bool:
@@ -85,7 +91,7 @@ class ExportSource:
 
     def describe(self) -> str:
         """Return the step, the number of averaged checkpoints and the merge, in words."""
-        description = f"step {read_trainer_json(self.checkpoint).state.step}"
+        description = f"step {self.trainer.state.step}"
         if self.averaged:
             description = f"average of {len(self.averaged)} checkpoints up to {description}"
         if self.merges:

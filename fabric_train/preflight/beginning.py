@@ -22,8 +22,8 @@ class Beginning:
     """Those of the user, with ``--model_name`` and ``--init_adapter`` resolved to checkpoints."""
     start_from: "CheckpointArguments"
     """The arguments about the start that apply, also after a restart."""
-    checkpoint: Path | None
-    """The run's own, a named one, or a branch's; None to begin with step 1."""
+    saved: checkpoints.TrainerJson | None
+    """The trainer.json of the run's own checkpoint, a named one, or a branch's; None to begin with step 1."""
 
 
 def choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None) -> Beginning:
@@ -60,9 +60,10 @@ def choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpo
         read_only=arguments.evaluation.only_reads,
         damages=damages,
     )
-    if checkpoint:
-        check_not_inside(folder, checkpoint)
-    return Beginning(arguments, start_from, checkpoint)
+    if checkpoint is None:
+        return Beginning(arguments, start_from, saved=None)
+    check_not_inside(folder, checkpoint)
+    return Beginning(arguments, start_from, checkpoints.read_trainer_json(checkpoint))
 
 
 def _with_adapter_of_run(arguments: "TrainArguments", damages: checkpoints.Damages | None) -> "TrainArguments":

@@ -43,7 +43,7 @@ def check_paths(arguments: "TrainArguments") -> None:
         check_token_dataset(dataset_dir)
 
     # the model, an adapter and prompts
-    if beginning.checkpoint is None and not arguments.model.family:
+    if beginning.saved is None and not arguments.model.family:
         check_model_folder(arguments.model.model_name)
     if arguments.adapter.init_adapter is not None:
         read_lora_config(Path(arguments.adapter.init_adapter))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import TrainerJson
 from fabric_train.checkpoint.adapter_base import find_base, note_on_other_base
 from fabric_train.checkpoint.adapter_folder import choose_adapter, is_adapter
 from fabric_train.checkpoint.trainer_json import PROGRAM
@@ -118,57 +119,58 @@ def prepare(
     beginning = choose_beginning(arguments, folder, damages)
     arguments = beginning.arguments
     start_from = beginning.start_from
-    checkpoint = beginning.checkpoint
-    continues_steps = checkpoint is not None and not (start_from.weights_only or only_reads)
+    saved = beginning.saved
+    continues_steps = saved is not None and not (start_from.weights_only or only_reads)
 
     # data, model and steps of the stretch that the run begins in
     stretches = read_stretches(arguments)
     step = 0
-    if checkpoint is not None and continues_steps:
-        step = checkpoints.read_trainer_json(checkpoint).state.step
+    if saved is not None and continues_steps:
+        step = saved.state.step
         if start_from.branch:  # a branch may go on with other data
             step += 1
     stretch_index = stretch_of(stretches, step)
-    run = _prepare_stretch(stretches[stretch_index], user_arguments, devices, checkpoint, start_from)
+    run = _prepare_stretch(stretches[stretch_index], user_arguments, devices, saved, start_from)
     if not only_reads:
         lost_rows = find_lost_rows(folder / "metrics.csv", run.start.state, arguments.logging.log_step_interval)
         read_samples(folder / "samples.jsonl", run.start.state.step)  # a damaged file is refused before any is written
         run = _with_notes(run, lost_rows)
 
     # what differs from the checkpoint
-    if checkpoint is not None:
+    if saved is not None:
+        checkpoint = saved.checkpoint
         differences: list[str] = []
         if compares and continues_steps:
             compare = check_branch if start_from.branch else check_resume
-            run, differences = compare(run, checkpoint)
-            run, schedule_notes = choose_schedule(run, checkpoint)
+            run, differences = compare(run, saved)
+            run, schedule_notes = choose_schedule(run, saved)
             differences = [*differences, *schedule_notes]
         elif compares:
-            differences = _compare_objectives(run, checkpoint)
+            differences = _compare_objectives(run, saved)
         damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
         name = named_checkpoint(start_from)
         choice = checkpoints.describe_choice(Path(name), checkpoint) if name else None
         run = _with_notes(run, *damaged, choice, *differences)
     adapter_dir = Path(arguments.adapter.init_adapter or "")
     if compares and arguments.adapter.init_adapter and (adapter_dir / "trainer.json").is_file():
-        run = _with_notes(run, *_compare_objectives(run, adapter_dir))
+        run = _with_notes(run, *_compare_objectives(run, checkpoints.read_trainer_json(adapter_dir)))
 
     # the stretches after it; a run that has completed its own stretch goes on with the next one
     run = _with_following(run, stretches[stretch_index + 1 :])
     has_ended = run.start.state.step == run.plan.last_step and not run.ends_early
     is_complete = has_ended and not run.start.state.unlogged
-    if checkpoint is not None and run.next_run is not None and is_complete:
-        return run.continued_from(checkpoint, run.start.state)
+    if saved is not None and run.next_run is not None and is_complete:
+        return run.continued_from(saved, run.start.state)
     return run
 
 
-def _compare_objectives(run: PreparedRun, checkpoint: Path) -> list[str]:
+def _compare_objectives(run: PreparedRun, saved: TrainerJson) -> list[str]:
     """Compare the objective of a run that takes only weights from a checkpoint, and return notes.
 
     Raises:
         InputError: An evaluation would compute the loss of another objective, and one of them was registered.
     """
-    saved = checkpoints.read_trainer_json(checkpoint)
+    checkpoint = saved.checkpoint
     pairs = list(find_other_components(saved, run.components, ("objective",)))
     arguments = run.arguments
     faults = []
@@ -185,7 +187,7 @@ def _prepare_stretch(
     stretch: Stretch,
     user_arguments: "TrainArguments",
     devices: DevicePlan,
-    checkpoint: Path | None,
+    saved: TrainerJson | None,
     start_from: "CheckpointArguments",
     previous: PreparedRun | None = None,
 ) -> PreparedRun:
@@ -193,9 +195,10 @@ def _prepare_stretch(
     arguments = stretch.arguments
     only_reads = user_arguments.evaluation.only_reads
     folder = Path(arguments.save.output_dir)
+    checkpoint = saved.checkpoint if saved else None
 
     # the data
-    data = _open_data(arguments, folder, checkpoint, stretch.phases)
+    data = _open_data(arguments, folder, saved, stretch.phases)
     if not isinstance(data, Stream):
         stretch.check_length(data.train.lengths())
     faults = faults_of_objective(arguments, data, devices.accelerator)
@@ -224,17 +227,17 @@ def _prepare_stretch(
     # the order of the data, and the step to begin with
     rows_per_window = math.prod(rows_at_once(arguments, devices.world_size))  # 0 is refused by plan_steps
     saved_order = None
-    if checkpoint and not start_from.weights_only:
-        saved_order = checkpoints.read_trainer_json(checkpoint).data
+    if saved and not start_from.weights_only:
+        saved_order = saved.data
     order = _data_order(data, rows_per_window, arguments.data, phases, saved_order)
     if previous:
-        start = StartingPoint(checkpoint=None, state=checkpoints.TrainerState(step=stretch.first_step - 1))
+        start = StartingPoint(saved=None, state=checkpoints.TrainerState(step=stretch.first_step - 1))
         data_starts_after = start.state.step
     else:
         # a run that only reads has the checkpoint's weights, but not its state
-        continued_checkpoint = None if only_reads else checkpoint
-        start = starting_point(continued_checkpoint, order, start_from)
-        start = replace(start, checkpoint=checkpoint)
+        continued = None if only_reads else saved
+        start = starting_point(continued, order, start_from)
+        start = replace(start, saved=saved)
         data_starts_after = checkpoints.data_starts_after(start.lineage)
 
     # the steps
@@ -307,12 +310,11 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
             "reference, which is of the pairs that the run begins with; use --branch for other pairs"
         )
     check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
-    checkpoint = run.start.checkpoint
     next_run = _prepare_stretch(
         stretch,
         run.user_arguments,
         run.devices,
-        checkpoint,
+        run.start.saved,
         start_from=run.user_arguments.checkpoint,
         previous=run,
     )
@@ -403,7 +405,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
 
 
 def _open_data(
-    arguments: "TrainArguments", folder: Path, checkpoint: Path | None, phases: Sequence[PhaseSettings]
+    arguments: "TrainArguments", folder: Path, saved: TrainerJson | None, phases: Sequence[PhaseSettings]
 ) -> TrainingData:
     """Open the training data, or with ``--eval_only`` the token dataset that has the validation rows."""
     data_arguments = arguments.data
@@ -430,12 +432,12 @@ def _open_data(
     # the stream, with the tokenizer that the checkpoint's run has used
     tokenizer_name = arguments.model.model_name
     special_text_is_plain = None
-    if checkpoint:
-        saved_stream = checkpoints.read_trainer_json(checkpoint).stream
-        if saved_stream:
-            special_text_is_plain = saved_stream.special_text_is_plain
-        if (checkpoint / "tokenizer").is_dir():
-            tokenizer_name = str(checkpoint / "tokenizer")
+    if saved:
+        if saved.stream:
+            special_text_is_plain = saved.stream.special_text_is_plain
+        saved_tokenizer = saved.checkpoint / "tokenizer"
+        if saved_tokenizer.is_dir():
+            tokenizer_name = str(saved_tokenizer)
     return open_stream(data_arguments, tokenizer_name, special_text_is_plain, folder / "tokenizer", dataset)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint.trainer_json import TrainerJson, find_unreadable
+from fabric_train.checkpoint.trainer_json import TrainerJson
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.streaming import Stream
@@ -80,15 +80,15 @@ def prepare_replay(
             "give steps after it"
         )
     if checkpoint_after:
-        run = _with_saved_schedules(run, checkpoint_after)
+        run = _with_saved_schedules(run, saved)
     else:
-        run, _ = resume_check.choose_schedule(run, checkpoint)
+        run, _ = resume_check.choose_schedule(run, saved)
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
     run = replace(run, start=replace(run.start, state=state))
 
     # what differs already, before anything is trained
     replayed_rows = [row for row in logged if row.step > state.step]
-    faults = _faults_of_arguments(arguments, saved, newest, run, checkpoint, last_step)
+    faults = _faults_of_arguments(arguments, saved, newest, run, last_step)
     faults += saved.data_changes(run.order)
     faults += _find_missing_rows(replayed_rows, newest, saved, state.step, last_step)
     validation_losses = _read_validation_losses(folder, state.step, last_step)
@@ -119,9 +119,8 @@ def prepare_replay(
     )
 
 
-def _with_saved_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
+def _with_saved_schedules(run: PreparedRun, saved: TrainerJson) -> PreparedRun:
     """Give the learning-rate schedules the lengths that a later checkpoint names."""
-    saved = checkpoints.read_trainer_json(checkpoint)
     if math.isfinite(saved.schedule_steps):
         run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
     num_steps_by_phase = {phase.first_step: phase.num_steps for phase in saved.phase_schedules}
@@ -291,9 +290,12 @@ def _read_validation_losses(folder: Path, after_step: int, last_step: int) -> di
     """Return the validation losses in the checkpoints of the steps, by step."""
     losses = {}
     for step, checkpoint in checkpoints.saved_checkpoints(folder).items():
-        if step <= after_step or step > last_step or find_unreadable(checkpoint) is not None:
+        if step <= after_step or step > last_step:
             continue
-        evaluation = checkpoints.read_trainer_json(checkpoint).state.evaluation
+        try:
+            evaluation = checkpoints.read_trainer_json(checkpoint).state.evaluation
+        except InputError:  # a damaged checkpoint is not compared
+            continue
         if evaluation is not None and evaluation.step == step:  # not that of an earlier step
             losses[step] = evaluation.whole.loss
     return losses
@@ -304,13 +306,9 @@ def _faults_of_arguments(
     saved: TrainerJson,
     newest: TrainerJson,
     run: PreparedRun,
-    checkpoint: Path,
     last_step: int,
 ) -> list[str]:
-    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses.
-
-    ``saved`` is the trainer.json of ``checkpoint``.
-    """
+    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
     stretches = read_stretches(arguments)
     stretch_arguments = stretches[stretch_of(stretches, last_step)].arguments
 
@@ -329,7 +327,7 @@ def _faults_of_arguments(
     if not isinstance(run.data, Stream):  # the comparison of the data order reports the seed
         changes = [change for change in changes if change.name != "seed"]
     return [
-        f"{change.argument}: {change.saved_value} in {checkpoint.name}/trainer.json, {change.current_value} in "
+        f"{change.argument}: {change.saved_value} in {saved.checkpoint.name}/trainer.json, {change.current_value} in "
         "config.yaml"
         for change in changes
     ]

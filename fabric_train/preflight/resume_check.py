@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import PhaseParts, PhaseSchedule, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import PhaseParts, PhaseSchedule, TrainerJson
 from fabric_train.checkpoint.trainer_json import PROGRAM
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
@@ -96,7 +96,7 @@ class Change:
         return f"{prefix}{self.name}: {_format_value(self.saved_value)} -> {_format_value(self.current_value)}"
 
 
-def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
+def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, list[str]]:
     """Return a run that continues with the steps that its checkpoint's run would have taken, and notes for the user.
 
     Raises:
@@ -104,7 +104,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     """
     arguments = run.arguments
     step = run.start.state.step
-    saved = read_trainer_json(checkpoint)
+    checkpoint = saved.checkpoint
 
     # the data: the rows of the steps to come, and those of the steps before
     data_advice = (
@@ -166,7 +166,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     return run, notes
 
 
-def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
+def check_branch(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, list[str]]:
     """Return a branch with the arguments in its lineage that the user has changed, and notes for the user."""
     plan = run.plan
     start = run.start
@@ -179,7 +179,7 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
 
     # refuse other components, and other rows before the branch if the data go on
     *ancestors, branch = start.lineage
-    saved = read_trainer_json(checkpoint)
+    checkpoint = saved.checkpoint
     other_components = list(find_other_components(saved, run.components))
     if other_components and not run.arguments.checkpoint.allow_changes:
         raise InputError(*_faults_of_components(checkpoint, other_components))
@@ -298,7 +298,7 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any], also: Col
     return [change for change in _find_changes(saved, current) if change.name in names]
 
 
-def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
+def choose_schedule(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, list[str]]:
     """Choose the length of the learning-rate schedule that a run which resumes or branches is in; return notes, too.
 
     It is the length of the run, or of its phase, unless the learning rate would jump only because the run or phase has
@@ -308,7 +308,6 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     step = run.start.state.step
     run_schedule = run.schedules.at(step)
     is_phase = run_schedule.last_step is not None
-    saved = read_trainer_json(checkpoint)
     saved_lengths = _read_saved_lengths(run, run_schedule, saved)
     # a later phase may go on in the schedule of the run
     if is_phase and saved.schedule_steps != saved.num_steps:

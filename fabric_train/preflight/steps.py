@@ -7,10 +7,9 @@ arguments, the model's configuration and the data.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import BranchPoint, TrainerJson, TrainerState, run_of
 from fabric_train.cli.errors import InputError
 from fabric_train.data.data_order import SHUFFLED, DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
@@ -29,34 +28,32 @@ if TYPE_CHECKING:
 
 
 def starting_point(
-    checkpoint: Path | None, order: DataOrder | StreamOrder, start_from: "CheckpointArguments"
+    saved: TrainerJson | None, order: DataOrder | StreamOrder, start_from: "CheckpointArguments"
 ) -> StartingPoint:
     """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
 
     Without a checkpoint, or if only its weights are taken, the run begins with step 1.
     """
-    start = StartingPoint(checkpoint, checkpoints.TrainerState())
-    if checkpoint is None:
+    start = StartingPoint(saved, TrainerState())
+    if saved is None:
         return start
     if start_from.weights_only:
         from fabric_train.export.card_facts import all_stages, read_record  # slow
 
-        return replace(start, stages=all_stages(read_record(checkpoints.read_trainer_json(checkpoint))))
+        return replace(start, stages=all_stages(read_record(saved)))
 
     # the run, or a branch of it, continues with the checkpoint's state
-    saved = checkpoints.read_trainer_json(checkpoint)
     state = saved.state
     if state.unlogged and not are_columns(list(state.unlogged)):
-        raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
+        file = saved.checkpoint / "trainer.json"
+        raise InputError(f"{file}: damaged (unlogged: unknown metrics); use another checkpoint")
     start = replace(start, state=state, lineage=saved.lineage, stages=saved.stages)
     if start_from.branch is None:
         return start
 
     # the branch: unlogged metrics and early stopping stay with the other run; of other data, no row is read yet
     has_same_data = not saved.data_changes(order)
-    branch = checkpoints.BranchPoint(
-        run=str(checkpoints.run_of(checkpoint)), step=state.step, continues_data=has_same_data, changed={}
-    )
+    branch = BranchPoint(run=str(run_of(saved.checkpoint)), step=state.step, continues_data=has_same_data, changed={})
     rows_of_sources = state.rows_of_sources if has_same_data else None
     state = replace(state, unlogged=None, progress=None, rows_of_sources=rows_of_sources)
     return replace(start, state=state, lineage=(*saved.lineage, branch), branches=True)

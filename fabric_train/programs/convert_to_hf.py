@@ -234,10 +234,8 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
     """Print a note on standard error with the arguments that would complete the model card."""
     from huggingface_hub import metadata_load
 
-    from fabric_train.checkpoint import read_trainer_json
-
     metadata = metadata_load(target / "README.md") or {}
-    trainer = read_trainer_json(source.checkpoint).content
+    trainer = source.trainer.content
     is_from_scratch = "base_model" in trainer and trainer["base_model"] is None
     expected_names = ["license", "language"]
     if not is_from_scratch:

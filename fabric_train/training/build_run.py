@@ -6,7 +6,7 @@ from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
 
-from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import TrainerJson
 from fabric_train.checkpoint.adapter_base import open_adapted
 from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.checkpoint.base_weights import start_hashing
@@ -139,22 +139,23 @@ def set_up_optimizer(
     # The ranks choose the update together, before any state is restored.
     if isinstance(torch_optimizer, LowPrecisionAdamW) and named_parameters[0][1].device.type == "cuda":
         _choose_update(fabric, torch_optimizer)
-    if run.start.checkpoint and run.start.resumes:
-        _restore_optimizer(fabric, model, optimizer, run, run.start.checkpoint)
+    if run.start.saved and run.start.resumes:
+        _restore_optimizer(fabric, model, optimizer, run, run.start.saved)
     return optimizer
 
 
 def _restore_optimizer(
-    fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, run: PreparedRun, checkpoint: Path
+    fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, run: PreparedRun, saved: TrainerJson
 ) -> None:
     """Restore the optimizer's state from a checkpoint, as far as it has states of the parameters that train now."""
+    checkpoint = saved.checkpoint
     # An adapter on the weights of a checkpoint that trained all of them.
     if run.adapter_base and not is_adapter(checkpoint):
         if fabric.is_global_zero:
             note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
         return
     # Another optimizer, which has other states.
-    saved_optimizer = checkpoints.read_trainer_json(checkpoint).component("optimizer")
+    saved_optimizer = saved.component("optimizer")
     current_optimizer = component(run.components, "optimizer")
     if (saved_optimizer.name, saved_optimizer.module) != (current_optimizer.name, current_optimizer.module):
         if fabric.is_global_zero:
@@ -162,17 +163,17 @@ def _restore_optimizer(
         return
     # Parameters that were frozen up to here have no states yet.
     progress.info("loading the optimizer's state")
-    new_names = run.model.trained.keys() - _saved_trained_names(run, checkpoint)
+    new_names = run.model.trained.keys() - _saved_trained_names(run, saved)
     if new_names and fabric.is_global_zero:
         note(f"the optimizer starts from zero for {counted(len(new_names), 'weight')}, frozen up to this step")
     restore_optimizer(checkpoint, fabric, model, optimizer, new_names)
 
 
-def _saved_trained_names(run: PreparedRun, checkpoint: Path) -> set[str]:
+def _saved_trained_names(run: PreparedRun, saved: TrainerJson) -> set[str]:
     """Return the names of the parameters that the step of a checkpoint trained."""
     if run.model.adapter:
         return set(run.model.trained)
-    saved_parts = TrainedParts(*checkpoints.read_trainer_json(checkpoint).parts)
+    saved_parts = TrainedParts(*saved.parts)
     return saved_parts.choose(run.model.names, run.model.source)
 
 

@@ -58,8 +58,8 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
     )
     # Sessions of a checkpoint whose weights alone are used do not belong to this run.
     earlier_sessions: tuple[TrainingSession, ...] = ()
-    if start.checkpoint and start.resumes:
-        earlier_sessions = checkpoints.read_trainer_json(start.checkpoint).sessions
+    if start.saved and start.resumes:
+        earlier_sessions = start.saved.sessions
 
     # What --shares names, in the order of the rows.
     mixture_sources: tuple[str, ...] = ()
@@ -104,10 +104,9 @@ def _find_weights_origin(run: PreparedRun) -> _WeightsOrigin:
 
     An export that is not on the hub is no base that others could find: its own base stands for it.
     """
-    checkpoint = run.start.checkpoint
-    if checkpoint:
-        base_model = checkpoints.read_trainer_json(checkpoint).base_model
-        return _WeightsOrigin(base_model, run.start.stages, tuple(legal_files(checkpoint)))
+    saved = run.start.saved
+    if saved:
+        return _WeightsOrigin(saved.base_model, run.start.stages, tuple(legal_files(saved.checkpoint)))
     if run.model.is_new:
         return _WeightsOrigin(base_model=None, stages=(), legal_files=())
 

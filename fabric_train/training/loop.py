@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from fabric_train.checkpoint import TrainerState, read_trainer_json
+from fabric_train.checkpoint import TrainerState
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import RunError
 from fabric_train.data.step_sampler import Window, WindowSource
@@ -108,7 +108,7 @@ class Loop:
             if state.unlogged:
                 return End(state, point.checkpoint, self._sync().stop_signal)
             if point.checkpoint and self._is_best(state):
-                point = replace(point, checkpoint=self._save_with_evaluation(state, point.checkpoint))
+                point = replace(point, checkpoint=self._save_with_evaluation(state))
             if state.step and self._ends_early(state):
                 return End(state, point.checkpoint)
             stopwatch.restart()
@@ -313,12 +313,15 @@ class Loop:
         is_interim = not is_scheduled and (self._is_best(state) or bool(state.unlogged))
         return self.checkpoints.save(state, point.cursors, waits=waits, interim=is_interim, scheduled=is_scheduled)
 
-    def _save_with_evaluation(self, state: TrainerState, checkpoint: Path) -> Path:
-        """Save a state again, with the evaluation that a signal interrupted before ``checkpoint`` was saved."""
+    def _save_with_evaluation(self, state: TrainerState) -> Path:
+        """Save the state of the start again, with the evaluation that a signal interrupted before it was saved."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         self.outputs.flush()
-        saved = read_trainer_json(checkpoint)
-        return self.checkpoints.save(state, checkpoint, waits=True, interim=saved.interim, scheduled=saved.scheduled)
+        saved = self.run.start.saved
+        assert saved is not None  # a run that resumes
+        return self.checkpoints.save(
+            state, saved.checkpoint, waits=True, interim=saved.interim, scheduled=saved.scheduled
+        )
 
     def _save_unless_saved(self, point: TrainingPoint) -> Path | None:
         """Return the complete checkpoint of a state; save it if there is none yet, except at step 0."""

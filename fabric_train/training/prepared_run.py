@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerState, read_trainer_json, run_of
+from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerJson, TrainerState, run_of
 from fabric_train.cli.parser import flatten
 from fabric_train.cli.tables import Component
 from fabric_train.data.data_order import SHUFFLED, DataOrder, StreamOrder
@@ -42,8 +42,8 @@ class DevicePlan:
 class StartingPoint:
     """What a run starts from."""
 
-    checkpoint: Path | None
-    """None for pretrained and for random weights."""
+    saved: TrainerJson | None
+    """The trainer.json of the checkpoint; None for pretrained and for random weights."""
     state: TrainerState
     """At step 0 unless the run resumes."""
     schedule_steps: int | None = None
@@ -56,9 +56,13 @@ class StartingPoint:
     """The runs before this one that the checkpoint knows, and its own run if only its weights are used."""
 
     @property
+    def checkpoint(self) -> Path | None:
+        return self.saved.checkpoint if self.saved else None
+
+    @property
     def resumes(self) -> bool:
         """Whether optimizer state and data order continue the checkpoint's."""
-        return self.checkpoint is not None and self.state.step > 0
+        return self.saved is not None and self.state.step > 0
 
 
 @dataclass(frozen=True)
@@ -207,14 +211,13 @@ class PreparedRun:
             names.update(model.trained)
         return names
 
-    def continued_from(self, checkpoint: Path, state: TrainerState) -> "PreparedRun":
+    def continued_from(self, saved: TrainerJson, state: TrainerState) -> "PreparedRun":
         """Return the run after ``last_loop_step``, with the next parts and data, as if it was resumed there.
 
         At a phase with other token datasets, it continues like a branch of itself.
         """
         # The same data: only the parts that train change.
-        saved = read_trainer_json(checkpoint)
-        start = replace(self.start, checkpoint=checkpoint, state=state, branches=False, stages=saved.stages)
+        start = replace(self.start, saved=saved, state=state, branches=False, stages=saved.stages)
         next_run = self.next_run
         if next_run is None or state.step < self.plan.last_step:
             return replace(self, start=start).with_current_parts()
@@ -226,7 +229,7 @@ class PreparedRun:
         for name, old_value in old_arguments.items():
             if old_value != new_arguments[name]:
                 changed[name] = [old_value, new_arguments[name]]
-        branch = BranchPoint(str(run_of(checkpoint)), state.step, continues_data=False, changed=changed)
+        branch = BranchPoint(str(run_of(saved.checkpoint)), state.step, continues_data=False, changed=changed)
         state = replace(state, unlogged=None, progress=None, rows_of_sources=None)
         start = replace(start, state=state, lineage=(*saved.lineage, branch))
         return replace(next_run, start=start).with_current_parts()

@@ -72,12 +72,12 @@ def with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel 
 
     There is no saved reference if the run begins now, or gives another one.
     """
-    if run.start.checkpoint is None:
+    saved = run.start.saved
+    if saved is None:
         return run, None
     begins_now = not run.start.resumes and not run.arguments.evaluation.only_reads
     if begins_now:  # it takes only weights from the checkpoint
         return run, None
-    saved = read_trainer_json(run.start.checkpoint)
     preference = run.arguments.preference
     gives_another = preference.reference is not None and not is_reference_of(saved, preference.reference)
     if gives_another:
@@ -145,7 +145,7 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
         raise InputError(f"the reference model {path} is gone; put it back, or give --reference")
 
     is_checkpoint = bool(path) and (model_dir / "trainer.json").is_file()
-    start = StartingPoint(model_dir if is_checkpoint else None, TrainerState())
+    start = StartingPoint(read_trainer_json(model_dir) if is_checkpoint else None, TrainerState())
 
     # the run's own adapter, as it starts
     if run.adapter_base is not None and not is_given:

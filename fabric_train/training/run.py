@@ -14,8 +14,7 @@ from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
 
-from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint import TokenLoss, TrainerState
+from fabric_train.checkpoint import TokenLoss, TrainerState, read_trainer_json
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, first_line
 from fabric_train.cli.parser import to_yaml
@@ -147,7 +146,7 @@ def _train(run: PreparedRun, build: Callable[..., Loop], write_report: ReportWri
                 release_parameters(loop.stepper.model)
                 del loop
                 gc.collect()  # frees the model and the optimizer before others are built
-                run = run.continued_from(end.checkpoint, end.state)
+                run = run.continued_from(read_trainer_json(end.checkpoint), end.state)
                 log.info(summary.describe_border(run))
                 loop = build(run, outputs)
                 end = _train_loop(loop)
@@ -231,8 +230,8 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
     whole = evaluation.whole
     sources = evaluation.sources
     step = 0
-    if run.start.checkpoint:
-        step = checkpoints.read_trainer_json(run.start.checkpoint).state.step
+    if run.start.saved:
+        step = run.start.saved.state.step
     content = {"model": run.model.source, "step": step, **_loss_figures(whole)}
     content["sources"] = {name: _loss_figures(loss) for name, loss in sources.items()}
     _write_json(path, content)

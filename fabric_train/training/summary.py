@@ -145,12 +145,11 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
 
     # checkpoints, and what comes next
     table.add_row("checkpoint", str(checkpoint))
-    best_checkpoint = checkpoints.best_checkpoint(run.folder)
-    if best_checkpoint:
-        saved = checkpoints.read_trainer_json(best_checkpoint)
-        best_loss = saved.state.loss_of(saved.best_by)
-        loss_name = checkpoints.deciding_loss(best_checkpoint)
-        table.add_row("best checkpoint", f"{best_checkpoint}, {loss_name} {best_loss:.4f}")
+    best = checkpoints.read_best(run.folder)
+    if best:
+        best_loss = best.state.loss_of(best.best_by)
+        loss_name = checkpoints.deciding_loss(best)
+        table.add_row("best checkpoint", f"{best.checkpoint}, {loss_name} {best_loss:.4f}")
     table.add_row("metrics", _describe_metrics(run))
     convert = command_from_here("convert")
     table.add_row("next", f"{convert} --checkpoint {shlex.quote(str(checkpoint))} --output_dir DIR")

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
-from fabric_train.export.card_facts import read_exports
+from fabric_train.export.card_facts import read_exports, read_record
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.plan import plan_targets
@@ -180,7 +181,7 @@ def test_model_card_describes_the_training_and_not_the_machine(exports: dict[str
 def test_model_card_counts_the_training_data(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
     checkpoint = shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
     shutil.copyfile(tiny_tokens_dir / "manifest.json", checkpoint / "manifest.json")
-    write_model_card(checkpoint, tmp_path, FACTS)
+    write_model_card(read_record(read_trainer_json(checkpoint)), tmp_path, FACTS)
     card = (tmp_path / "README.md").read_text()
     ledger = json.loads((checkpoint / "manifest.json").read_text())["ledger"]
     for name in ("train", "validation"):

@@ -21,7 +21,7 @@ from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.export import model_card
-from fabric_train.export.card_facts import PublicNames
+from fabric_train.export.card_facts import PublicNames, read_record
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, draw_card_picture, write_model_card
 from fabric_train.export.source import ExportSource
@@ -53,7 +53,7 @@ def card_of(checkpoint: Path, facts: CardFacts | None = None, origin: ModelOrigi
     folder.mkdir(exist_ok=True)
     for file in checkpoint.glob("LICENSE*"):
         shutil.copyfile(file, folder / file.name)
-    write_model_card(checkpoint, folder, facts or CardFacts("model"))
+    write_model_card(read_record(read_trainer_json(checkpoint)), folder, facts or CardFacts("model"))
     return ModelCard.load(folder / "README.md")
 
 
@@ -127,7 +127,7 @@ def test_what_the_card_lacks_is_asked_for_and_a_base_only_where_there_is_one(che
 def test_a_checkpoint_of_an_earlier_version_claims_no_base(checkpoint: Path) -> None:
     edit_json(checkpoint / "trainer.json", lambda content: content["arguments"].update(model_name=LLAMA.name))
     edit_json(checkpoint / "trainer.json", lambda content: content.pop("base_model"))
-    write_model_card(checkpoint, checkpoint.parent, CardFacts("model"))
+    write_model_card(read_record(read_trainer_json(checkpoint)), checkpoint.parent, CardFacts("model"))
     card = ModelCard.load(checkpoint.parent / "README.md")
     assert "from a base model that is not known" in card.text
     assert "base_model" not in card.data.to_dict()
@@ -327,17 +327,17 @@ def test_the_card_has_the_losses_of_the_run_and_of_its_trunk(tmp_path: Path, tin
     edit_json(checkpoint / "trainer.json", lambda content: content.update(lineage=[branch]))
     drawn: list[Any] = []
     with patch.object(model_card, "draw_loss_curves", lambda *given: drawn.append(given)):
-        draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
+        draw_card_picture(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("owner/name"))
     ((table, picture, title, branches),) = drawn
     assert table.steps.tolist() == list(range(7))
     assert (picture, title, branches) == (tmp_path / "loss_curves.png", "name", [3])
-    draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
-    write_model_card(checkpoint, tmp_path, CardFacts("owner/name"))
+    draw_card_picture(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("owner/name"))
+    write_model_card(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("owner/name"))
     assert "optimizer steps](loss_curves.png)" in (tmp_path / "README.md").read_text()
     (tmp_path / "loss_curves.png").unlink()
     (tmp_path / "run" / "metrics.csv").write_text("something else\n")
-    draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
-    write_model_card(checkpoint, tmp_path, CardFacts("owner/name"))
+    draw_card_picture(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("owner/name"))
+    write_model_card(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("owner/name"))
     assert "There is no picture of the losses" in (tmp_path / "README.md").read_text()
 
 

@@ -20,6 +20,7 @@ from fabric_train.checkpoint.manager import read_cursors
 from fabric_train.cli.errors import InputError
 from fabric_train.data.data_order import DataOrder
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.export.card_facts import read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification_report import OutputReport, TensorReport, VerificationReport
 from fabric_train.files.regular_file import read_json
@@ -134,7 +135,7 @@ def read_checkpoint(file: Path) -> None:
     checkpoint = file.parent
     newest_checkpoint(checkpoint.parents[1])
     read_trainer_json(checkpoint).data_changes(DataOrder("0", 8, 1, 0))
-    write_model_card(checkpoint, checkpoint.parents[2], CardFacts("model"))
+    write_model_card(read_record(read_trainer_json(checkpoint)), checkpoint.parents[2], CardFacts("model"))
 
 
 def read_stream(file: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from fabric_train.arguments import TrainingArguments
+from fabric_train.checkpoint import read_trainer_json
 from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.export.card_facts import read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.learning_rate import learning_rate
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -133,7 +135,7 @@ def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, 
     ]
     assert sessions[1][:1] == sessions[0]
     assert all(one["seconds"] > 0 for one in sessions[1])
-    write_model_card(branching.checkpoint("second", 16), tmp_path, CardFacts("model"))
+    write_model_card(read_record(read_trainer_json(branching.checkpoint("second", 16))), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     assert "| `trunk` | 12 | `max_step`: 12 → 14 |" in card
     second = "`train_data_dir`: tokens → others, `max_step`: 14 → 16, `lr`: 0.001 → 0.002, other data from the start"

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.tables import Component
+from fabric_train.export.card_facts import read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.report import __main__ as report_program
 from fabric_train.training.metrics import read_metrics
@@ -251,7 +252,7 @@ def test_no_perplexity_is_computed_of_a_registered_loss(start, extended: Path, p
 
 def test_card_and_report_name_the_parts_and_the_unit_of_the_loss(extended: Path, tmp_path: Path) -> None:
     checkpoint = extended / "checkpoints" / "step-00000002"
-    write_model_card(checkpoint, tmp_path, CardFacts("model"))
+    write_model_card(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("model"))
     card = ModelCard.load(tmp_path / "README.md")
     assert "The loss is that of the objective weighted of parts (weight 3), in its unit" in card.text
     assert "in the unit of the objective weighted." in card.text

@@ -304,7 +304,11 @@ def test_a_phase_has_its_schedule_and_begins_and_ends_an_epoch(mixing: Mixing, p
 
 
 def test_the_model_card_has_sources_and_phases(mixing: Mixing, phased: ForkedRun, tmp_path: Path) -> None:
-    write_model_card(mixing.folder / "phased" / "checkpoints" / "step-00000012", tmp_path, CardFacts("model"))
+    write_model_card(
+        read_record(read_trainer_json(mixing.folder / "phased" / "checkpoints" / "step-00000012")),
+        tmp_path,
+        CardFacts("model"),
+    )
     card = (tmp_path / "README.md").read_text()
     for name, count in zip(NAMES, mixing.state("phased", 12)["rows_of_sources"], strict=True):
         assert f"| `{name}` | {count / 96:.2%} | {count * 16:,} |" in card

@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_train.checkpoint import best_checkpoint, read_trainer_json
+from fabric_train.export.card_facts import read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
@@ -67,7 +68,8 @@ def test_a_metric_from_outside_is_wherever_the_loss_is(
     assert saved.state.loss_of(saved.best_by) == float(rows[-1]["val_doubled/es"])
     assert saved.state.progress is not None
     assert saved.state.progress.best == float(rows[-1]["val_doubled"])
-    write_model_card(best, tmp_path, CardFacts("model"))  # where the metric is not known
+    # where the metric is not known
+    write_model_card(read_record(read_trainer_json(best)), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     assert "| loss | perplexity | bits per byte | doubled | root of bytes |" in card
     assert "type: doubled" in card

@@ -27,6 +27,7 @@ from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import Window, validation_batches
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
+from fabric_train.export.card_facts import read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.evaluation import evaluate
@@ -369,7 +370,11 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
     assert state.first_evaluation.sources["va"].loss == before
     resumed = read_trainer_json(runs.folder / "resumed" / "checkpoints" / "step-00000004").state
     assert resumed.first_evaluation == state.first_evaluation
-    write_model_card(runs.folder / "branch" / "checkpoints" / "step-00000005", tmp_path, CardFacts("model"))
+    write_model_card(
+        read_record(read_trainer_json(runs.folder / "branch" / "checkpoints" / "step-00000005")),
+        tmp_path,
+        CardFacts("model"),
+    )
     card = (tmp_path / "README.md").read_text()
     (line,) = [line for line in card.splitlines() if line.startswith("| va |")]
     assert f" | {before:.3f}\u00a0→\u00a0{after:.3f} | " in line
@@ -392,7 +397,7 @@ def test_losses_of_other_rows_are_not_compared(runs: Runs, tmp_path: Path) -> No
     assert state.first_evaluation.rows == state.evaluation.rows
     table = resumed.stdout().split("Done\n")[1]
     assert "before step 4 other rows were evaluated, whose losses cannot be compared" in " ".join(table.split())
-    write_model_card(saved, tmp_path, CardFacts("model"))
+    write_model_card(read_record(read_trainer_json(saved)), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     assert "after step 4 → after step 5. Before step 4 other rows were evaluated" in card
     folder = tmp_path / "checkpoints"
