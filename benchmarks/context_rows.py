@@ -23,7 +23,7 @@ from fabric_train.model.flops import ModelFlops
 from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_plan import busiest_rank
 from fabric_train.sample_data import real_data
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.training.step_plan import StepPlan
 
 K = 1024
 _OPTIONS = "--parallelism fsdp2 --activation_checkpointing full --gradient_reduction micro_batch"

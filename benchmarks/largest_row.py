@@ -12,7 +12,7 @@ from fabric_train.cli.argument_types import parse_size
 from fabric_train.model.hf_model import ModelShape, shape_from_config
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.training.step_plan import StepPlan
 
 PRESET = "configs/llama-3-8b.yaml"
 SHARE = 0.9  # of the memory, as --activation_checkpointing auto takes

@@ -13,7 +13,7 @@ from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_plan import faults_of
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.training.step_plan import StepPlan
 
 LENGTH = 8192
 ROWS = 128

@@ -1,7 +1,7 @@
 """The learning rate of each step, a pure function of the step and the arguments."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,6 +114,20 @@ class Schedules:
 
     run_schedule: Schedule
     phase_schedules: tuple[Schedule, ...] = ()
+
+    def with_length(self, num_steps: int) -> "Schedules":
+        """Return the schedules with another length of the run's own."""
+        return replace(self, run_schedule=replace(self.run_schedule, num_steps=num_steps))
+
+    def with_schedule(self, schedule: Schedule) -> "Schedules":
+        """Return the schedules with one of another length in place of the one for the same steps."""
+        if schedule.last_step is None:  # the run's own
+            return replace(self, run_schedule=schedule)
+        phase_schedules = []
+        for phase_schedule in self.phase_schedules:
+            is_replaced = phase_schedule.after_step == schedule.after_step
+            phase_schedules.append(schedule if is_replaced else phase_schedule)
+        return replace(self, phase_schedules=tuple(phase_schedules))
 
     def at(self, step: int) -> Schedule:
         """Return the schedule of a step."""

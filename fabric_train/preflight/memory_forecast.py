@@ -27,7 +27,8 @@ from fabric_train.preflight.memory_layout import (
     offloaded_bytes,
     read_units,
 )
-from fabric_train.training.prepared_run import PreparedRun, StepPlan
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -469,7 +470,7 @@ def make_request(run: PreparedRun) -> RunRequest:
         available = machine_memory() // ranks_per_machine
     return RunRequest(
         arguments=arguments,
-        shapes=tuple(run.models.values()) if run.models else (run.model,),
+        shapes=run.models.all,
         plan=run.plan,
         parallelism=run.devices.parallelism,
         isolates=run.data.isolates,

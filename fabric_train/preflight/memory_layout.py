@@ -16,7 +16,7 @@ from fabric_train.model.nf4 import NF4Linear, quantize_layers
 from fabric_train.model.row_tiles import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.preflight.memory_activations import MicroBatch
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments

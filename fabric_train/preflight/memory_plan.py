@@ -33,8 +33,9 @@ from fabric_train.preflight.memory_layout import why_no_tiles
 from fabric_train.preflight.save_interval import describe_saves
 from fabric_train.training.components import component
 from fabric_train.training.data_tables import describe_mixture, describe_phases
-from fabric_train.training.prepared_run import PreparedRun, StepPlan
+from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
+from fabric_train.training.step_plan import StepPlan
 from fabric_train.training.summary import describe_parts
 from fabric_train.training.tables import facts_table
 
@@ -312,7 +313,7 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
     else:
         units_text = f"the layers' matrices in 4 bits{trained}"
     table.add_row("parameters", f"{units.parameters:,}: {units_text}")
-    for name, text in describe_parts(run):
+    for name, text in describe_parts(run.model, changes=run.models.change):
         table.add_row(name, text)
 
     if run.arguments.fsdp.context_parallel_size > 1 and not isinstance(run.data, Stream):

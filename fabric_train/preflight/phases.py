@@ -16,7 +16,8 @@ from fabric_train.model.hf_model import ModelShape, with_parts
 from fabric_train.model.trained_parts import TrainedParts
 from fabric_train.optim.learning_rate import RATE_ARGUMENTS, Schedule
 from fabric_train.preflight.steps import fault_of_decay
-from fabric_train.training.prepared_run import RunPhase, TrainingData
+from fabric_train.training.prepared_run import PhaseModels, TrainingData
+from fabric_train.training.step_plan import RunPhase
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments, TrainingArguments
@@ -162,13 +163,13 @@ def read_phases(arguments: "TrainArguments") -> list[PhaseSettings]:
     return phases
 
 
-def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
-    """Return the phases of a stretch, with the rows, the schedule and the parts of each.
+def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[tuple[RunPhase, ...], tuple[Schedule, ...]]:
+    """Return the phases of a stretch, with the rows and the parts of each, and their own learning-rate schedules.
 
     A phase without shares keeps those before it.
     """
     if not stretch.phases:
-        return ()
+        return (), ()
     training = stretch.arguments.training
     assert isinstance(data, TokenMixture)  # --phases is one of the arguments with which the data are a mixture
     assert training.max_step is not None
@@ -177,10 +178,13 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
     last_steps = [phase.first_step - 1 for phase in stretch.phases[1:]]
     last_steps.append(stretch.last_step or training.max_step)
     run_phases: list[RunPhase] = []
+    schedules: list[Schedule] = []
     for phase, last_step in zip(stretch.phases, last_steps, strict=True):
         if phase.shares:
             rows_per_epoch = data.rows_of(phase.shares)
         schedule = _phase_schedule(phase, last_step, training)
+        if schedule is not None:
+            schedules.append(schedule)
         trained_parts = None
         if phase.train_only:
             trained_parts = TrainedParts(phase.train_only, frozen_parts, f"{phase.label}: train_only")
@@ -188,20 +192,14 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[RunPhase, ...]:
             first_step=phase.first_step,
             last_step=last_step,
             rows_per_epoch=rows_per_epoch,
-            schedule=schedule,
             parts=trained_parts,
         )
         run_phases.append(run_phase)
-    return tuple(run_phases)
+    return tuple(run_phases), tuple(schedules)
 
 
-def choose_parts(
-    stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]
-) -> tuple[ModelShape, dict[int, ModelShape]]:
-    """Return the model with the parts of ``--train_only`` and ``--freeze``, and the models of the phases.
-
-    These are as in ``PreparedRun.models``: by each step at which the trained parameters change, none if they never do.
-    """
+def choose_parts(stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]) -> PhaseModels:
+    """Return the model with the parts of ``--train_only`` and ``--freeze``, and with those of the phases."""
     arguments = stretch.arguments.model
     has_parts = any(phase.parts for phase in phases)
     if model.adapter:
@@ -217,11 +215,11 @@ def choose_parts(
     trained_parts = TrainedParts(tuple(arguments.train_only or ()), tuple(arguments.freeze or ()))
     if trained_parts and not stretch.arguments.evaluation.eval_only:
         model = with_parts(model, trained_parts)
+    models = {stretch.first_step: model}
     if not has_parts:
-        return model, {}
+        return PhaseModels(models)
 
     # one model for each step at which the trained parameters change
-    models = {stretch.first_step: model}
     trained = model.trained
     for phase in phases:
         phase_model = with_parts(model, phase.parts) if phase.parts else model
@@ -229,7 +227,7 @@ def choose_parts(
         if begins_stretch or phase_model.trained.keys() != trained.keys():
             models[phase.first_step] = phase_model
             trained = phase_model.trained
-    return model, models
+    return PhaseModels(models)
 
 
 def _read_phase_file(path: str, arguments: "TrainArguments", num_steps: int) -> list[PhaseSettings]:

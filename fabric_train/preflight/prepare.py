@@ -42,6 +42,7 @@ from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.rope_frequencies import note_on_frequencies
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
+from fabric_train.optim.learning_rate import Schedule, Schedules
 from fabric_train.preflight.beginning import choose_beginning, named_checkpoint
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
@@ -69,10 +70,11 @@ from fabric_train.training.components import (
 )
 from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.objective import build_objective
-from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData
 from fabric_train.training.reference_model import check_reference
 from fabric_train.training.sample_file import read_samples
 from fabric_train.training.sampling import SamplePrompts
+from fabric_train.training.step_plan import RunPhase
 from fabric_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -221,8 +223,9 @@ def _prepare_stretch(
     if data.isolates:
         check_counted_from_rows(extended_model, length)
     mask_reason = choose_attention(extended_model, arguments, devices.accelerator)
-    phases = plan_phases(stretch, data)
-    model, models = choose_parts(stretch, extended_model, phases)
+    phases, phase_schedules = plan_phases(stretch, data)
+    models = choose_parts(stretch, extended_model, phases)
+    model = models.at(stretch.first_step)
 
     # the order of the data, and the step to begin with
     rows_per_window = math.prod(rows_at_once(arguments, devices.world_size))  # 0 is refused by plan_steps
@@ -269,17 +272,17 @@ def _prepare_stretch(
         devices=devices,
         start=start,
         data=data,
-        model=model,
-        plan=plan,
         order=order,
+        models=models,
+        plan=plan,
+        schedules=Schedules(Schedule(plan.num_steps, arguments.training), phase_schedules),
         versions=package_versions() | own_versions(model, data),
         notes=plan.notes,
         early_stopping=early_stopping,
         sample_prompts=_open_sample_prompts(arguments, data, model, checkpoint),
         components=components_of(arguments, objective),
         adapter_base=adapter_base,
-        models=models,
-    ).with_current_parts()
+    )
     _check_parts(run)
     check_reference(run)
 
@@ -321,14 +324,15 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
     new_notes = [line for line in next_run.notes if line not in run.notes]
     notes = [f"from step {stretch.first_step:,} on: {line}" for line in new_notes]
     next_run = _with_following(replace(next_run, notes=()), later_stretches)
-    start = replace(next_run.start, schedule_steps=run.start.schedule_steps)
-    run = replace(run, next_run=replace(next_run, start=start))
+    schedules = next_run.schedules.with_length(run.schedules.run_schedule.num_steps)
+    run = replace(run, next_run=replace(next_run, schedules=schedules))
     return _with_notes(run, *notes, *next_run.notes)
 
 
 def _check_parts(run: PreparedRun) -> None:
     """Raise an InputError for rates of parts that do not train, and parts that do not train with FSDP1."""
-    rates_by_name(run.arguments.training.rates_of_parts, run.model.names, run.model.source, run.trained_in_any_phase)
+    rates = run.arguments.training.rates_of_parts
+    rates_by_name(rates, run.model.names, run.model.source, run.models.trained_in_any_phase)
     if run.devices.parallelism == "fsdp":
         _check_frozen_ties(run)
 
@@ -337,10 +341,9 @@ def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]
     """Yield what the user should know of the run's speed and arguments, before it starts."""
     if run.devices.parallelism == "xla":
         yield xla.NOTE
-    if run.devices.parallelism == "fsdp":
-        models = (run.model, *run.models.values())
-        if any(splits_layers(model.trained, model.frozen) for model in models):
-            yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
+    divides_layers = any(splits_layers(model.trained, model.frozen) for model in run.models.all)
+    if divides_layers and run.devices.parallelism == "fsdp":
+        yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
     yield run.arguments.logging.note
     if run.start.checkpoint:
         terms = terms_left_out(run.model.config)
@@ -499,7 +502,7 @@ def _check_frozen_ties(run: PreparedRun) -> None:
         return
     tied_names = [name for name, aliases in run.model.names.items() if len(aliases) > 1]
     is_any_frozen = False  # in some phase
-    for model in (run.model, *run.models.values()):
+    for model in run.models.all:
         if any(name not in model.trained for name in tied_names):
             is_any_frozen = True
     if is_any_frozen or (tied_names and run.model.adapter):

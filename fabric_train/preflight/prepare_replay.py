@@ -18,6 +18,7 @@ from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.strategy import count_devices, resolve_accelerator
 from fabric_train.model.origin import SPLIT_ARGUMENTS
+from fabric_train.optim.learning_rate import Schedules
 from fabric_train.preflight import resume_check
 from fabric_train.preflight.phases import read_stretches, stretch_of
 from fabric_train.preflight.prepare import prepare
@@ -80,7 +81,7 @@ def prepare_replay(
             "give steps after it"
         )
     if checkpoint_after:
-        run = _with_saved_schedules(run, saved)
+        run = replace(run, schedules=_with_saved_lengths(run.schedules, saved))
     else:
         run, _ = resume_check.choose_schedule(run, saved)
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
@@ -105,6 +106,7 @@ def prepare_replay(
     resolved["gradient_accumulation_steps"] = run.plan.accumulation
     resolved["parallelism"] = run.devices.parallelism
     split = {name: resolved[name] for name in SPLIT_ARGUMENTS}
+    version_changes = resume_check.find_version_changes(saved.versions, run.versions, run.arguments)
     return Replay(
         folder=folder,
         steps=steps,
@@ -115,19 +117,20 @@ def prepare_replay(
         replay_layout=RunLayout(run.devices.world_size, None, split),
         contents=row_check.summary,
         faults=[*faults, *row_check.faults],
-        other_versions=[str(change) for change in resume_check.find_version_changes(saved.versions, run)],
+        other_versions=[str(change) for change in version_changes],
     )
 
 
-def _with_saved_schedules(run: PreparedRun, saved: TrainerJson) -> PreparedRun:
-    """Give the learning-rate schedules the lengths that a later checkpoint names."""
+def _with_saved_lengths(schedules: Schedules, saved: TrainerJson) -> Schedules:
+    """Return the learning-rate schedules with the lengths that a later checkpoint names."""
     if math.isfinite(saved.schedule_steps):
-        run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
+        schedules = schedules.with_length(int(saved.schedule_steps))
     num_steps_by_phase = {phase.first_step: phase.num_steps for phase in saved.phase_schedules}
-    for phase in run.plan.phases:
-        if phase.schedule and phase.first_step in num_steps_by_phase:
-            run = run.with_schedule(replace(phase.schedule, num_steps=num_steps_by_phase[phase.first_step]))
-    return run
+    for schedule in schedules.phase_schedules:
+        first_step = schedule.after_step + 1
+        if first_step in num_steps_by_phase:
+            schedules = schedules.with_schedule(replace(schedule, num_steps=num_steps_by_phase[first_step]))
+    return schedules
 
 
 def _read_logged(path: Path, first_step: int, last_step: int) -> list[Metrics]:

@@ -20,14 +20,16 @@ from fabric_train.model.attention import VARLEN
 from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.learning_rate import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
+from fabric_train.training.checkpoint_description import saved_schedules
 from fabric_train.training.components import (
     describe_other_component,
     find_other_components,
     notes_on_components,
 )
 from fabric_train.training.metrics import read_metrics
-from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
+from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.reference_model import is_reference_of
+from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -155,8 +157,8 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
         )
     notes += _notes_on_other_components(other_components)
     notes += notes_on_components(saved, run.components, checkpoint)
-    saved_phases = _describe_phases(saved.phase_rows, saved, after_step=step)
-    run_phases = _describe_phases(_phase_rows(run), run, after_step=step)
+    saved_phases = _describe_saved_phases(saved, after_step=step)
+    run_phases = _describe_run_phases(run, after_step=step)
     if saved_phases != run_phases:
         notes.append(
             f"the phases that begin after step {step} are others than at {checkpoint.name}: {run_phases}, not "
@@ -194,8 +196,8 @@ def check_branch(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
     for change in _find_changes(_DEFAULTS_OF_EARLIER_VERSIONS | saved.arguments, current_arguments):
         if change.name not in ("output_dir", "phases"):
             changes[change.name] = change
-    saved_phases = _describe_phases(saved.phase_rows, saved)
-    run_phases = _describe_phases(_phase_rows(run), run)
+    saved_phases = _describe_saved_phases(saved)
+    run_phases = _describe_run_phases(run)
     if saved_phases != run_phases:
         changes["phases"] = Change("phases", saved_phases, run_phases)
     changed_values = {name: [change.saved_value, change.current_value] for name, change in changes.items()}
@@ -230,7 +232,7 @@ def _notes_on_other_components(pairs: Iterable[tuple[Component, Component]]) -> 
 def find_changes_of_begun_phases(run: PreparedRun, saved: TrainerJson, step: int) -> Iterator[Change]:
     """Yield the changes of rates and parts of phases that have begun by ``step``; rows are in the data order."""
     saved_phases = _values_of_phases(saved.phase_schedules, saved.phase_parts)
-    run_phases = _values_of_phases(run.phase_schedules, run.phase_parts)
+    run_phases = _values_of_phases(saved_schedules(run.schedules), run.plan.phase_parts)
     for first_step in sorted({*saved_phases, *run_phases}):
         if first_step > step:
             break
@@ -254,13 +256,21 @@ def _values_of_phases(
     return values
 
 
-def _phase_rows(run: PreparedRun) -> Sequence[PhaseRows]:
-    return run.order.phases if isinstance(run.order, DataOrder) else ()
+def _describe_saved_phases(saved: TrainerJson, *, after_step: int = 0) -> str:
+    values_by_step = _values_of_phases(saved.phase_schedules, saved.phase_parts)
+    return _describe_phases(saved.phase_rows, values_by_step, after_step)
 
 
-def _describe_phases(phase_rows: Sequence[PhaseRows], record: TrainerJson | PreparedRun, *, after_step: int = 0) -> str:
-    """Describe the phases that begin after a step; ``record`` has their learning rates and trained parts."""
-    values_by_step = _values_of_phases(record.phase_schedules, record.phase_parts)
+def _describe_run_phases(run: PreparedRun, *, after_step: int = 0) -> str:
+    phase_rows = run.order.phases if isinstance(run.order, DataOrder) else ()
+    values_by_step = _values_of_phases(saved_schedules(run.schedules), run.plan.phase_parts)
+    return _describe_phases(phase_rows, values_by_step, after_step)
+
+
+def _describe_phases(
+    phase_rows: Sequence[PhaseRows], values_by_step: Mapping[int, Mapping[str, Any]], after_step: int
+) -> str:
+    """Describe the phases that begin after a step; ``values_by_step`` has their learning rates and trained parts."""
     texts = []
     for phase in phase_rows:
         if phase.first_step <= after_step:
@@ -274,21 +284,23 @@ def _describe_phases(phase_rows: Sequence[PhaseRows], record: TrainerJson | Prep
 
 
 def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved_versions: dict[str, str]) -> list[str]:
-    changes = find_version_changes(saved_versions, run)
+    changes = find_version_changes(saved_versions, run.versions, run.arguments)
     if not changes:
         return []
     return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_join_changes(changes)}"]
 
 
-def find_version_changes(saved_versions: dict[str, str], run: PreparedRun) -> list[Change]:
+def find_version_changes(
+    saved_versions: dict[str, str], versions: dict[str, str], arguments: "TrainArguments"
+) -> list[Change]:
     """Return the packages that a run uses in another version than the saved one."""
-    training = run.arguments.training
+    training = arguments.training
     is_used = {
         "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
-        _VALIDATION: run.arguments.evaluation.eval_iters is not None,
+        _VALIDATION: arguments.evaluation.eval_iters is not None,
         PROGRAM: False,  # what its commits change in the losses is in OWN_VERSIONS
     }
-    changes = _find_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved_versions, run.versions)
+    changes = _find_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved_versions, versions)
     return [change for change in changes if is_used.get(change.name, True)]
 
 
@@ -311,7 +323,7 @@ def choose_schedule(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, 
     saved_lengths = _read_saved_lengths(run, run_schedule, saved)
     # a later phase may go on in the schedule of the run
     if is_phase and saved.schedule_steps != saved.num_steps:
-        run = run.with_schedule(replace(run.schedules.run_schedule, num_steps=int(saved.schedule_steps)))
+        run = replace(run, schedules=run.schedules.with_length(int(saved.schedule_steps)))
     last_step = run_schedule.last_step or run.plan.num_steps
     num_steps = run_schedule.num_steps
     if not saved_lengths.is_same_schedule:
@@ -327,7 +339,7 @@ def choose_schedule(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, 
     jumps = saved_schedule.rate(step) != run_schedule.rate(step)
     keeps = jumps and not run.arguments.checkpoint.allow_changes
     if keeps:
-        run = run.with_schedule(saved_schedule)
+        run = replace(run, schedules=run.schedules.with_schedule(saved_schedule))
     if last_step <= step:  # nothing to train
         return run, []
     if keeps and num_steps == saved_lengths.num_steps:  # the start before has noted it
@@ -370,7 +382,8 @@ def _read_saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: Trainer
     saved_phases = (phase for phase in saved.phase_schedules if phase.first_step <= step <= phase.last_step)
     saved_phase = next(saved_phases, None)
     first_step = run_schedule.after_step + 1
-    run_phase = next((phase for phase in run.phase_schedules if phase.first_step == first_step), None)
+    run_phases = saved_schedules(run.schedules)
+    run_phase = next((phase for phase in run_phases if phase.first_step == first_step), None)
     follows_phase = run_schedule.last_step is not None
 
     # then and now in a phase with a schedule of its own

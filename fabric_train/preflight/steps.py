@@ -21,7 +21,8 @@ from fabric_train.model.rope import how_to_extend
 from fabric_train.optim.learning_rate import num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
 from fabric_train.training.metrics import are_columns
-from fabric_train.training.prepared_run import RunPhase, StartingPoint, StepPlan, TrainingData
+from fabric_train.training.prepared_run import StartingPoint, TrainingData
+from fabric_train.training.step_plan import RunPhase, StepPlan
 
 if TYPE_CHECKING:
     from fabric_train.arguments import CheckpointArguments, TrainArguments, TrainingArguments

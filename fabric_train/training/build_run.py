@@ -27,6 +27,7 @@ from fabric_train.distributed.sharded_parameters import flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.generation_settings import add_stop_tokens, read_generation_config
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.parallelize import setup_model
@@ -45,7 +46,7 @@ from fabric_train.training.metrics import extra_columns
 from fabric_train.training.objective import Objective, counts_pieces
 from fabric_train.training.own_time import OwnTime
 from fabric_train.training.panel import open_progress
-from fabric_train.training.prepared_run import PreparedRun, TrainingData
+from fabric_train.training.prepared_run import PreparedRun, TrainingData, logged_sources
 from fabric_train.training.profiling import ProfiledWindows
 from fabric_train.training.run_log import log, note, progress, warn
 from fabric_train.training.run_times import TIMES, TimesFile
@@ -121,7 +122,7 @@ def set_up_optimizer(
     # After sharding: the optimizer updates this rank's shards.
     named_parameters = trained_parameters(model)
     rates = rates_by_name(
-        arguments.training.rates_of_parts, run.model.names, run.model.source, run.trained_in_any_phase
+        arguments.training.rates_of_parts, run.model.names, run.model.source, run.models.trained_in_any_phase
     )
     torch_optimizer = build_optimizer(
         named_parameters,
@@ -163,18 +164,18 @@ def _restore_optimizer(
         return
     # Parameters that were frozen up to here have no states yet.
     progress.info("loading the optimizer's state")
-    new_names = run.model.trained.keys() - _saved_trained_names(run, saved)
+    new_names = run.model.trained.keys() - _saved_trained_names(run.model, saved)
     if new_names and fabric.is_global_zero:
         note(f"the optimizer starts from zero for {counted(len(new_names), 'weight')}, frozen up to this step")
     restore_optimizer(checkpoint, fabric, model, optimizer, new_names)
 
 
-def _saved_trained_names(run: PreparedRun, saved: TrainerJson) -> set[str]:
+def _saved_trained_names(model: ModelShape, saved: TrainerJson) -> set[str]:
     """Return the names of the parameters that the step of a checkpoint trained."""
-    if run.model.adapter:
-        return set(run.model.trained)
+    if model.adapter:
+        return set(model.trained)
     saved_parts = TrainedParts(*saved.parts)
-    return saved_parts.choose(run.model.names, run.model.source)
+    return saved_parts.choose(model.names, model.source)
 
 
 def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
@@ -302,7 +303,7 @@ def build_loop(
         checkpoints=checkpoint_manager,
         heartbeat=heartbeat,
         flops=run.model.flops,
-        num_sources=len(run.logged_sources),
+        num_sources=len(logged_sources(run.data)),
         own_time=OwnTime(fabric.device),
     )
     return Loop(

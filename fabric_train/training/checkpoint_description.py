@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint import BranchPoint
+from fabric_train.checkpoint import BranchPoint, PhaseSchedule
 from fabric_train.cli.parser import flatten
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.precision import weights_dtype
@@ -20,6 +20,7 @@ from fabric_train.model.origin import (
     legal_files,
     read_stages,
 )
+from fabric_train.optim.learning_rate import Schedules
 from fabric_train.training.prepared_run import PreparedRun
 
 
@@ -76,10 +77,10 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
         versions=run.versions,
         base_model=origin.base_model,
         attachments=(*run.data.attachments, *origin.legal_files),
-        schedule_steps=run.schedule_steps,
+        schedule_steps=run.schedules.run_schedule.num_steps,
         lineage=tuple(_movable_branch(branch, run.folder) for branch in start.lineage),
-        phase_schedules=run.phase_schedules,
-        phase_parts=run.phase_parts,
+        phase_schedules=saved_schedules(run.schedules),
+        phase_parts=run.plan.phase_parts,
         trained_modules=run.model.describe_trained() if run.model.frozen else None,
         device=session.device,
         mixture_sources=mixture_sources,
@@ -90,6 +91,16 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
         reference=run.reference,
         components=run.components,
     )
+
+
+def saved_schedules(schedules: Schedules) -> tuple[PhaseSchedule, ...]:
+    """Return the schedules of phases as trainer.json has them."""
+    phase_schedules = []
+    for schedule in schedules.phase_schedules:
+        assert schedule.last_step is not None  # only the run's own schedule has none
+        first_step = schedule.after_step + 1
+        phase_schedules.append(PhaseSchedule(first_step, schedule.last_step, schedule.num_steps, schedule.decided_by))
+    return tuple(phase_schedules)
 
 
 def _movable_branch(branch: BranchPoint, run_dir: Path) -> BranchPoint:

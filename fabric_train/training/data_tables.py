@@ -8,7 +8,8 @@ from rich.table import Table
 from fabric_train.checkpoint.manager import read_cursors
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.optim.learning_rate import Schedules
+from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.tables import figures_table
 
 
@@ -58,7 +59,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
         return []
 
     text_columns = ["steps", "learning rate"]
-    if run.models:
+    if run.models.change:
         text_columns.append("train")
     table = figures_table(f"Phases{run.steps_suffix}", ["share", "tokens"], [*text_columns, "source"])
 
@@ -66,9 +67,9 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     starts = [plan.data_starts_after + start for start in plan.mixture.phases_start_after]
     ends = [*starts[1:], plan.last_step]
     for start, end in zip(starts, ends, strict=True):
-        phase_cells = [f"{start + 1:,}–{end:,}", _describe_rates(run, start + 1, end)]
-        if run.models:
-            phase_cells.append(run.model_at(start + 1).describe_trained())
+        phase_cells = [f"{start + 1:,}–{end:,}", _describe_rates(run.schedules, start + 1, end)]
+        if run.models.change:
+            phase_cells.append(run.models.at(start + 1).describe_trained())
         rows_at_start = plan.mixture.rows_until(start - plan.data_starts_after)
         rows_at_end = plan.mixture.rows_until(end - plan.data_starts_after)
         num_phase_rows = sum(rows_at_end) - sum(rows_at_start)
@@ -81,9 +82,9 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     return [table]
 
 
-def _describe_rates(run: PreparedRun, first_step: int, last_step: int) -> str:
+def _describe_rates(schedules: Schedules, first_step: int, last_step: int) -> str:
     """Return the schedule of a phase, and its learning rates at both ends."""
-    schedule = run.schedules.at(first_step)
+    schedule = schedules.at(first_step)
     name = schedule.arguments.lr_schedule if schedule.arguments.lr_decay else "constant"
     first_rate = f"{schedule.rate(first_step):.3g}"
     last_rate = f"{schedule.rate(last_step):.3g}"
@@ -92,9 +93,8 @@ def _describe_rates(run: PreparedRun, first_step: int, last_step: int) -> str:
     return f"{name}, {first_rate} to {last_rate}"
 
 
-def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Table]:
+def describe_stream(data: TrainingData, checkpoint: Path | None = None) -> list[Table]:
     """Return the table of a stream's sources, with the tokens read up to a checkpoint; none without shares."""
-    data = run.data
     if not isinstance(data, Stream):
         return []
     if len(data.source_names) == 1 and data.documents.shares is None:

@@ -29,7 +29,7 @@ from fabric_train.training.metrics import (
     with_objective,
 )
 from fabric_train.training.objective import name_metrics
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import PreparedRun, logged_sources
 from fabric_train.training.run_log import note, warn
 from fabric_train.training.step import Stepper, TakenStep, read_flags
 from fabric_train.training.step_exchange import StepReport
@@ -218,7 +218,7 @@ class Loop:
             means = name_metrics(objective, step.report.metrics, step.report.count)
         losses_by_source = {}
         metrics_by_source = {}
-        for source, report in zip(self.run.logged_sources, step.report.sources, strict=True):
+        for source, report in zip(logged_sources(self.run.data), step.report.sources, strict=True):
             if report.loss is None:
                 continue
             losses_by_source[source] = report.loss
@@ -253,7 +253,7 @@ class Loop:
         source_names = self.run.data.source_names
         if len(source_names) == 1:
             return {source_names[0]: report.count}
-        sources = zip(self.run.logged_sources, report.sources, strict=True)
+        sources = zip(logged_sources(self.run.data), report.sources, strict=True)
         return {name: source.count for name, source in sources if source.count}
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, *, evaluates: bool) -> TrainerState:
@@ -283,7 +283,7 @@ class Loop:
         else:
             stopping_progress = None
 
-        self.outputs.log(with_evaluation(metrics, evaluation, self.run.logged_sources))
+        self.outputs.log(with_evaluation(metrics, evaluation, logged_sources(self.run.data)))
         return replace(
             state,
             val_loss=evaluation.whole.loss,

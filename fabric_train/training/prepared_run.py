@@ -1,25 +1,23 @@
 """What preflight hands to training: a run that is checked and not started."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, PhaseParts, PhaseSchedule, TrainerJson, TrainerState, run_of
+from fabric_train.checkpoint import BranchPoint, TrainerJson, TrainerState, run_of
 from fabric_train.cli.parser import flatten
 from fabric_train.cli.tables import Component
-from fabric_train.data.data_order import SHUFFLED, DataOrder, StreamOrder
-from fabric_train.data.mixture_order import MixtureOrder
-from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.data_order import DataOrder, StreamOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
-from fabric_train.model.trained_parts import TrainedParts
-from fabric_train.optim.learning_rate import Schedule, Schedules
+from fabric_train.optim.learning_rate import Schedules
 from fabric_train.training.early_stopping import EarlyStopping
 from fabric_train.training.sampling import SamplePrompts
+from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -46,8 +44,6 @@ class StartingPoint:
     """The trainer.json of the checkpoint; None for pretrained and for random weights."""
     state: TrainerState
     """At step 0 unless the run resumes."""
-    schedule_steps: int | None = None
-    """Length of the learning-rate schedule that a resumed run keeps; None for a new schedule."""
     lineage: tuple[BranchPoint, ...] = ()
     """The branch points so far."""
     branches: bool = False
@@ -66,76 +62,40 @@ class StartingPoint:
 
 
 @dataclass(frozen=True)
-class RunPhase:
-    """A phase of ``--phases``."""
+class PhaseModels:
+    """The model with the parts that train: one for each step at which phases change them."""
 
-    first_step: int
-    last_step: int
-    rows_per_epoch: tuple[int, ...]
-    """Rows of each source."""
-    schedule: Schedule | None
-    """The phase's own schedule; None if the run's continues."""
-    parts: TrainedParts | None = None
-    """The parts of the model that train; None if they stay the same."""
+    by_first_step: Mapping[int, ModelShape]
+    """The model from each of these steps on; the first one is the first step of the data. Never empty."""
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The counts of a run. A window is the rows that one optimizer step consumes over all ranks."""
-
-    num_rows: int | None
-    """Rows of an epoch, with phases of one of the first phase; None for a stream."""
-    world_size: int
-    num_data_ranks: int
-    micro_batch_size: int
-    accumulation: int
-    rows_per_window: int
-    windows_per_epoch: int | None
-    """As ``num_rows``."""
-    num_steps: int
-    tokens_per_row: int
-    mixture: MixtureOrder | None = None
-    """None for a stream, and for one token dataset without shares."""
-    phases: tuple[RunPhase, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Lines that the user should read before the run starts."""
-    data_starts_after: int = 0
-    """The step before the first window of the data: 0, except in a branch or a phase with other data."""
-    data_ends_after: int | None = None
-    """The step before a phase with other data; None if there is none."""
-    order_version: int = SHUFFLED
-    """As in ``DataOrder``."""
+    def at(self, step: int) -> ModelShape:
+        """Return the model with the parts that a step trains."""
+        first_steps = [first_step for first_step in self.by_first_step if first_step <= step]
+        return self.by_first_step[max(first_steps, default=min(self.by_first_step))]
 
     @property
-    def last_step(self) -> int:
-        """The last step that reads these data."""
-        if self.data_ends_after is None:
-            return self.num_steps
-        return self.data_ends_after
+    def all(self) -> tuple[ModelShape, ...]:
+        return tuple(self.by_first_step.values())
 
-    def epoch_ends(self) -> set[int]:
-        """Return the steps that end an epoch or a phase; empty for a stream."""
-        if self.mixture:
-            num_windows = self.last_step - self.data_starts_after
-            return {self.data_starts_after + window for window in self.mixture.epoch_ends(num_windows)}
-        if not self.windows_per_epoch:
-            return set()
-        first_end = self.data_starts_after + self.windows_per_epoch
-        return set(range(first_end, self.num_steps + 1, self.windows_per_epoch))
+    @property
+    def change(self) -> bool:
+        """Whether phases change the parts that train."""
+        return len(self.by_first_step) > 1
 
-    def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
-        """Return which rows of a token dataset a data rank takes at every step."""
-        assert self.num_rows is not None  # a stream has an order of its own
-        return WindowOrder(
-            num_rows=self.num_rows,
-            rows_per_window=self.rows_per_window,
-            micro_batch_size=self.micro_batch_size,
-            world_size=self.num_data_ranks,
-            rank=rank,
-            seed=seed,
-            mixture=self.mixture,
-            version=self.order_version,
-        )
+    def last_step_before_change(self, after_step: int, last_step: int) -> int:
+        """Return the last step, up to ``last_step``, that trains the same parts as the step after ``after_step``."""
+        for first_step in self.by_first_step:
+            if first_step > after_step + 1:
+                last_step = min(last_step, first_step - 1)
+        return last_step
+
+    @property
+    def trained_in_any_phase(self) -> set[str]:
+        """The names of the parameters that train in any phase."""
+        names = set[str]()
+        for model in self.all:
+            names.update(model.trained)
+        return names
 
 
 @dataclass(frozen=True)
@@ -150,12 +110,16 @@ class PreparedRun:
     devices: DevicePlan
     start: StartingPoint
     data: TrainingData
-    model: ModelShape
-    """The model with the parts that train at the start."""
-    plan: StepPlan
     order: DataOrder | StreamOrder
+    """The order of the data, as a checkpoint records it."""
+    models: PhaseModels
+    plan: StepPlan
+    schedules: Schedules
+    """The learning-rate schedule of the run, which may be longer or shorter than the run, and those of phases."""
     versions: dict[str, str]
+    """The versions of packages, of this program, and of what it computes."""
     notes: tuple[str, ...]
+    """Lines that the user should read before the run starts."""
     early_stopping: EarlyStopping | None = None
     sample_prompts: SamplePrompts | None = None
     adapter_base: AdapterBase | None = None
@@ -164,10 +128,13 @@ class PreparedRun:
     """Found when the run begins; None if its objective needs none."""
     components: tuple[Component, ...] = ()
     """The parts that the run uses by name."""
-    models: Mapping[int, ModelShape] = field(default_factory=dict)
-    """If phases train different parts of the model: the model from each step at which they change, step 1 included."""
     next_run: "PreparedRun | None" = None
     """If a phase has other token datasets: the run from there on, whose start is not known before it gets there."""
+
+    @property
+    def model(self) -> ModelShape:
+        """The model with the parts that the next step trains."""
+        return self.models.at(self.start.state.step + 1)
 
     @property
     def successive_runs(self) -> tuple["PreparedRun", ...]:
@@ -190,26 +157,9 @@ class PreparedRun:
         return self.early_stopping is not None and self.early_stopping.ends(self.start.state)
 
     @property
-    def schedule_steps(self) -> int:
-        """Number of steps of the learning-rate schedule; after them the rate stays."""
-        return self.start.schedule_steps or self.plan.num_steps
-
-    @property
     def last_loop_step(self) -> int:
         """The last step before other parts train or other token datasets are read; else the last step of the run."""
-        last_step = self.plan.last_step
-        for first_step in self.models:
-            if first_step > self.start.state.step + 1:
-                last_step = min(last_step, first_step - 1)
-        return last_step
-
-    @property
-    def trained_in_any_phase(self) -> set[str]:
-        """The names of the parameters that train in any phase."""
-        names = set(self.model.trained)
-        for model in self.models.values():
-            names.update(model.trained)
-        return names
+        return self.models.last_step_before_change(self.start.state.step, self.plan.last_step)
 
     def continued_from(self, saved: TrainerJson, state: TrainerState) -> "PreparedRun":
         """Return the run after ``last_loop_step``, with the next parts and data, as if it was resumed there.
@@ -220,7 +170,7 @@ class PreparedRun:
         start = replace(self.start, saved=saved, state=state, branches=False, stages=saved.stages)
         next_run = self.next_run
         if next_run is None or state.step < self.plan.last_step:
-            return replace(self, start=start).with_current_parts()
+            return replace(self, start=start)
 
         # Other data: a branch point in the run's own folder, with what has changed.
         old_arguments = flatten(self.arguments)
@@ -232,70 +182,21 @@ class PreparedRun:
         branch = BranchPoint(str(run_of(saved.checkpoint)), state.step, continues_data=False, changed=changed)
         state = replace(state, unlogged=None, progress=None, rows_of_sources=None)
         start = replace(start, state=state, lineage=(*saved.lineage, branch))
-        return replace(next_run, start=start).with_current_parts()
-
-    def model_at(self, step: int) -> ModelShape:
-        """Return the model with the parts that a step trains."""
-        first_steps = [first_step for first_step in self.models if first_step <= step]
-        if not first_steps:
-            return self.model
-        return self.models[max(first_steps)]
-
-    def with_current_parts(self) -> "PreparedRun":
-        """Return this run with the parts that its next step trains."""
-        return replace(self, model=self.model_at(self.start.state.step + 1))
-
-    @property
-    def schedules(self) -> Schedules:
-        """The run's learning-rate schedule, and those of phases."""
-        phase_schedules = tuple(phase.schedule for phase in self.plan.phases if phase.schedule)
-        return Schedules(Schedule(self.schedule_steps, self.arguments.training), phase_schedules)
-
-    @property
-    def phase_schedules(self) -> tuple[PhaseSchedule, ...]:
-        """The schedules of phases as trainer.json has them."""
-        schedules = []
-        for phase in self.plan.phases:
-            schedule = phase.schedule
-            if schedule:
-                schedules.append(
-                    PhaseSchedule(phase.first_step, phase.last_step, schedule.num_steps, schedule.decided_by)
-                )
-        return tuple(schedules)
-
-    @property
-    def phase_parts(self) -> tuple[PhaseParts, ...]:
-        """The parts of phases as trainer.json has them."""
-        phase_parts = []
-        for phase in self.plan.phases:
-            if phase.parts:
-                phase_parts.append(PhaseParts(phase.first_step, phase.last_step, phase.parts.train_only))
-        return tuple(phase_parts)
-
-    def with_schedule(self, schedule: Schedule) -> "PreparedRun":
-        """Return this run with a schedule of another length, in place of the one for the same steps."""
-        if schedule.last_step is None:  # the run's own
-            return replace(self, start=replace(self.start, schedule_steps=schedule.num_steps))
-        phases = []
-        for phase in self.plan.phases:
-            if phase.first_step == schedule.after_step + 1:
-                phases.append(replace(phase, schedule=schedule))
-            else:
-                phases.append(phase)
-        return replace(self, plan=replace(self.plan, phases=tuple(phases)))
-
-    @property
-    def logged_sources(self) -> tuple[str, ...]:
-        """The sources with logged losses, sources of the training rows first; none if there are fewer than two."""
-        names = dict.fromkeys(self.data.source_names)
-        if self.data.validation:
-            names |= dict.fromkeys(self.data.validation.source_names)
-        return tuple(names) if len(names) > 1 else ()
+        schedules = next_run.schedules.with_length(self.schedules.run_schedule.num_steps)
+        return replace(next_run, start=start, schedules=schedules)
 
     @property
     def all_logged_sources(self) -> tuple[str, ...]:
         """The sources with logged losses in any of the successive runs."""
         names: dict[str, None] = {}
         for run in self.successive_runs:
-            names |= dict.fromkeys(run.logged_sources)
+            names |= dict.fromkeys(logged_sources(run.data))
         return tuple(names)
+
+
+def logged_sources(data: TrainingData) -> tuple[str, ...]:
+    """Return the sources with logged losses, sources of the training rows first; none if there are fewer than two."""
+    names = dict.fromkeys(data.source_names)
+    if data.validation:
+        names |= dict.fromkeys(data.validation.source_names)
+    return tuple(names) if len(names) > 1 else ()

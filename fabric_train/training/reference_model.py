@@ -33,7 +33,7 @@ from fabric_train.model.init_weights import new_shape
 from fabric_train.model.load_weights import find_safetensors
 from fabric_train.model.origin import ReferenceModel
 from fabric_train.model.parallelize import check_tensor_parallel
-from fabric_train.training.prepared_run import PreparedRun, StartingPoint
+from fabric_train.training.prepared_run import PhaseModels, PreparedRun, StartingPoint
 from fabric_train.training.run_log import progress
 
 _READ_BYTES = 1 << 24
@@ -155,7 +155,7 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
 
     # a whole model
     if not _is_adapter(path):
-        return replace(run, start=start, model=_reference_shape(run, path), adapter_base=None)
+        return replace(run, start=start, models=PhaseModels({1: _reference_shape(run, path)}), adapter_base=None)
 
     # an adapter on a base of its own
     if is_checkpoint:
@@ -169,7 +169,7 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
     shape = read_shape(base.place, arguments.fsdp.auto_wrap_policy, attention, adapter)
     adapter_arguments = replace(arguments.adapter, adapter=None, init_adapter=path, base_weights=None)
     arguments = replace(arguments, adapter=adapter_arguments)
-    return replace(run, start=start, model=shape, adapter_base=base, arguments=arguments)
+    return replace(run, start=start, models=PhaseModels({1: shape}), adapter_base=base, arguments=arguments)
 
 
 def _is_adapter(path: str) -> bool:

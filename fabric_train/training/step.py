@@ -123,22 +123,6 @@ class Stepper:
         return TakenStep(check, report, learning_rate)
 
 
-def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws the same numbers."""
-    step_seed = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-    # not torch.manual_seed, which takes 3 ms: it formats a stack trace for each kind of device that is not in use
-    torch.default_generator.manual_seed(step_seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(step_seed)
-    if device.type == "xla":
-        seed_xla(step_seed)
-
-
-def read_flags(checkpoints: CheckpointManager) -> StepSync:
-    """Return this rank's flags for the per-step all-reduce."""
-    return StepSync(stop_signals.received, is_saving=checkpoints.is_writing, save_failed=checkpoints.has_failed)
-
-
 def backpropagate(
     fabric: Fabric,
     model: _FabricModule,
@@ -228,6 +212,22 @@ def backpropagate(
         sources=source_losses.sum(),
         document_lengths=document_lengths,
     )
+
+
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws the same numbers."""
+    step_seed = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+    # not torch.manual_seed, which takes 3 ms: it formats a stack trace for each kind of device that is not in use
+    torch.default_generator.manual_seed(step_seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(step_seed)
+    if device.type == "xla":
+        seed_xla(step_seed)
+
+
+def read_flags(checkpoints: CheckpointManager) -> StepSync:
+    """Return this rank's flags for the per-step all-reduce."""
+    return StepSync(stop_signals.received, is_saving=checkpoints.is_writing, save_failed=checkpoints.has_failed)
 
 
 def accumulate(fabric: Fabric, model: _FabricModule, window: Window, objective: Objective | None = None) -> WindowLoss:

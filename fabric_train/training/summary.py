@@ -16,13 +16,15 @@ from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.learning_rate import decay_form, num_decay_steps
+from fabric_train.model.hf_model import ModelShape
+from fabric_train.optim.learning_rate import Schedule, decay_form, num_decay_steps
 from fabric_train.training.data_tables import describe_mixture, describe_phases, describe_stream
 from fabric_train.training.loggers import describe_loggers
 from fabric_train.training.objective import Objective, counts_answers, counts_pieces
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_times import read_times
 from fabric_train.training.statistics import accuracy_interval
+from fabric_train.training.step_plan import StepPlan
 from fabric_train.training.tables import facts_table, figures_table
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def describe_start(run: PreparedRun) -> Group:
     trained = "" if model.num_trained == model.num_parameters else f", {model.num_trained:,} train"
     layers = ", ".join(sorted(layer_class.__name__ for layer_class in model.layer_classes))
     table.add_row("model", f"{name}: {model.num_parameters:,} parameters{trained}, layers {layers}")
-    for description, modules in describe_parts(run):
+    for description, modules in describe_parts(run.model, changes=run.models.change):
         table.add_row(description, modules)
 
     # start and data
@@ -69,7 +71,7 @@ def describe_start(run: PreparedRun) -> Group:
     if plan.windows_per_epoch and not arguments.data.phases:
         steps += f"; {plan.windows_per_epoch:,} an epoch"
     table.add_row("steps", steps)
-    table.add_row("learning rate", _describe_learning_rate(run))
+    table.add_row("learning rate", _describe_learning_rate(run.schedules.run_schedule, plan.num_steps))
     rates = arguments.training.rates_of_parts
     if rates:
         table.add_row("rates of parts", ", ".join(f"{pattern} {rate:g}" for pattern, rate in rates.items()))
@@ -82,15 +84,18 @@ def describe_start(run: PreparedRun) -> Group:
     for successive_run in run.successive_runs:
         data_tables += describe_mixture(successive_run)
         data_tables += describe_phases(successive_run)
-    return Group(table, *data_tables, *describe_stream(run))
+    return Group(table, *data_tables, *describe_stream(run.data))
 
 
-def describe_parts(run: PreparedRun) -> list[tuple[str, str]]:
-    """Return the modules that train and those that are frozen as rows of a table; none if all train."""
-    if not run.model.frozen:
+def describe_parts(model: ModelShape, *, changes: bool) -> list[tuple[str, str]]:
+    """Return the modules that train and those that are frozen as rows of a table; none if all train.
+
+    ``changes`` says that phases change them.
+    """
+    if not model.frozen:
         return []
-    hint = " (at first, see the phases)" if run.models else ""
-    return [(f"trained{hint}", run.model.describe_trained()), ("frozen", run.model.describe_frozen())]
+    hint = " (at first, see the phases)" if changes else ""
+    return [(f"trained{hint}", model.describe_trained()), ("frozen", model.describe_frozen())]
 
 
 def describe_border(run: PreparedRun) -> str:
@@ -117,12 +122,12 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
 
     # steps and time
     num_tokens = state.num_tokens - run.start.state.num_tokens
-    table.add_row("steps", f"{state.step:,}, the last one in {_describe_epoch(state, run)}")
+    table.add_row("steps", f"{state.step:,}, the last one in {_describe_epoch(state, run.plan)}")
     table.add_row(
         "tokens",
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
     )
-    times = _describe_times(run)
+    times = _describe_times(run.folder)
     if times:
         table.add_row("goodput", times)
     if state.skipped_steps:
@@ -158,13 +163,13 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     if state.evaluation:
         loss_tables.append(describe_evaluation(state.evaluation, state.first_evaluation))
     mixture_tables = describe_mixture(run, state.rows_of_sources)
-    return Group(table, *loss_tables, *mixture_tables, *describe_stream(run, checkpoint))
+    return Group(table, *loss_tables, *mixture_tables, *describe_stream(run.data, checkpoint))
 
 
-def _describe_times(run: PreparedRun) -> str | None:
+def _describe_times(run_dir: Path) -> str | None:
     """Return where the time of a run went, over all of its starts, or why that is not known; None if not written."""
     try:
-        times = read_times(run.folder)
+        times = read_times(run_dir)
     except (InputError, OSError) as error:
         return f"not known: {error}"
     return times.describe() if times else None
@@ -304,11 +309,11 @@ def describe_self_check(check: "SelfCheck") -> Group:
     return Group(table, Text(description, "dim"), verdict)
 
 
-def _describe_learning_rate(run: PreparedRun) -> str:
+def _describe_learning_rate(run_schedule: Schedule, num_steps_of_run: int) -> str:
     """Return the schedule of a run, its highest and lowest rate, and where it differs from the length of the run."""
-    arguments = run.arguments.training
+    arguments = run_schedule.arguments
     schedule = arguments.lr_schedule if arguments.lr_decay else "constant"
-    num_steps = run.schedule_steps
+    num_steps = run_schedule.num_steps
     text = f"{schedule}, {arguments.lr:g}"
     if schedule == "wsd":
         decay_steps = num_decay_steps(num_steps, arguments)
@@ -316,10 +321,10 @@ def _describe_learning_rate(run: PreparedRun) -> str:
         text += f" up to step {stable_steps:,}, then {decay_form(arguments)} over {counted(decay_steps, 'step')}"
     if schedule != "constant":
         text += f" to {arguments.min_lr:g} one step after the last"
-        if num_steps != run.plan.num_steps:
+        if num_steps != num_steps_of_run:
             text += f" of its {num_steps:,} steps"
-            if num_steps < run.plan.num_steps:
-                last_rate = run.schedules.run_schedule.rate(num_steps)
+            if num_steps < num_steps_of_run:
+                last_rate = run_schedule.rate(num_steps)
                 text += f", but stays at {last_rate:g} from step {num_steps:,} on"
     return f"{text}, warm-up {arguments.warmup_steps}"
 
@@ -329,13 +334,13 @@ def _describe_metrics(run: PreparedRun) -> str:
     return describe_loggers(arguments.opened_loggers, run.folder, arguments.project)
 
 
-def _describe_epoch(state: TrainerState, run: PreparedRun) -> str:
+def _describe_epoch(state: TrainerState, plan: StepPlan) -> str:
     """Return the epoch of the last step; of phases, which each begin a new epoch, the phase."""
-    mixture = run.plan.mixture
-    if mixture is None or not run.plan.phases:
+    mixture = plan.mixture
+    if mixture is None or not plan.phases:
         return f"epoch {state.epoch} (counted from 0, as in metrics.csv)"
     # the step before each phase: as many phases have begun as these are below the state's step; at step 0, the first
-    steps_before = [run.plan.data_starts_after + start for start in mixture.phases_start_after]
+    steps_before = [plan.data_starts_after + start for start in mixture.phases_start_after]
     phase = max(bisect_left(steps_before, state.step), 1)
     return f"phase {phase} of {len(steps_before)}"
 

@@ -14,9 +14,11 @@ from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, shape_from_config
+from fabric_train.optim.learning_rate import Schedule, Schedules
 from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.memory_plan import print_plan, resolve_automatic
-from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
+from fabric_train.training.prepared_run import DevicePlan, PhaseModels, PreparedRun, StartingPoint
+from fabric_train.training.step_plan import StepPlan
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -57,9 +59,10 @@ def prepared(
         devices=DevicePlan(accelerator, 8, "fsdp2"),
         start=StartingPoint(None, TrainerState()),
         data=data,
-        model=shape,
+        models=PhaseModels({1: shape}),
         plan=StepPlan(None, 8, 8, 1, 4, 32, None, num_steps, length),
         order=order,
+        schedules=Schedules(Schedule(num_steps, arguments.training)),
         versions={},
         notes=(),
     )

@@ -25,7 +25,7 @@ from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_gpu import compile_for_trace
 from fabric_train.preflight.memory_layout import Layout, Units, collectives_of_step, offloaded_bytes
 from fabric_train.preflight.memory_plan import busiest_rank, faults_of
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.training.step_plan import StepPlan
 from tests.support import plan_accuracy, random_inputs
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plan_accuracy import Case

@@ -186,8 +186,8 @@ def test_plan_is_of_the_phase_that_needs_most(phased: Phased) -> None:
     run = prepare(parse(TrainArguments, phased.line("planned", 1)))
     planned = [phased.line("planned", 1, phases=None, train_only=one) for one in ("embed_tokens", "all", "norm")]
     alone = [make_request(prepare(parse(TrainArguments, line))).forecast() for line in planned]
-    assert list(run.models) == [1, 4, 6]
-    assert [model.num_trained for model in run.models.values()] == [each.units.trained for each in alone]
+    assert list(run.models.by_first_step) == [1, 4, 6]
+    assert [model.num_trained for model in run.models.all] == [each.units.trained for each in alone]
     forecast = make_request(run).forecast()
     assert forecast.units.trained == run.model.num_parameters
     assert forecast.budget.most.total == max(each.budget.most.total for each in alone)
