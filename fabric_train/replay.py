@@ -90,8 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     from fabric_train.distributed.strategy import build_fabric, device_name, use_threads_of
     from fabric_train.distributed.watchdog import watch_ranks
     from fabric_train.preflight.prepare_replay import prepare_replay
+    from fabric_train.training.repeat_steps import repeat_steps
     from fabric_train.training.replay_comparison import ReplayComparison, compare
-    from fabric_train.training.run import repeat_steps
 
     # Devices of the replay: those of the run, unless others are given.
     quiet_libraries()

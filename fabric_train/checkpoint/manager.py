@@ -1,4 +1,4 @@
-"""Save the checkpoints of a run, synchronously or in the background; read the cursors of a stream back.
+"""Save the checkpoints of a run, synchronously or in the background.
 
 All ranks write into a folder with a temporary name. When all have written their parts, rank 0 gives the folder its
 final name and removes old checkpoints.
@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning import Fabric
-from pydantic import Field
 
 from fabric_train.checkpoint.adapter_folder import CONFIG as ADAPTER_CONFIG
 from fabric_train.checkpoint.adapter_folder import peft_config
@@ -27,29 +26,20 @@ from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftove
 from fabric_train.checkpoint.rank_writer import BackgroundTask, RankWriter, Staging, Write, join_rank_hashes
 from fabric_train.checkpoint.tensors import local_optimizer_state, local_weights, rank_writes
 from fabric_train.checkpoint.trainer_json import (
-    ADVICE,
     FORMAT,
     Description,
     TrainerState,
-    read_trainer_json,
     to_content,
 )
-from fabric_train.cli.errors import InputError, RunError, describe_failure, describe_os_error
-from fabric_train.data.stream_batches import LaneCursor
+from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.ranks import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
-from fabric_train.files.regular_file import read_json
 from fabric_train.files.requirements import free_bytes
 from fabric_train.model.generation_settings import write_generation_config
 from fabric_train.model.shard_index import Entry
 
 if TYPE_CHECKING:
     from fabric_train.distributed.ranks import StepSync
-
-
-@dataclass(frozen=True)
-class _StreamJson:
-    cursors: list[Annotated[list[int], Field(min_length=8)]]
 
 
 class SaveError(RunError):
@@ -376,18 +366,3 @@ class CheckpointManager:
                     shutil.copyfile(file, copy)  # permissions by the user's umask, not the original's
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-
-
-def read_cursors(checkpoint: Path) -> list[LaneCursor]:
-    """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
-    file = checkpoint / "stream.json"
-    order = read_trainer_json(checkpoint).stream
-    cursors = read_json(file, _StreamJson, ADVICE).cursors
-    if order is None or len(cursors) != order.rows_per_window:
-        raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {ADVICE}")
-    for cursor in cursors:
-        # numbers 6 and 7 are the halves of a hash, which may be negative
-        nonnegative_numbers = (*cursor[:6], *cursor[8:])
-        if min(nonnegative_numbers) < 0:
-            raise InputError(f"{file}: damaged (a number below 0); {ADVICE}")
-    return [LaneCursor.from_numbers(numbers) for numbers in cursors]

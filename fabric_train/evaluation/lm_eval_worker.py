@@ -24,8 +24,9 @@ from typing import Any
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import InputError, first_line, run_program
-from fabric_train.evaluation.arguments import EvaluateArguments, TaskSettings, is_task_file
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
+from fabric_train.evaluation.task_file import TaskSettings, is_task_file
 from fabric_train.files.regular_file import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h

@@ -15,11 +15,12 @@ from fabric_train.checkpoint import saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.evaluation import loss_table, scores
-from fabric_train.evaluation.arguments import EvaluateArguments, LanguageTask, TaskSettings, read_tasks
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import check_output
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, check_lengths, evaluate_in_worker
 from fabric_train.evaluation.models import FOLDER, check_all_evaluated, find_models, identity_of_files
 from fabric_train.evaluation.scores import ModelScores, ScoreTable
+from fabric_train.evaluation.task_file import LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.texts import NUM_DIGITS, DocumentTexts, full_digest, identity_of, open_texts
 from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically

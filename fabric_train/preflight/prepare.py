@@ -43,6 +43,7 @@ from fabric_train.model.rope import RopeChange, note_on_rope
 from fabric_train.model.rope_frequencies import note_on_frequencies
 from fabric_train.model.trained_parts import ALL_PARTS, rates_by_name, splits_layers
 from fabric_train.optim.learning_rate import Schedule, Schedules
+from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.beginning import choose_beginning, named_checkpoint
 from fabric_train.preflight.dataset_check import (
     check_deciding_sources,
@@ -51,7 +52,6 @@ from fabric_train.preflight.dataset_check import (
     longest_row,
     note_on_added_tokens,
 )
-from fabric_train.preflight.memory_plan import resolve_automatic
 from fabric_train.preflight.paths import check_output_dir
 from fabric_train.preflight.phases import (
     PhaseSettings,

@@ -33,7 +33,7 @@ def main() -> None:
     """Download, then print the files and how to use them."""
     arguments = parse_arguments(DownloadArguments)
 
-    from fabric_train.export.hub import download  # slow
+    from fabric_train.export.hub_download import download  # slow
     from fabric_train.model.hf_model import quiet_transformers
 
     quiet_transformers()

@@ -10,7 +10,8 @@ from fabric_train.checkpoint import TrainerJson
 from fabric_train.checkpoint.adapter_base import open_adapted
 from fabric_train.checkpoint.adapter_folder import is_adapter
 from fabric_train.checkpoint.base_weights import start_hashing
-from fabric_train.checkpoint.manager import CheckpointManager, read_cursors
+from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.checkpoint.stream_cursors import read_cursors
 from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.parser import flatten

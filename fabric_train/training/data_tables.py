@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from fabric_train.checkpoint.manager import read_cursors
+from fabric_train.checkpoint.stream_cursors import read_cursors
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.optim.learning_rate import Schedules

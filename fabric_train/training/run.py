@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
 
-from fabric_train.checkpoint import TokenLoss, TrainerState, read_trainer_json
-from fabric_train.checkpoint.manager import CheckpointManager
+from fabric_train.checkpoint import TokenLoss, read_trainer_json
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, first_line
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
@@ -30,9 +29,8 @@ from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.isolation_check import check_isolation
-from fabric_train.training.logger import Logger, Outputs
+from fabric_train.training.logger import Outputs
 from fabric_train.training.loop import End, Loop, manual_collection
-from fabric_train.training.metrics import Metrics
 from fabric_train.training.objective import Objective, build_objective
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference import compare_with_reference
@@ -57,7 +55,7 @@ def execute(
         build = partial(_build_loop, fabric, objective, heartbeat, console)
         return _train(run, build, write_report)
 
-    model, decayed_names = _set_up_model(fabric, run)
+    model, decayed_names = set_up_checked_model(fabric, run)
     if evaluation.self_check:
         optimizer = set_up_optimizer(fabric, model, decayed_names, run)
         if fabric.is_global_zero:
@@ -80,7 +78,7 @@ def _build_loop(
     outputs: Outputs | None = None,
 ) -> Loop:
     """Build the loop of a run; without ``outputs`` the run begins in this process, and its loggers are opened."""
-    model, decayed_names = _set_up_model(fabric, run)
+    model, decayed_names = set_up_checked_model(fabric, run)
     validation = build_validation(fabric, model, run, objective, heartbeat)
     optimizer = set_up_optimizer(fabric, model, decayed_names, run)
     # The first files are written here, so that input which cannot be used has left none.
@@ -103,8 +101,8 @@ def _input_errors_as_failures() -> Iterator[None]:
         raise RunError("; ".join(error.faults)) from error
 
 
-def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[_FabricModule, set[str]]:
-    """Return the model, which keeps documents apart if the run isolates them, and the names with weight decay."""
+def set_up_checked_model(fabric: Fabric, run: PreparedRun) -> tuple[_FabricModule, set[str]]:
+    """Return the model, checked to keep documents apart if the run isolates them, and the names with weight decay."""
     model, decayed_names = set_up_model(fabric, run)
     if fabric.device.type == "cpu":
         reuse_freed_memory()  # from here on: what loading has freed goes back to the system first
@@ -287,44 +285,3 @@ def _self_check(
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
-
-
-class NoCheckpoints(CheckpointManager):
-    """Checkpoints of a run that only repeats steps: none is written."""
-
-    def save(self, state: TrainerState, *_: Any, **__: Any) -> Path:
-        """Return the path that the checkpoint would have."""
-        return self.path(state)
-
-
-def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
-    """Train to ``last_step`` in a temporary folder of this rank, and return each step's metrics. All ranks call it."""
-    run = compare_with_reference(fabric, run, heartbeat)
-    model, decayed_names = _set_up_model(fabric, run)
-    if isinstance(run.data, Stream):
-        run.data.tokenizer.save(run.data.tokenizer_folder)
-    optimizer = set_up_optimizer(fabric, model, decayed_names, run)
-    recorder = _MetricsRecorder(last_step)
-    outputs = Outputs([recorder], "none")
-    objective = build_objective(run.arguments)
-    loop = build_loop(
-        fabric, model, optimizer, objective, run, heartbeat, validation=None, outputs=outputs, manager=NoCheckpoints
-    )
-    progress.info("%s", heartbeat)
-    with manual_collection():
-        replace(loop, num_steps=last_step).train()
-    return recorder.steps
-
-
-class _MetricsRecorder(Logger):
-    """Keeps the metrics of each step, and shows its loss."""
-
-    def __init__(self, last_step: int) -> None:
-        self._last_step = last_step
-        self.steps = list[Metrics]()
-
-    def log(self, metrics: Metrics) -> None:
-        progress.info("")
-        loss = "none" if metrics.train_loss is None else f"{metrics.train_loss:.6f}"
-        log.info("step %d of %d: loss %s", metrics.step, self._last_step, loss)
-        self.steps.append(metrics)

@@ -17,7 +17,7 @@ import pytest
 from fabric_train.cli.errors import INPUT_ERROR, InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation import lm_eval_worker
-from fabric_train.evaluation.arguments import EvaluateArguments, LanguageTask, TaskSettings, read_tasks
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.lm_eval_worker import WorkerRequest, check_lengths, evaluate_in_worker
 from fabric_train.evaluation.scores import (
     MetricScore,
@@ -28,6 +28,7 @@ from fabric_train.evaluation.scores import (
     points_of,
     read_score_file,
 )
+from fabric_train.evaluation.task_file import LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.watch import Evaluate, Watch, WatchedModel, watch_run
 from fabric_train.files.atomic_folder import hold_lock
 from fabric_train.run_folder.run_folder import RunFolder

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.discovery import newest_checkpoint
 from fabric_train.checkpoint.files import find_damage
-from fabric_train.checkpoint.manager import read_cursors
+from fabric_train.checkpoint.stream_cursors import read_cursors
 from fabric_train.cli.errors import InputError
 from fabric_train.data.data_order import DataOrder
 from fabric_train.data.token_dataset import open_dataset

@@ -15,8 +15,9 @@ from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, shape_from_config
 from fabric_train.optim.learning_rate import Schedule, Schedules
+from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.memory_forecast import make_request
-from fabric_train.preflight.memory_plan import print_plan, resolve_automatic
+from fabric_train.preflight.memory_plan import print_plan
 from fabric_train.training.prepared_run import DevicePlan, PhaseModels, PreparedRun, StartingPoint
 from fabric_train.training.step_plan import StepPlan
 from tests.support.forked_runs import ForkedRuns

@@ -25,10 +25,10 @@ from fabric_train.pages import charts, drawing_process
 from fabric_train.pages.charts import Chart, Series, draw, moving_average, sample_points
 from fabric_train.pages.markdown import Section, library
 from fabric_train.report.__main__ import main
+from fabric_train.report.comparison import comparison_sections
 from fabric_train.report.health import find_unusual
 from fabric_train.report.reported_run import ReportedRun, open_runs
 from fabric_train.report.sections import run_sections
-from fabric_train.report.write import comparison_sections
 from fabric_train.training.metric_charts import metric_charts
 from tests.report.conftest import HOSTILE, ReportedRuns
 from tests.support.forked_runs import ForkedRuns

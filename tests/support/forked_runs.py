@@ -32,6 +32,7 @@ _SHOWN_CHARACTERS = 4000
 # the program imports these modules when it needs them: without the server, each rank would import them in each run
 _IMPORTED_WHEN_NEEDED = (
     "fabric_train.distributed.watchdog",
+    "fabric_train.preflight.automatic",
     "fabric_train.preflight.memory_plan",
     "fabric_train.preflight.prepare",
     "fabric_train.training.trackers",

@@ -27,14 +27,14 @@ LEFT = """
 import weakref
 from fabric_train.training import run as program
 
-def set_up(fabric, run, original=program._set_up_model):
+def set_up(fabric, run, original=program.set_up_checked_model):
     print("left", sum(parameter() is not None for parameter in earlier))
     model, decayed = original(fabric, run)
     earlier.extend(map(weakref.ref, model.parameters()))
     return model, decayed
 
 earlier = []
-program._set_up_model = set_up
+program.set_up_checked_model = set_up
 """
 """Code for a rank: before it sets up a model, print how many parameters of earlier ones are in memory."""
 EMBEDDING = "model.embed_tokens.weight"
