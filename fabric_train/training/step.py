@@ -180,6 +180,7 @@ def backpropagate(
     # The ranks average their gradients. The factor of their number turns the average into the sum.
     scale = data_ranks(fabric).num_gradients / window_count.clamp(min=1).double()
 
+    # A forward and a backward pass for each micro-batch, and the sums of what they return.
     losses = []
     metrics = torch.zeros(len(objective.metric_names), dtype=torch.float64, device=fabric.device)
     source_losses = SourceLossCollector(objective, num_sources, fabric.device)
