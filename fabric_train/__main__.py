@@ -39,8 +39,8 @@ from fabric_train.cli.errors import (
     STOPPED,
     InputError,
     RunError,
+    program,
     run_program,
-    set_memory_advice,
 )
 from fabric_train.cli.launcher import as_launcher, global_rank
 from fabric_train.cli.parser import flatten, to_yaml
@@ -84,7 +84,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
         RunError: the training fails.
     """
     started = time.monotonic()
-    set_memory_advice(
+    program.memory_advice = (
         "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
     )
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from fabric_train.arguments import DeviceArguments, TrainArguments, parse
 from fabric_train.cli.argument_types import POSITIONAL, PositiveInt, range_of_steps
-from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
+from fabric_train.cli.errors import FAILURE, InputError, missing_folder, program, run_program
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.run_folder.config_file import CONFIG, read_config
 from fabric_train.training.run_log import note, progress, quiet_libraries, show, start_log
@@ -72,7 +72,7 @@ class ReplayArguments:
 def main(argv: list[str] | None = None) -> None:
     """Train the steps again, print what agrees and what differs; exit with 1 if something differs."""
     stop_signals.listen()
-    set_memory_advice("use more --devices")
+    program.memory_advice = "use more --devices"
     start_log()
     arguments = parse(ReplayArguments, argv)
     run_dir = Path(arguments.run)

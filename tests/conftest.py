@@ -159,7 +159,7 @@ def _no_log_of_an_earlier_test() -> Iterator[None]:
             logger.propagate = True  # otherwise pytest adds a handler of its own, and notes are not printed
     errors = sys.modules.get("fabric_train.cli.errors")
     if errors is not None:
-        errors._notes.clear()
+        errors.program.told_notes.clear()
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:

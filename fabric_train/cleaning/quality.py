@@ -16,12 +16,19 @@ from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import identifier_settings, identify, load_identifier
 
 _WORDS = re.compile(r"\w+(?:[.,:/@'’]+\w+)*")  # 1.000,50 and don't and example.com are one each
-_LISTS = Path(__file__).with_name("stop_words.txt").read_text(encoding="utf-8").splitlines()
-STOP_WORDS: dict[str, frozenset[str]] = {}
+
+
+def _read_stop_words() -> dict[str, frozenset[str]]:
+    text = Path(__file__).with_name("stop_words.txt").read_text(encoding="utf-8")
+    stop_words = {}
+    for line in text.splitlines():
+        language, _, words = line.partition(": ")
+        stop_words[language] = frozenset(words.split())
+    return stop_words
+
+
+STOP_WORDS = _read_stop_words()
 """By language."""
-for _line in _LISTS:
-    _language, _, _words = _line.partition(": ")
-    STOP_WORDS[_language] = frozenset(_words.split())
 GOPHER_LIMITS = {
     "few_words": 50,
     "many_words": 100_000,

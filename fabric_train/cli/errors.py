@@ -10,12 +10,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
+from fabric_train.cli.launcher import end_started_ranks, global_rank, report_to_torchrun
 from fabric_train.cli.output import escape_controls, keep_streams_writable, redact
+
+if TYPE_CHECKING:
+    import subprocess
 
 # docs/reference/exit_codes.md has these texts
 DONE = 0
@@ -120,13 +124,25 @@ class ConnectedRanks(Protocol):
         """
 
 
-_connected_ranks: ConnectedRanks | None = None
+@dataclass
+class ProgramState:
+    """What the end of this process, and the lines that it prints on the way, depend on."""
+
+    connected_ranks: ConnectedRanks | None = None
+    """The ranks that :func:`end_run` ends together; None ends each rank on its own."""
+    started_ranks: list["subprocess.Popen[Any]"] = field(default_factory=list)
+    """The ranks that this process has started, which end with it."""
+    end_display: Callable[[], None] | None = None
+    """Removes the progress display from the terminal, before errors are printed; None if there is no display."""
+    memory_advice: str = "use a machine with more memory, or end other programs on this one"
+    """What helps if memory runs out, which depends on the program."""
+    told_notes: set[str] = field(default_factory=set)
+    """The lines of :func:`note`, each of which is told once."""
 
 
-def set_connected_ranks(ranks: ConnectedRanks | None) -> None:
-    """Make :func:`end_run` end all ranks together from now on; None ends each rank on its own."""
-    global _connected_ranks
-    _connected_ranks = ranks
+program = ProgramState()
+"""The state of this process. It is a global object because any code, of libraries too, may fail or end the process, in
+any thread, and nothing could be passed to all of it."""
 
 
 def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoReturn:
@@ -137,37 +153,25 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     after the wait has a fault that rank 0 does not have, and prints it.
     """
     is_error = code in (FAILURE, INPUT_ERROR)
-    waits_for_rank_0 = _connected_ranks is None and global_rank() > 0
+    waits_for_rank_0 = program.connected_ranks is None and global_rank() > 0
     # The wait comes before the report: torchrun uses the exit code of the rank that reports first.
     if is_error and waits_for_rank_0:
         time.sleep(10)
     if is_error:
         report_to_torchrun([escape_controls(redact(line)) for line in lines])
 
-    if _connected_ranks is not None:
-        _connected_ranks.end(code, lines, may_follow_another)
+    if program.connected_ranks is not None:
+        program.connected_ranks.end(code, lines, may_follow_another)
     elif is_error or not waits_for_rank_0:
         print_errors(*lines)
     exit_process(code)
 
 
-_end_display: Callable[[], None] | None = None
-
-
-def set_display(end: Callable[[], None] | None) -> None:
-    """Call ``end`` before errors are printed from now on: it removes the progress display from the terminal."""
-    global _end_display
-    _end_display = end
-
-
 def announce(line: str) -> None:
     """Log that the run is about to stop, and print it on standard error unless the progress display shows it."""
-    if _end_display is None or not os.isatty(2):
+    if program.end_display is None or not os.isatty(2):
         print(redact(line), file=sys.stderr, flush=True)
     _log.error(line)
-
-
-_notes: set[str] = set()
 
 
 def note(line: str) -> None:
@@ -175,9 +179,9 @@ def note(line: str) -> None:
 
     Meant for modules that several programs share. Only rank 0 writes the note.
     """
-    if global_rank() or line in _notes:
+    if global_rank() or line in program.told_notes:
         return
-    _notes.add(line)
+    program.told_notes.add(line)
     has_run_log = not all(isinstance(handler, logging.NullHandler) for handler in _log.handlers)
     if not has_run_log:
         print(redact(escape_controls(f"note: {line}")), file=sys.stderr, flush=True)
@@ -187,8 +191,8 @@ def note(line: str) -> None:
 
 def print_errors(*lines: str) -> None:
     """Print lines on standard error without tokens, keys and passwords, and log them."""
-    if _end_display is not None:
-        _end_display()
+    if program.end_display is not None:
+        program.end_display()
     for line in lines:
         print(redact(line), file=sys.stderr, flush=True)
     # All lines are printed before the first one is logged: a log on a disk that hangs must not delay the message.
@@ -203,7 +207,7 @@ def exit_process(code: int) -> NoReturn:
     arrow) that asks for the interpreter lock aborts the process. Nothing has to be flushed, because
     ``keep_streams_writable`` makes every line reach its file at once.
     """
-    end_children()
+    end_started_ranks(program.started_ranks)
     os._exit(code)
 
 
@@ -256,15 +260,6 @@ _FIXES = {
 }
 
 
-_memory_advice = "use a machine with more memory, or end other programs on this one"
-
-
-def set_memory_advice(advice: str) -> None:
-    """Give this advice from now on when memory runs out: what helps depends on the program."""
-    global _memory_advice
-    _memory_advice = advice
-
-
 def describe_failure(error: Exception) -> str:
     """Return one line for a failure that no check has caught: memory that ran out, or a bug and where it happened."""
     message = first_line(error)
@@ -274,7 +269,7 @@ def describe_failure(error: Exception) -> str:
     if "can't start new thread" in message:
         return f"{message}: the limit of processes and threads is reached; raise it (ulimit -u, or the container's)"
     if isinstance(error, MemoryError) or error_name == "OutOfMemoryError" or "can't allocate" in message:
-        return f"memory ran out: {message}; {_memory_advice}"
+        return f"memory ran out: {message}; {program.memory_advice}"
 
     # A bug: the innermost frame that is not a library's, or the innermost of all.
     frames = traceback.extract_tb(error.__traceback__)

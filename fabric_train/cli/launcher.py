@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 _LAUNCHER = "FABRIC_TRAIN_LAUNCHER"  # the process id of ``fabric run``, or of the rank that has started the others
 _GRACE_SECONDS = 3.0  # for the watchdog to report a rank that has failed, and for ranks to end
-_children: list["subprocess.Popen[Any]"] = []
 
 
 @dataclass(frozen=True)
@@ -392,28 +391,27 @@ def serve_on_loopback(port: int) -> "TCPStore":
     )
 
 
-def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
+def watch_started_ranks(ranks: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
     """Call ``failed`` with rank and exit code when a rank that this process has started fails.
 
-    ``children`` are the ranks from 1. The call comes some seconds after the failure, and only if this process still
+    ``ranks`` are those from 1 on. The call comes some seconds after the failure, and only if this process still
     runs: the run's watchdog, which knows the reason, should report it first.
     """
-    if not children:
+    if not ranks:
         return
-    _children.extend(children)
 
     def watch() -> None:
         failed_rank = None
         while failed_rank is None:
             time.sleep(0.2)
-            for rank, child in enumerate(children, 1):
-                if child.poll():  # an exit code other than 0
+            for rank, process in enumerate(ranks, 1):
+                if process.poll():  # an exit code other than 0
                     failed_rank = rank
                     break
         time.sleep(_GRACE_SECONDS)
-        failed(failed_rank, children[failed_rank - 1].returncode)
+        failed(failed_rank, ranks[failed_rank - 1].returncode)
 
-    threading.Thread(target=watch, daemon=True, name="children").start()
+    threading.Thread(target=watch, daemon=True, name="started ranks").start()
 
 
 def report_to_torchrun(lines: Sequence[str]) -> None:
@@ -428,13 +426,13 @@ def report_to_torchrun(lines: Sequence[str]) -> None:
         json.dump({"message": message}, report)
 
 
-def end_children() -> None:
+def end_started_ranks(ranks: Sequence["subprocess.Popen[Any]"]) -> None:
     """End the ranks that this process has started and that still run."""
-    for child in _children:
-        child.terminate()
+    for rank in ranks:
+        rank.terminate()
     deadline = time.monotonic() + _GRACE_SECONDS  # for all of them together
-    for child in _children:
+    for rank in ranks:
         try:
-            child.wait(max(0.0, deadline - time.monotonic()))
+            rank.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            child.kill()
+            rank.kill()

@@ -26,7 +26,7 @@ from lightning.fabric.plugins import environments
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
-from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, end_run, exit_process
+from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, end_run, exit_process, program
 from fabric_train.cli.launcher import (
     LOOPBACK,
     MPI,
@@ -38,7 +38,7 @@ from fabric_train.cli.launcher import (
     global_rank,
     num_restarts,
     serve_on_loopback,
-    watch_children,
+    watch_started_ranks,
 )
 from fabric_train.distributed.rank_connections import allow_connections
 from fabric_train.distributed.signals import describe_stop_outside_training
@@ -311,7 +311,8 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
     allow_connections(num_processes)
 
     def watch(child_processes: list["subprocess.Popen[Any]"]) -> None:
-        watch_children(child_processes, _end_with_child)
+        program.started_ranks.extend(child_processes)
+        watch_started_ranks(child_processes, _end_with_child)
 
     # torch finds the store that is served on this port, and uses it; it must live until then
     store = _serve_store(fabric)

@@ -19,7 +19,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from fabric_train.cli.errors import FAILURE, announce, exit_process, print_errors, set_connected_ranks
+from fabric_train.cli.errors import FAILURE, announce, exit_process, print_errors, program
 from fabric_train.distributed.rank_connections import (
     ConnectedRank,
     accept_ranks,
@@ -70,14 +70,14 @@ def watch_ranks(fabric: RankOfRun, heartbeat: Heartbeat, timeout: float, num_nod
     """
     watchdog = Watchdog(fabric.global_rank, fabric.world_size, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
-    set_connected_ranks(watchdog)
+    program.connected_ranks = watchdog
     has_ended = False
     try:
         yield
         has_ended = True
     finally:
         if has_ended or fabric.world_size == 1:  # after an exception it continues, to end the other ranks
-            set_connected_ranks(None)
+            program.connected_ranks = None
             watchdog.close()
 
 

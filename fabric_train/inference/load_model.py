@@ -10,7 +10,7 @@ from fabric_train.checkpoint import find_whole_checkpoint, is_short_name, read_t
 from fabric_train.checkpoint.adapter_base import find_base, open_adapted, open_base
 from fabric_train.checkpoint.adapter_folder import is_adapter, is_exported_adapter, read_base_name, trained_adapter
 from fabric_train.cli.argument_types import parse_size
-from fabric_train.cli.errors import InputError, set_memory_advice
+from fabric_train.cli.errors import InputError, program
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.devices import load_onto_devices
 from fabric_train.inference.peft_adapter import add_adapter, check_adapter
@@ -27,7 +27,7 @@ from fabric_train.model.weight_files import open_weights
 
 def load_to_generate(arguments: GenerateArguments) -> tuple[Any, Any]:
     """Load the model that ``generate`` is asked for, and its tokenizer."""
-    set_memory_advice("give a smaller --batch_size or --num_tokens, or a smaller --device_memory")
+    program.memory_advice = "give a smaller --batch_size or --num_tokens, or a smaller --device_memory"
     gpu_bytes = parse_size(arguments.device_memory) if arguments.device_memory else None
     return load_for_inference(arguments.model_name, base_model=arguments.base_model, gpu_bytes=gpu_bytes)
 

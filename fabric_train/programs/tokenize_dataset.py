@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.commands import command_from_here
-from fabric_train.cli.errors import InputError, run_program, set_memory_advice, terminated_as_interrupted
+from fabric_train.cli.errors import InputError, program, run_program, terminated_as_interrupted
 
 if TYPE_CHECKING:
     from fabric_train.token_dataset.manifest import Manifest, SourceRecord
@@ -65,7 +65,7 @@ def build_dataset(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = N
     """Write the token dataset that ``arguments`` describe, in shards of these ``sizes``."""
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
-    set_memory_advice(_MEMORY_ADVICE)
+    program.memory_advice = _MEMORY_ADVICE
     with terminated_as_interrupted(), ParityCheck() as check:
         check.start_early(arguments.tokenizer_name)
         from fabric_train.tokenization.build import build_token_dataset
@@ -81,7 +81,7 @@ def build_slice(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = Non
     from fabric_train.tokenization.slices import count_slice, encode_slice
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
-    set_memory_advice(_MEMORY_ADVICE)
+    program.memory_advice = _MEMORY_ADVICE
     if find_finished_slice(arguments):
         return None
     with terminated_as_interrupted(), ParityCheck() as check:

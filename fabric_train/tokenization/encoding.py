@@ -55,7 +55,20 @@ _TICK_SECONDS = 0.2
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once
 _Place = tuple[int, int]  # number and row of a document, see ENCODED
 _Task = int | FilesToHash  # an int is the index of a shard
-_kept_alive: list[TextEncoder] = []  # freeing an encoder takes longer than writing the rows
+
+
+@dataclass
+class _LastEncoder:
+    """Keeps the encoder of the last call in this process from being freed.
+
+    To free one takes longer than writing the rows, so it is left to the end of the process, or to the next call: an
+    encoder may have tens of megabytes.
+    """
+
+    encoder: TextEncoder | None = None
+
+
+_last = _LastEncoder()
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
     check.start(tokenizer_file, special_text_is_plain)
     check.prepare(list(sample_texts(corpus)))
     encoder, encoder_name = open_encoder(tokenizer_file, special_text_is_plain)
-    _kept_alive[:] = [encoder]  # without the encoder of an earlier call, which may have tens of megabytes
+    _last.encoder = encoder
     try:
         return _encode_with(encoder, encoder_name, corpus, folder, check, input_slice)
     except _DifferentIdsError as error:

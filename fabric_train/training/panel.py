@@ -23,7 +23,7 @@ from rich.file_proxy import FileProxy
 from rich.segment import ControlType, Segment, Segments
 from rich.style import Style
 
-from fabric_train.cli.errors import set_display
+from fabric_train.cli.errors import program
 from fabric_train.cli.output import ago, escape_controls
 from fabric_train.distributed.signals import Heartbeat, describe_signal, stop_signals
 from fabric_train.training.logger import Logger
@@ -318,7 +318,7 @@ class ProgressPanel(ProgressLines, RenderHook):
         if sys.stderr.isatty():
             sys.stderr = FileProxy(console, sys.stderr)  # its lines are printed above the panel
         console.push_render_hook(self)
-        set_display(self._leave_values)
+        program.end_display = self._leave_values
         # not while the thread holds a lock: a data worker would find it held for ever
         os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._forget)
         threading.Thread(target=self._draw_until_end, daemon=True, name="panel").start()
@@ -329,7 +329,7 @@ class ProgressPanel(ProgressLines, RenderHook):
 
     def close(self) -> None:
         self._remove_panel([])
-        set_display(None)
+        program.end_display = None
 
     def _show(self, metrics: Metrics) -> None:
         if self._fault is not None:
@@ -348,7 +348,7 @@ class ProgressPanel(ProgressLines, RenderHook):
         except Exception as error:  # noqa: BLE001 - the next ``log`` raises it, and ``GuardedLogger`` reports it
             self._fault = error
             self._is_live = False
-            set_display(None)
+            program.end_display = None
             return [_control(_ERASE_BELOW), *renderables]
         segments: list[Segment] = []
         for line in lines:

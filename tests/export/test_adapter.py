@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fabric_train.checkpoint.adapter_folder import AdapterTensors, read_adapter
-from fabric_train.cli import errors
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.evaluation.arguments import EvaluateArguments
@@ -162,7 +161,6 @@ def test_a_picture_that_cannot_be_drawn_ends_no_export(
 ) -> None:
     drawing_process._drawing_process.cache_clear()
     monkeypatch.setattr(sys, "executable", "/bin/false")  # the process that draws ends at once
-    monkeypatch.setattr(errors, "_notes", set())
     exported(ExportSource(checkpoint), tmp_path / "export")
     assert "![" not in (tmp_path / "export" / "README.md").read_text()
     assert not [*(tmp_path / "export").glob("*.png")]

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.cli import errors
 from fabric_train.cli.code_commit import checked_out_commit
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.loss_changes import CHANGES
@@ -535,7 +534,6 @@ def test_a_report_without_a_picture_is_written_with_a_note(
     drawing_process._drawing_process.cache_clear()
     library.cache_clear()
     monkeypatch.setattr(sys, "executable", "/bin/false")  # the process that draws ends at once
-    monkeypatch.setattr(errors, "_notes", set())
     (copy / "report.png").unlink(missing_ok=True)
     started = time.monotonic()
     main([str(copy)])

@@ -55,7 +55,9 @@ _LONGEST_TRIAL = 300.0  # seconds; the machine may be busy
 _MOST_CHARACTERS = 1 << 24  # of a rendering; more only if the conversation itself is so long
 _MOST_TIMES = 16  # as long as its conversation is such a rendering at most
 _LONGEST_REASON = 300  # characters of a template's own message
-_tried: set[str] = set()  # the sources that have been tried in a process of their own
+_tried_sources: set[str] = set()
+"""The templates that a forked process has tried without a fault. This process keeps them, since the same template is
+opened again and again, by code that knows nothing of the time before."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,14 @@ class ChatTemplate:
 
     def _try_in_child(self, added_tokens: Collection[str]) -> None:
         """Raise BadRowError if a process of its own finds the source unusable; each source is tried once."""
-        if self.source in _tried:
+        if self.source in _tried_sources:
             return
         import transformers.utils.chat_template_utils  # noqa: F401 - slow: here, and not in the child
 
         fault = find_fault_in_child(lambda: self._learn(added_tokens))
         if fault:
             raise BadRowError(fault)
-        _tried.add(self.source)
+        _tried_sources.add(self.source)
 
     def _learn(self, added_tokens: Collection[str]) -> None:
         """Learn the control tokens and the header of the assistant's turn."""

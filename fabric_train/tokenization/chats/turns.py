@@ -26,10 +26,16 @@ _SPEAKERS: dict[str, tuple[str, ...]] = {
     _FUNCTION_CALL: (_FUNCTION_CALL, "tool_call"),  # of the assistant; its text has the calls as JSON
 }
 """The role of a message, and the names that data sets have for it."""
-_ROLE_OF: dict[str, str] = {}
-"""The role by the name of the speaker."""
-for _role, _names in _SPEAKERS.items():
-    _ROLE_OF.update(dict.fromkeys(_names, _role))
+
+
+def _roles_by_speaker() -> dict[str, str]:
+    roles = {}
+    for role, names in _SPEAKERS.items():
+        roles.update(dict.fromkeys(names, role))
+    return roles
+
+
+_ROLE_OF = _roles_by_speaker()
 _KNOWN_ROLES = "system, user, assistant, tool, human, gpt, function_call, observation"
 _TRAINED_KEYS = {
     "weight": True,  # OpenAI, axolotl, SlimOrca
