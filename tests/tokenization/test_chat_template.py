@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.documents import BadRowError
 from fabric_train.tokenization.chats import chat_template
-from fabric_train.tokenization.chats.chat_template import (
-    LLAMA3_TEMPLATE,
-    ChatTemplate,
-    OutOfTimeError,
-    find_fault_in_child,
-    limited_time,
-    read_chosen_template,
-)
+from fabric_train.tokenization.chats.chat_template import LLAMA3_TEMPLATE, ChatTemplate, read_chosen_template
+from fabric_train.tokenization.chats.limits import OutOfTimeError, find_fault_in_child, limited_time
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 
