@@ -1,11 +1,13 @@
 """Checkpointed layers keep as much as they may, recompute the rest, and give the same loss and gradients bit by bit."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,22 +40,36 @@ class Watched(TorchDispatchMode):
         self._device = device
         self.counts: Counter[str] = Counter()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        """A weak reference to each storage and its bytes, by its address, which later storages may have again."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        output = func(*args, **(kwargs or {}))
         self.counts[func.overloadpacket.__name__] += 1
-        for tensor in tree_leaves(returned):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
-                storage = tensor.untyped_storage()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
+                storage = leaf.untyped_storage()
                 self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        return returned
+        return output
 
     def living_bytes(self) -> int:
-        return sum(size for reference, size in self._storages.values() if not reference.expired())
+        return sum(num_bytes for reference, num_bytes in self._storages.values() if not reference.expired())
 
 
 class Step:
-    """The second of two forward and backward passes of a model; the first may plan."""
+    """The second of two forward and backward passes of a model; the first may plan.
+
+    Attributes:
+        kept_bytes: that the forward pass of the decoder keeps for its backward pass.
+        products: matrix products in the backward pass of a layer: two for each linear layer, and the recomputed ones.
+        loss: the output of the decoder.
+        gradients: of all parameters of its layers.
+    """
 
     def __init__(self, budget: float | None, dropout: float = 0.0, device: str = "cpu", **options: Any) -> None:
         torch.zeros(0, device=device)  # CUDA seeds its generator when it begins
@@ -72,10 +88,10 @@ class Step:
         with Watched(device) as watched:
             output = model.model(inputs_embeds=hidden).last_hidden_state
             self.kept_bytes = watched.living_bytes()
-            forward = watched.counts.copy()
+            forward_counts = watched.counts.copy()
             (output**2).sum().backward()
-        counts = watched.counts - forward
-        self.products = counts["mm"] // LAYERS  # in the backward pass of a layer, two for each linear layer
+        backward_counts = watched.counts - forward_counts
+        self.products = backward_counts["mm"] // LAYERS
         self.loss = output.detach()
         self.gradients = [weight.grad for weight in model.model.layers.parameters()]
 
@@ -132,18 +148,19 @@ def test_selective_keeps_the_costliest_results_within_its_budget(
 ) -> None:
     step = Step(budget)
     assert step.products == 2 * LINEARS + num_recomputed
-    assert (
-        step.kept_bytes - full.kept_bytes < budget * plain.kept_bytes
-    )  # of the model around the layers something stays
+    # something of the model around the layers always stays
+    assert step.kept_bytes - full.kept_bytes < budget * plain.kept_bytes
 
 
 @pytest.mark.cuda
 def test_offloaded_inputs_come_back_as_they_were() -> None:
-    stays, moves = (Step(0, device="cuda", offloads=offloads) for offloads in (False, True))
+    on_device = Step(0, device="cuda", offloads=False)
+    offloaded = Step(0, device="cuda", offloads=True)
     num_moved = LAYERS - 2  # the first layer's input is not counted, and the last one's is on its way
-    assert moves.kept_bytes == stays.kept_bytes - num_moved * 4 * 2 * LENGTH * SIZES["hidden_size"]
-    assert torch.equal(moves.loss, stays.loss)
-    for gradient, expected in zip(moves.gradients, stays.gradients, strict=True):
+    input_bytes = 4 * 2 * LENGTH * SIZES["hidden_size"]  # fp32 [2, LENGTH, hidden_size]
+    assert offloaded.kept_bytes == on_device.kept_bytes - num_moved * input_bytes
+    assert torch.equal(offloaded.loss, on_device.loss)
+    for gradient, expected in zip(offloaded.gradients, on_device.gradients, strict=True):
         assert gradient is not None
         assert torch.equal(gradient, expected)
 
@@ -176,10 +193,15 @@ def test_ranks_compute_the_same_whatever_they_recompute(
 ) -> None:
     model = write_model(tmp_path / "model")
     tokens = write_rows(tmp_path / "tokens")
-    given = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}
-    logged = []
-    for kept in ("none", *recomputed):
-        forked_runs.start(argv(model, tokens, tmp_path / kept, **given, activation_checkpointing=kept), 2).finish()
-        logged.append([(row["train_loss"], row["grad_norm"]) for row in metrics(tmp_path / kept)])
-    assert len(logged[0]) == 2
-    assert all(losses == logged[0] for losses in logged[1:])
+
+    def train(checkpointing: str) -> list[tuple[str, str]]:
+        """Return the loss and the gradient norm of each step."""
+        run = tmp_path / checkpointing
+        settings = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}
+        forked_runs.start(argv(model, tokens, run, **settings, activation_checkpointing=checkpointing), 2).finish()
+        return [(row["train_loss"], row["grad_norm"]) for row in metrics(run)]
+
+    expected = train("none")
+    assert len(expected) == 2
+    for checkpointing in recomputed:
+        assert train(checkpointing) == expected, checkpointing

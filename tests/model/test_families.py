@@ -57,24 +57,26 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, dtype: torch.dtype) -> None:
     shape = read_shape(str(model))
-    whole: Any = load_model(shape, dtype)
+    by_transformers: Any = load_model(shape, dtype)
+
     unread = open_pretrained(shape, dtype)
-    parts: Any = unread.model
+    read_in_parts: Any = unread.model
     assert unread.weights is not None
-    assert all(parameter.is_meta for parameter in parts.parameters())
-    parts.apply(ParameterMaterializer(torch.device("cpu")))
-    read_weights(parts, unread.weights)
-    for there, here in (
-        (whole.named_parameters(), parts.named_parameters()),
-        (whole.named_buffers(), parts.named_buffers()),
-    ):
-        expected = dict(there)
-        tensors = dict(here)
-        assert expected.keys() == tensors.keys()  # a tied weight is one here too
-        for name, tensor in tensors.items():
-            assert tensor.dtype == expected[name].dtype, name
-            assert torch.equal(tensor, expected[name]), name
-    assert whole.generation_config == parts.generation_config
+    assert all(parameter.is_meta for parameter in read_in_parts.parameters())
+    read_in_parts.apply(ParameterMaterializer(torch.device("cpu")))
+    read_weights(read_in_parts, unread.weights)
+
+    # a tied weight is one parameter in both
+    assert_same_tensors(dict(read_in_parts.named_parameters()), dict(by_transformers.named_parameters()))
+    assert_same_tensors(dict(read_in_parts.named_buffers()), dict(by_transformers.named_buffers()))
+    assert read_in_parts.generation_config == by_transformers.generation_config
+
+
+def assert_same_tensors(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
 
 
 # each family once; tied weights under both
@@ -94,8 +96,8 @@ SHARDED_BY = {
 def test_family_trains_as_in_plain_pytorch(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
 ) -> None:
-    given = {"parallelism": parallelism, "max_step": STEPS, **PLAIN, "micro_batch_size": 2}
-    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 2).finish()
+    settings = {"parallelism": parallelism, "max_step": STEPS, **PLAIN, "micro_batch_size": 2}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **settings), 2).finish()
     losses, norms = plain_pytorch(model, tokens, ROWS_PER_WINDOW, STEPS)
     logged = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=1e-5)
@@ -107,8 +109,8 @@ def test_family_trains_as_in_plain_pytorch(
 def test_rank_reads_a_shard_that_begins_within_a_row(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
-    given = {"parallelism": "fsdp", "max_step": STEPS, **PLAIN, "total_batch_size": 6}
-    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 3).finish()
+    settings = {"parallelism": "fsdp", "max_step": STEPS, **PLAIN, "total_batch_size": 6}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **settings), 3).finish()
     losses, _ = plain_pytorch(model, tokens, 6, STEPS)
     assert [float(row["train_loss"]) for row in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-5)
 
@@ -118,22 +120,27 @@ def test_a_stored_head_that_differs_from_the_tied_embedding_is_kept(
     forked_runs: ForkedRuns, tmp_path: Path, tokens: Path
 ) -> None:
     """transformers does not tie them, although the configuration says so."""
+    # given a model with a head of its own, whose configuration says that it is the embedding
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    expected: Any = AutoModelForCausalLM.from_pretrained(folder)
-    assert not torch.equal(expected.lm_head.weight, expected.model.embed_tokens.weight)
-    loaded = load_model(read_shape(str(folder)), torch.float32).state_dict()
-    assert loaded.keys() == expected.state_dict().keys()
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in loaded.items())
-    losses, _ = plain_pytorch(folder, tokens, ROWS_PER_WINDOW, STEPS)
-    given = {"parallelism": "fsdp2", "max_step": STEPS, **PLAIN, "save_step_interval": 2}
-    forked_runs.start(argv(folder, tokens, tmp_path / "run", **given), 2).finish()
+    by_transformers: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.equal(by_transformers.lm_head.weight, by_transformers.model.embed_tokens.weight)
+
+    # then it is loaded as transformers does
+    loaded = load_model(read_shape(str(folder)), torch.float32)
+    assert_same_tensors(loaded.state_dict(), by_transformers.state_dict())
+
+    # and it trains so, also when it is resumed
+    settings = {"parallelism": "fsdp2", "max_step": STEPS, **PLAIN, "save_step_interval": 2}
+    forked_runs.start(argv(folder, tokens, tmp_path / "run", **settings), 2).finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
-    forked_runs.start(argv(folder, tokens, tmp_path / "resumed", **given, checkpoint=checkpoint), 2).finish()
-    whole, resumed = ([float(row["train_loss"]) for row in metrics(tmp_path / run)] for run in ("run", "resumed"))
-    assert whole == pytest.approx(losses, rel=1e-5)
-    assert resumed == whole[2:]
+    forked_runs.start(argv(folder, tokens, tmp_path / "resumed", **settings, checkpoint=checkpoint), 2).finish()
+    expected_losses, _ = plain_pytorch(folder, tokens, ROWS_PER_WINDOW, STEPS)
+    losses = [float(row["train_loss"]) for row in metrics(tmp_path / "run")]
+    resumed_losses = [float(row["train_loss"]) for row in metrics(tmp_path / "resumed")]
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert resumed_losses == losses[2:]
     assert json.loads((checkpoint / "config.json").read_text())["tie_word_embeddings"] is False
 
 

@@ -2,6 +2,7 @@
 do.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ SMALL = {
     "pad_token_id": None,
     "num_key_value_heads": 2,
 }
-OF_HEAD: dict[str, dict[str, Any]] = {
+LOSS_IN_HEAD: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
     "gpt2": {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "n_positions": 64},
@@ -47,7 +48,7 @@ OF_HEAD: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
     "phi": {"attention_dropout": 0, "embd_pdrop": 0, "resid_pdrop": 0},  # its head has a bias
 }
-COMPUTED_FURTHER: dict[str, dict[str, Any]] = {
+LOSS_OF_OTHER_LOGITS: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
     "cohere": {"logit_scale": 0.5},
     "granite": {"logits_scaling": 8.0},
@@ -59,25 +60,34 @@ def build(family: str, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family.split(",")[0], **SMALL | options)).train()
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
+def rows() -> Batch:
+    """Return three rows: one half supervised, one not at all, one throughout."""
     ids = torch.randint(2, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, : LENGTH // 2] = IGNORED_LABEL
     labels[1] = IGNORED_LABEL
-    return ids, labels
+    return Batch(ids, labels)
 
 
-def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class Derived:
+    """The sum of the losses of the rows, and the gradient of a seventh of it by parameter."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def loss_and_gradients(model: Any) -> Derived:
     model.zero_grad()
     scale = torch.tensor(1 / 7, dtype=torch.float64)
-    loss = CrossEntropy().loss(model, Batch(*rows()), scale).total
+    loss = CrossEntropy().loss(model, rows(), scale).total
     (loss * scale).backward()
-    return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    return Derived(loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()})
 
 
 def gradient_rounding(model: Any) -> float:
     """Return the tolerance of gradients of the rows."""
-    return rounding_tolerance(num_sums_of_gradient(model.config, LENGTH, rows()[0].numel()))
+    return rounding_tolerance(num_sums_of_gradient(model.config, LENGTH, rows().input_ids.numel()))
 
 
 @pytest.fixture(autouse=True)
@@ -87,22 +97,23 @@ def chunks_of_seven_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.numerical
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("family", OF_HEAD)
+@pytest.mark.parametrize("family", LOSS_IN_HEAD)
 def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str, at_once: bool) -> None:
-    model = build(family, **OF_HEAD[family])
+    model = build(family, **LOSS_IN_HEAD[family])
     names = list(model.state_dict())
-    loss, gradients = loss_and_gradients(model)
+    expected = loss_and_gradients(model)
     assert compute_loss_in_head(model, grad_in_place=at_once)
     loss_and_gradients(model)
-    found, found_gradients = loss_and_gradients(model)
-    assert found == pytest.approx(loss, rel=1e-6)
+    derived = loss_and_gradients(model)  # of a second pass: what the first one leaves behind does no harm
+    assert derived.loss == pytest.approx(expected.loss, rel=1e-6)
     # relative to the largest gradient: those of the keys' biases are 0 but for rounding
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found_gradients[name], gradient, rtol=0, atol=gradient_rounding(model) * largest)
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    tolerance = gradient_rounding(model) * largest
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(derived.gradients[name], gradient, rtol=0, atol=tolerance)
     assert list(model.state_dict()) == names
     with torch.no_grad():
-        assert CrossEntropy().loss(model.eval(), Batch(*rows())).total.item() == pytest.approx(loss, rel=1e-6)
+        assert CrossEntropy().loss(model.eval(), rows()).total.item() == pytest.approx(expected.loss, rel=1e-6)
 
 
 @pytest.mark.numerical
@@ -118,50 +129,56 @@ def check_losses_of_tokens(has_bias: bool, in_place: bool, is_frozen: bool) -> N
     torch.manual_seed(0)
     inputs = [torch.randn(3, LENGTH, WIDTH), torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY)]
     positions = torch.randperm(3 * LENGTH)[:50]
-    weights = torch.randn(50)
+    token_weights = torch.randn(50)
     targets = torch.randint(VOCABULARY, (50,))
-    found = []
-    for by_token in (True, False):
-        hidden, weight, bias = (one.clone().requires_grad_() for one in inputs)
+
+    def losses_and_gradients(*, by_logits: bool) -> list[torch.Tensor | None]:
+        """Return the losses, and the gradients of hidden states, weight and bias."""
+        hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in inputs)
         weight.requires_grad_(not is_frozen)
-        if by_token:
-            head = (hidden, weight, bias if has_bias else None)
-            losses = token_cross_entropy(*head, positions, targets, grad_in_place=in_place)
-        else:
-            logits = F.linear(hidden, weight, bias if has_bias else None).flatten(0, 1)[positions]
+        used_bias = bias if has_bias else None
+        if by_logits:
+            logits = F.linear(hidden, weight, used_bias).flatten(0, 1)[positions]
             losses = F.cross_entropy(logits, targets, reduction="none")
-        (losses * weights).sum().backward()
-        found.append((losses.detach(), *(one.grad for one in (hidden, weight, bias))))
-    for here, there in zip(*found, strict=True):
-        if there is None:
-            assert here is None
         else:
-            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+            losses = token_cross_entropy(hidden, weight, used_bias, positions, targets, grad_in_place=in_place)
+        (losses * token_weights).sum().backward()
+        return [losses.detach(), hidden.grad, weight.grad, bias.grad]
+
+    results = losses_and_gradients(by_logits=False)
+    expected_results = losses_and_gradients(by_logits=True)
+    for result, expected in zip(results, expected_results, strict=True):
+        if expected is None:
+            assert result is None
+        else:
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", COMPUTED_FURTHER)
+@pytest.mark.parametrize("family", LOSS_OF_OTHER_LOGITS)
 def test_a_family_that_goes_on_computing_with_its_logits_keeps_them(family: str) -> None:
-    model = build(family, **COMPUTED_FURTHER[family])
-    loss, _ = loss_and_gradients(model)
+    model = build(family, **LOSS_OF_OTHER_LOGITS[family])
+    loss = loss_and_gradients(model).loss
     assert not compute_loss_in_head(model)
     assert not has_loss_in_head(model)
-    assert loss_and_gradients(model)[0] == loss
-    ids, labels = rows()
-    logits = model(ids).logits[:, :-1].flatten(0, 1)
-    assert loss == pytest.approx(F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum").item(), rel=1e-6)
+    assert loss_and_gradients(model).loss == loss
+    batch = rows()
+    logits = model(batch.input_ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, batch.labels[:, 1:].flatten(), reduction="sum").item()
+    assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_logits_can_still_be_had() -> None:
     model = build("llama")
-    before = model(rows()[0]).logits
+    ids = rows().input_ids
+    expected = model(ids).logits
     assert compute_loss_in_head(model)
-    torch.testing.assert_close(model(rows()[0]).logits, before, rtol=0, atol=0)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
 
 
 def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
     model = build("llama", vocab_size=4001)
     assert compute_loss_in_head(model)
-    ids, _ = rows()
+    ids = rows().input_ids
     with LargestTensor() as largest:
         CrossEntropy().loss(model, Batch(ids, ids)).total.backward()
     # of 117 tokens; a chunk has one, and the weight and its gradient are the largest there is
@@ -172,28 +189,27 @@ def test_head_gradient_is_added_before_the_backward_pass() -> None:
     model = build("llama")
     assert compute_loss_in_head(model, grad_in_place=True)
     scale = torch.tensor(0.5, dtype=torch.float64)
-    CrossEntropy().loss(model, Batch(*rows()), scale)
-    place = model.lm_head.weight.grad.data_ptr()
-    once = model.lm_head.weight.grad.clone()
-    CrossEntropy().loss(model, Batch(*rows()), scale)
-    assert model.lm_head.weight.grad.data_ptr() == place
-    torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
+    CrossEntropy().loss(model, rows(), scale)
+    address = model.lm_head.weight.grad.data_ptr()
+    gradient_of_rows = model.lm_head.weight.grad.clone()
+    CrossEntropy().loss(model, rows(), scale)
+    assert model.lm_head.weight.grad.data_ptr() == address
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * gradient_of_rows)
     with torch.no_grad():
-        CrossEntropy().loss(model, Batch(*rows()), scale)
-    torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
+        CrossEntropy().loss(model, rows(), scale)
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * gradient_of_rows)
 
 
 @pytest.mark.numerical
 def test_tied_embeddings_gradient_is_added_in_the_rows_of_its_tokens() -> None:
     model = build("llama", tie_word_embeddings=True, vocab_size=4001)
-    expected = loss_and_gradients(model)[1]["model.embed_tokens.weight"]
+    expected = loss_and_gradients(model).gradients["model.embed_tokens.weight"]
     assert compute_loss_in_head(model, grad_in_place=True)
     use_sparse_embedding_grad(model)
     loss_and_gradients(model)
     model.zero_grad()
-    ids, labels = rows()
     scale = torch.tensor(1 / 7, dtype=torch.float64)
-    loss = CrossEntropy().loss(model, Batch(ids, labels), scale).total * scale
+    loss = CrossEntropy().loss(model, rows(), scale).total * scale
     with Calls() as calls:
         loss.backward()
     assert_equal_up_to_rounding(model.model.embed_tokens.weight.grad, expected, gradient_rounding(model))
@@ -212,13 +228,13 @@ def test_an_embedding_of_its_own_has_a_dense_gradient() -> None:
 def test_on_the_meta_device_it_is_found_out_too() -> None:
     with torch.device("meta"):
         assert compute_loss_in_head(build("llama"))
-        assert not compute_loss_in_head(build("gemma2", **COMPUTED_FURTHER["gemma2"]))
+        assert not compute_loss_in_head(build("gemma2", **LOSS_OF_OTHER_LOGITS["gemma2"]))
 
 
 def test_unsupervised_batch_gives_no_loss_and_every_weight_a_gradient() -> None:
     model = build("llama")
     assert compute_loss_in_head(model)
-    ids, _ = rows()
+    ids = rows().input_ids
     loss = CrossEntropy().loss(model, Batch(ids, torch.full_like(ids, IGNORED_LABEL))).total
     loss.backward()
     assert loss == 0
@@ -236,18 +252,19 @@ def test_the_sum_is_not_rounded_to_fp32() -> None:
 @pytest.mark.parametrize("is_mixed", [True, False])
 def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    held = torch.float32 if is_mixed else torch.bfloat16
-    hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to(held).requires_grad_()
-    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=held)
+    weights_dtype = torch.float32 if is_mixed else torch.bfloat16
+    hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to(weights_dtype).requires_grad_()
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=weights_dtype)
     targets = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         loss = summed_cross_entropy(hidden, head.weight, None, torch.arange(LENGTH), targets)[0]
         expected = F.cross_entropy(head(hidden)[0].float(), targets, reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = torch.autograd.grad(loss, [hidden, head.weight])
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, [hidden, head.weight]), strict=True):
-        assert gradient.dtype == held
-        torch.testing.assert_close(gradient, wanted, rtol=2**-6, atol=2**-6)
+    expected_gradients = torch.autograd.grad(expected, [hidden, head.weight])
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == weights_dtype
+        torch.testing.assert_close(gradient, expected_gradient, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.cuda
@@ -263,8 +280,9 @@ def test_on_cuda_the_loss_is_that_of_the_logits(monkeypatch: pytest.MonkeyPatch,
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-5
     gradients = torch.autograd.grad(loss, [hidden, weight])
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, [hidden, weight]), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance)
+    expected_gradients = torch.autograd.grad(expected, [hidden, weight])
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=tolerance)
 
 
 def test_ligers_kernel_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

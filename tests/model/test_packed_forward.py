@@ -1,9 +1,10 @@
 """Documents that share a row are trained as if each were alone: same loss, same gradient, no look across a border."""
 
 import importlib.util
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Fabric
 from packaging.version import Version
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -69,7 +71,10 @@ no_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, re
 def documents() -> list[list[torch.Tensor]]:
     """The documents, or pieces of them, of each row."""
     generator = torch.Generator().manual_seed(0)
-    return [[torch.randint(0, 1000, (n,), generator=generator) for n in lengths] for lengths in LENGTHS]
+    rows = []
+    for lengths in LENGTHS:
+        rows.append([torch.randint(0, 1000, (length,), generator=generator) for length in lengths])
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +84,7 @@ def split(documents: list[list[torch.Tensor]]) -> datasets.Dataset:
     for row, pieces in enumerate(documents):
         ids = torch.cat(pieces).tolist()
         padding = ROW_LENGTH - len(ids)
-        starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
+        starts = np.cumsum([0, *(len(piece) for piece in pieces[:-1])]).tolist()
         columns["input_ids"].append(ids + [PAD] * padding)
         columns["labels"].append(ids + [IGNORED_LABEL] * padding)
         columns["document_starts"].append(starts[1:] if row == BEGINS_WITHIN else starts)
@@ -119,12 +124,13 @@ def flash_attention_by_definition(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
         assert cu_seqlens_q[-1] == len(q)
-        cuts = [x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)]
-        parts = [
-            dense(*(x[None] for x in part), causal=causal, softmax_scale=softmax_scale)[0]
-            for part in zip(*cuts, strict=True)
-        ]
-        return torch.cat(parts)
+        lengths = cu_seqlens_q.diff().tolist()
+        outputs = []
+        documents = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        for document_q, document_k, document_v in documents:
+            batch_of_one = (document_q[None], document_k[None], document_v[None])
+            outputs.append(dense(*batch_of_one, causal=causal, softmax_scale=softmax_scale)[0])
+        return torch.cat(outputs)
 
     functions = (dense, varlen, None, None, None), (flash._lazy_define_process_function(varlen), None)
     with monkeypatch.context() as patched:
@@ -151,30 +157,48 @@ def model(request: pytest.FixtureRequest, tiny_model_dir: Path, monkeypatch: pyt
         yield loaded
 
 
-def loss_and_gradient(model: Any, batches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over the supervised tokens of all batches."""
+@dataclass(frozen=True)
+class Derived:
+    """The mean loss of the supervised tokens, [], and its gradient by parameter."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def summed_loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the sum of the losses of a batch's supervised tokens, fp64 []."""
+    return CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total
+
+
+def loss_and_gradient(model: Any, batches: list[Batch]) -> Derived:
+    """Return the mean over the supervised tokens of all batches, and its gradient."""
     model.zero_grad()
     device = next(model.parameters()).device
     num_supervised = sum(int(count_supervised(batch.labels)) for batch in batches)
-    batches = [batch.to(device) for batch in batches]
-    losses = [
-        CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total for batch in batches
-    ]
+    losses = [summed_loss(model, batch.to(device)) for batch in batches]
     loss = torch.stack(losses).sum() / num_supervised
     loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return Derived(loss.detach(), gradients)
 
 
 def alone(documents: list[list[torch.Tensor]]) -> list[Batch]:
-    """Every document of more than one token in a batch of its own."""
-    return [Batch(piece[None], piece[None]) for row in documents for piece in row if len(piece) > 1]
+    """Return every document of more than one token in a batch of its own."""
+    batches = []
+    for row in documents:
+        batches += [Batch(piece[None], piece[None]) for piece in row if len(piece) > 1]
+    return batches
 
 
-def assert_same(one: Any, other: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(one[0], other[0], rtol=0, atol=tolerance)
-    assert one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        torch.testing.assert_close(gradient, other[1][name], rtol=0, atol=tolerance)
+def largest_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max(float((gradients[name] - expected[name]).abs().max()) for name in gradients)
+
+
+def assert_same(derived: Derived, expected: Derived, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(derived.loss, expected.loss, rtol=0, atol=tolerance)
+    assert derived.gradients.keys() == expected.gradients.keys()
+    for name, gradient in derived.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=0, atol=tolerance)
 
 
 @pytest.mark.numerical
@@ -183,36 +207,39 @@ def test_packed_documents_have_loss_and_gradient_of_the_documents_alone(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
 ) -> None:
     expected = loss_and_gradient(model, alone(documents))
+    # all rows in one batch
     assert_same(loss_and_gradient(model, [packed(split)]), expected)
+    # each row in a batch of its own; the last one is one document
     rows = Rows(split)
-    one_by_one = [rows.__getitems__([row]) for row in range(len(split))]
-    assert [batch.documents is None for batch in one_by_one] == [False, False, False, True]
-    assert_same(loss_and_gradient(model, one_by_one), expected)
+    batches_of_one = [rows.__getitems__([row]) for row in range(len(split))]
+    assert [batch.documents is None for batch in batches_of_one] == [False, False, False, True]
+    assert_same(loss_and_gradient(model, batches_of_one), expected)
 
 
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)
 def test_plain_concatenation_has_another_loss_and_another_gradient(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
 ) -> None:
-    loss, gradient = loss_and_gradient(model, [packed(split, isolate_documents=False)])
-    expected_loss, expected_gradient = loss_and_gradient(model, alone(documents))
-    assert abs(loss - expected_loss) > 1e-3
-    assert max((gradient[name] - expected_gradient[name]).abs().max() for name in gradient) > 1e-3
+    expected = loss_and_gradient(model, alone(documents))
+    concatenated = loss_and_gradient(model, [packed(split, isolate_documents=False)])
+    assert abs(concatenated.loss - expected.loss) > 1e-3
+    assert largest_difference(concatenated.gradients, expected.gradients) > 1e-3
     # nor is it enough to leave the documents' first tokens unsupervised
     isolated = packed(split)
-    loss, gradient = loss_and_gradient(model, [Batch(isolated.input_ids, isolated.labels)])
-    assert max((gradient[name] - expected_gradient[name]).abs().max() for name in gradient) > 1e-3
+    only_labels = loss_and_gradient(model, [Batch(isolated.input_ids, isolated.labels)])
+    assert largest_difference(only_labels.gradients, expected.gradients) > 1e-3
 
 
 @pytest.mark.parametrize("model", ["flex_attention"], indirect=True)
 def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
 ) -> None:
+    batch = packed(split)
+    num_supervised = count_supervised(batch.labels)
     with torch.no_grad():
-        batch = packed(split)
-        loss = CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total
-        expected = sum(CrossEntropy().loss(model, Batch(one.input_ids, one.labels)).total for one in alone(documents))
-    torch.testing.assert_close(loss / count_supervised(batch.labels), expected / count_supervised(batch.labels))
+        loss = summed_loss(model, batch)
+        expected = sum(summed_loss(model, document) for document in alone(documents))
+    torch.testing.assert_close(loss / num_supervised, expected / num_supervised)
 
 
 @pytest.mark.cuda
@@ -243,15 +270,21 @@ def test_on_cuda_packed_documents_have_the_loss_of_single_documents(
 def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, split: datasets.Dataset) -> None:
     batch = packed(split)
     model.requires_grad_(False)
+    logits = forward(model, batch.input_ids, batch.documents).logits
     for row, lengths in enumerate(LENGTHS):
-        for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
-            other = batch.input_ids.clone()
-            other[row, begin:end] = (other[row, begin:end] + 1) % 1000
-            before, after = (forward(model, ids, batch.documents).logits for ids in (batch.input_ids, other))
-            elsewhere = torch.ones_like(other, dtype=torch.bool)
-            elsewhere[row, begin : ROW_LENGTH if end == sum(lengths) else end] = False  # padding follows the last one
-            torch.testing.assert_close(after[elsewhere], before[elsewhere], rtol=0, atol=1e-5)
-            assert (after[row, begin:end] - before[row, begin:end]).abs().max() > 0.01
+        end = 0
+        for length in lengths:
+            begin = end
+            end = begin + length
+            changed_ids = batch.input_ids.clone()
+            changed_ids[row, begin:end] = (changed_ids[row, begin:end] + 1) % 1000
+            changed_logits = forward(model, changed_ids, batch.documents).logits
+            assert (changed_logits[row, begin:end] - logits[row, begin:end]).abs().max() > 0.01
+
+            is_last = end == sum(lengths)
+            is_elsewhere = torch.ones_like(changed_ids, dtype=torch.bool)
+            is_elsewhere[row, begin : ROW_LENGTH if is_last else end] = False  # padding belongs to the last one
+            torch.testing.assert_close(changed_logits[is_elsewhere], logits[is_elsewhere], rtol=0, atol=1e-5)
 
 
 class WaitsForDevice(TorchDispatchMode):
@@ -259,10 +292,17 @@ class WaitsForDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
+        self.num_waits = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.num_waits += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -281,9 +321,9 @@ def test_a_window_is_computed_without_waiting_for_the_device(
     wrapped = fabric.setup_module(model)
     with WaitsForDevice() as waits:
         accumulate(fabric, wrapped, Window(1, 0, False, np.arange(4), 2, batches))
-        assert waits.number == 0
-        assert bool(torch.ones(1))
-        assert waits.number == 1
+        assert waits.num_waits == 0
+        assert bool(torch.ones(1))  # the mode does see a wait
+        assert waits.num_waits == 1
 
 
 @pytest.mark.parametrize("isolates", [False, True])
@@ -297,7 +337,7 @@ def test_flash_attention_need_not_look_at_positions(
     monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", looks)
     batch = Rows(split, isolates).__getitems__([0])
     assert (batch.documents is not None) == isolates
-    CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total.backward()
+    summed_loss(model, batch).backward()
 
 
 @pytest.mark.numerical
@@ -305,21 +345,21 @@ def test_flash_attention_need_not_look_at_positions(
 def test_windows_and_evaluations_count_what_isolation_supervises(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
 ) -> None:
-    expected, gradient = loss_and_gradient(model, alone(documents))
-    num_supervised = sum(length - 1 for lengths in LENGTHS for length in lengths)
+    expected = loss_and_gradient(model, alone(documents))
+    num_supervised = sum(len(piece) - 1 for piece in itertools.chain(*documents))
     model.zero_grad()
     fabric = Fabric(accelerator="cpu", devices=1)
     wrapped = fabric.setup_module(model)
     rows = Rows(split)
     batches = [rows.__getitems__([0, 1, 2]), rows.__getitems__([3]), rows.__getitems__([])]
     loss = accumulate(fabric, wrapped, Window(1, 0, False, np.arange(4), 3, batches))
-    torch.testing.assert_close(loss.mean, expected.double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(loss.mean, expected.loss.double(), rtol=0, atol=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradient[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameter.grad, expected.gradients[name], rtol=0, atol=1e-5)
     evaluation = evaluate(fabric, wrapped, batches)
     assert evaluation is not None
     assert evaluation.whole.num_tokens == num_supervised
-    assert evaluation.whole.loss == pytest.approx(float(expected), abs=1e-5)
+    assert evaluation.whole.loss == pytest.approx(float(expected.loss), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -335,21 +375,26 @@ def rows_with_starts(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 @settings(deadline=None)
 @given(rows_with_starts())
 def test_positions_labels_and_borders_are_those_counted_token_by_token(case: tuple[int, list[list[int]]]) -> None:
-    length, starts = case
-    ids = np.arange(100, 100 + len(starts) * length).reshape(len(starts), length)
+    length, document_starts = case
+    num_rows = len(document_starts)
+    ids = np.arange(100, 100 + num_rows * length).reshape(num_rows, length)
     positions = []
     labels = []
     borders = []
-    for row, begins in enumerate(starts):
+    for row, starts in enumerate(document_starts):
         position = 0
         for column in range(length):
-            position = 0 if column == 0 or column in begins else position + 1
-            positions.append(position)
-            labels.append(IGNORED_LABEL if column in begins and column > 0 else int(ids[row, column]))
-            if position == 0:
+            if column == 0 or column in starts:
+                position = 0
                 borders.append(row * length + column)
+            else:
+                position += 1
+            positions.append(position)
+            # the first token of a document is no target, and that of a row never is one
+            is_after_border = column in starts and column > 0
+            labels.append(IGNORED_LABEL if is_after_border else int(ids[row, column]))
     borders.append(len(positions))
-    batch = isolate(ids, ids.copy(), [np.array(begins, dtype=np.int32) for begins in starts])
+    batch = isolate(ids, ids.copy(), [np.array(starts, dtype=np.int32) for starts in document_starts])
     assert batch.documents is not None
     assert batch.documents.position_ids.dtype == torch.int64
     assert batch.documents.position_ids.shape == batch.input_ids.shape
@@ -460,9 +505,9 @@ def test_position_that_restarts_only_with_long_documents_is_found() -> None:
     ],
 )
 def test_attention_that_cannot_run_here_is_refused(options: list[str], accelerator: str, fault: str) -> None:
-    given = ["--train_data_dir", "tokens", "--output_dir", "run"]
+    arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", *options])
     with pytest.raises(InputError) as error:
-        check_attention(parse(TrainArguments, [*given, *options]), accelerator)
+        check_attention(arguments, accelerator)
     assert str(error.value).startswith(fault)
     assert "\n" not in str(error.value)
 

@@ -1,6 +1,7 @@
 """MLP and norms in tiles give the loss and gradients of whole rows, and need less memory, as the plan says."""
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,30 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).train()
 
 
-def loss_and_gradients(model: Any, precision: torch.dtype | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
+@dataclass(frozen=True)
+class Derived:
+    """The mean loss of two rows, and its gradient by parameter."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def loss_and_gradients(model: Any, precision: torch.dtype | None = None) -> Derived:
+    model.zero_grad()
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % 64
     with torch.autocast("cpu", precision, enabled=precision is not None):
         loss = model(ids, labels=ids).loss
     loss.backward()
-    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    return Derived(loss.item(), gradients)
+
+
+def assert_close(derived: Derived, expected: Derived, loss_tolerance: float, gradient_tolerance: float) -> None:
+    """Check that loss and gradients differ by a share of the loss, and of the norm of each gradient, at most."""
+    assert derived.loss == pytest.approx(expected.loss, rel=loss_tolerance)
+    for name, gradient in expected.gradients.items():
+        difference = derived.gradients[name] - gradient
+        assert difference.norm() <= gradient_tolerance * gradient.norm(), name
 
 
 @pytest.mark.numerical
@@ -53,15 +72,12 @@ def loss_and_gradients(model: Any, precision: torch.dtype | None = None) -> tupl
 def test_loss_is_equal_and_gradients_to_the_order_of_sums(
     llama: LlamaForCausalLM, size: int, is_checkpointed: bool
 ) -> None:
-    loss, expected = loss_and_gradients(copy.deepcopy(llama))
-    model = copy.deepcopy(llama)
-    tile_rows(model, [*model.model.layers], size)
+    expected = loss_and_gradients(copy.deepcopy(llama))
+    tiled = copy.deepcopy(llama)
+    tile_rows(tiled, [*tiled.model.layers], size)
     if is_checkpointed:
-        checkpoint_layers(model.model.layers)
-    found_loss, found = loss_and_gradients(model)
-    assert found_loss == pytest.approx(loss.item(), rel=1e-6)
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        checkpoint_layers(tiled.model.layers)
+    assert_close(loss_and_gradients(tiled), expected, loss_tolerance=1e-6, gradient_tolerance=1e-5)
 
 
 @pytest.mark.numerical
@@ -76,13 +92,9 @@ def test_an_adapter_and_autocast_have_the_same_gradients(llama: LlamaForCausalLM
     tiled = copy.deepcopy(model)
     tile_rows(tiled, [*tiled.model.layers], 16)
     for precision, tolerance in ((None, 1e-5), (torch.bfloat16, 2e-2)):
-        (loss, expected), (found_loss, found) = (loss_and_gradients(each, precision) for each in (model, tiled))
-        assert found_loss == pytest.approx(loss.item(), rel=tolerance)
-        assert len(found) == 2 * 2 * 7
-        for name, gradient in expected.items():
-            assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
-        model.zero_grad()
-        tiled.zero_grad()
+        derived = loss_and_gradients(tiled, precision)
+        assert len(derived.gradients) == 2 * 2 * 7  # A and B of 7 linear layers in 2 layers
+        assert_close(derived, loss_and_gradients(model, precision), tolerance, tolerance)
 
 
 def peak(config: LlamaConfig, size: int | None, length: int, cut: CutTiles = cut_tiles) -> int:
@@ -103,27 +115,29 @@ def peak(config: LlamaConfig, size: int | None, length: int, cut: CutTiles = cut
 def test_a_layer_needs_the_bytes_that_the_plan_counts(llama: LlamaForCausalLM) -> None:
     length = 4096
     size = 256
-    real = {given: peak(llama.config, given, length) for given in (None, size)}
+    whole_bytes = peak(llama.config, None, length)
+    tiled_bytes = peak(llama.config, size, length)
     with FakeTensorMode():
-        planned = {given: peak(llama.config, given, length, cut_two_tiles) for given in (None, size)}
-    assert planned == real
-    hidden = 4 * length * HIDDEN
-    inner = 4 * length * INNER
-    assert real[None] > 5 * inner + 4 * hidden
-    assert real[size] < 15 * hidden
+        assert peak(llama.config, None, length, cut_two_tiles) == whole_bytes
+        assert peak(llama.config, size, length, cut_two_tiles) == tiled_bytes
+    # in fp32
+    hidden_bytes = 4 * length * HIDDEN
+    inner_bytes = 4 * length * INNER
+    assert whole_bytes > 5 * inner_bytes + 4 * hidden_bytes
+    assert tiled_bytes < 15 * hidden_bytes
     assert cut_two_tiles(length, size) == list(cut_tiles(length, size))[:2]
 
 
 def test_an_mlp_of_another_form_is_left_whole() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    for kind, fits in (("mixtral", False), ("qwen3", True), ("gpt2", False)):
-        config = AutoConfig.for_model(kind, **(sizes if kind != "gpt2" else {"n_layer": 1, "n_embd": 64, "n_head": 2}))
+    def reason_against(family: str, layers: str, **sizes: int) -> str | None:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
-        base = model.base_model
-        reason = why_not_tiled(base.h if kind == "gpt2" else base.layers)
-        assert (reason is None) is fits
-        assert fits or "is not made of linear layers alone" in str(reason)
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        return why_not_tiled(getattr(model.base_model, layers))
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    assert reason_against("qwen3", "layers", **sizes) is None
+    assert "is not made of linear layers alone" in str(reason_against("mixtral", "layers", **sizes))
+    assert "is not made of linear layers alone" in str(reason_against("gpt2", "h", n_layer=1, n_embd=64, n_head=2))
 
 
 def test_tiles_are_refused_beside_what_they_do_not_work_with() -> None:
@@ -141,12 +155,19 @@ def test_tiles_are_refused_beside_what_they_do_not_work_with() -> None:
 def test_ranks_train_in_tiles_as_without(forked_runs: ForkedRuns, tmp_path: Path, parallelism: str) -> None:
     model = write_model(tmp_path / "model")
     tokens = write_rows(tmp_path / "tokens")
-    given: dict[str, Any] = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}
-    logged = []
-    for checkpointing, size in (("none", "none"), ("none", 5), ("full", 5)):
-        folder = tmp_path / f"{checkpointing}-{size}"
-        options = given | {"activation_checkpointing": checkpointing, "mlp_tile_size": size}
-        forked_runs.start(argv(model, tokens, folder, **options), 2).finish()
-        logged.append([float(row[name]) for row in metrics(folder) for name in ("train_loss", "grad_norm")])
-    assert len(logged[0]) == 4
-    assert all(found == pytest.approx(logged[0], rel=1e-5) for found in logged[1:])
+
+    def train(checkpointing: str, mlp_tile_size: object) -> list[float]:
+        """Return the losses and the gradient norms of two steps."""
+        run = tmp_path / f"{checkpointing}-{mlp_tile_size}"
+        settings = {"parallelism": parallelism, "devices": 2, "max_step": 2, "micro_batch_size": 2}
+        words = argv(
+            model, tokens, run, **settings, activation_checkpointing=checkpointing, mlp_tile_size=mlp_tile_size
+        )
+        forked_runs.start(words, 2).finish()
+        rows = metrics(run)
+        return [float(row["train_loss"]) for row in rows] + [float(row["grad_norm"]) for row in rows]
+
+    expected = train("none", "none")
+    assert len(expected) == 4
+    assert train("none", 5) == pytest.approx(expected, rel=1e-5)
+    assert train("full", 5) == pytest.approx(expected, rel=1e-5)

@@ -27,15 +27,18 @@ def runs(draw: st.DrawFn, schedules: list[str] = DECAYING) -> tuple[int, Trainin
     num_steps = draw(st.integers(1, 2000))
     lr = draw(st.floats(1e-8, 10))
     schedule: Any = draw(st.sampled_from(schedules))
-    lowest = lr * 1e-6 if schedule == "exponential" else 0.0
-    min_lr = draw(st.floats(lowest, lr, allow_subnormal=False) | st.sampled_from([lowest, lr]))
-    warmup = draw(st.integers(0, num_steps))
-    arguments = TrainingArguments(lr=lr, min_lr=min_lr, lr_schedule=schedule, warmup_steps=warmup)
+    lowest_rate = lr * 1e-6 if schedule == "exponential" else 0.0  # an exponential decay cannot end at 0
+    min_lr = draw(st.floats(lowest_rate, lr, allow_subnormal=False) | st.sampled_from([lowest_rate, lr]))
+    warmup_steps = draw(st.integers(0, num_steps))
+    arguments = TrainingArguments(lr=lr, min_lr=min_lr, lr_schedule=schedule, warmup_steps=warmup_steps)
     if schedule != "wsd":
         return num_steps, arguments
-    decay = draw(st.integers(1, 2000))
-    form: Any = draw(st.none() | st.sampled_from(get_args(DecayForm)))
-    return max(warmup, 1) + decay + draw(st.integers(0, 20)), replace(arguments, decay_steps=decay, decay_form=form)
+    # warm-up, then some steps at lr, then the decay
+    decay_steps = draw(st.integers(1, 2000))
+    decay_form: Any = draw(st.none() | st.sampled_from(get_args(DecayForm)))
+    stable_steps = draw(st.integers(0, 20))
+    num_steps = max(warmup_steps, 1) + stable_steps + decay_steps
+    return num_steps, replace(arguments, decay_steps=decay_steps, decay_form=decay_form)
 
 
 def rates(num_steps: int, arguments: TrainingArguments) -> list[float]:
@@ -66,11 +69,11 @@ def test_a_constant_schedule_stays_at_lr(run: tuple[int, TrainingArguments]) -> 
 @settings(deadline=None)
 @given(runs(list(get_args(Schedule))))
 def test_without_decay_every_schedule_is_constant(run: tuple[int, TrainingArguments]) -> None:
-    num_steps, arguments = run
-    held = TrainingArguments(
-        lr=arguments.lr, lr_decay=False, lr_schedule=arguments.lr_schedule, warmup_steps=arguments.warmup_steps
+    num_steps, decaying = run
+    constant = TrainingArguments(
+        lr=decaying.lr, lr_decay=False, lr_schedule=decaying.lr_schedule, warmup_steps=decaying.warmup_steps
     )
-    assert set(rates(num_steps, held)[held.warmup_steps :]) <= {held.lr}
+    assert set(rates(num_steps, constant)[constant.warmup_steps :]) <= {constant.lr}
 
 
 @settings(deadline=None)
@@ -83,12 +86,14 @@ def test_rate_rises_linearly_to_lr_and_then_never_rises_again(
     all_rates = rates(num_steps, arguments)
     for step in range(1, warmup + 1):
         assert math.isclose(all_rates[step - 1], arguments.lr * step / warmup, rel_tol=1e-12)
-    peak = max(warmup, 1)
-    assert all_rates[peak - 1] == arguments.lr
-    after = all_rates[peak - 1 :]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(after))
-    lowest = arguments.min_lr if arguments.lr_schedule != "constant" else arguments.lr
-    assert all(lowest * (1 - 1e-12) <= rate <= arguments.lr for rate in after)
+    peak_step = max(warmup, 1)
+    rates_from_peak = all_rates[peak_step - 1 :]
+    assert rates_from_peak[0] == arguments.lr
+    for rate, next_rate in itertools.pairwise(rates_from_peak):
+        assert next_rate <= rate * (1 + 1e-12)
+    lowest_rate = arguments.min_lr if arguments.lr_schedule != "constant" else arguments.lr
+    for rate in rates_from_peak:
+        assert lowest_rate * (1 - 1e-12) <= rate <= arguments.lr
 
 
 @settings(deadline=None)
@@ -109,8 +114,8 @@ def test_cosine_is_the_one_worked_out_by_hand() -> None:
     #   half,      step 50: 0.2 + 0.8 · (1 + 0) / 2          = 0.6
     #   3 quarters, step 70: 0.2 + 0.8 · (1 - 0.70710678) / 2 = 0.31715729
     arguments = TrainingArguments(lr=1.0, min_lr=0.2, warmup_steps=10)
-    found = [learning_rate(step, 89, arguments) for step in (1, 5, 10, 30, 50, 70, 90)]
-    assert found == pytest.approx([0.1, 0.5, 1.0, 0.88284271, 0.6, 0.31715729, 0.2], abs=1e-8)
+    actual = [learning_rate(step, 89, arguments) for step in (1, 5, 10, 30, 50, 70, 90)]
+    assert actual == pytest.approx([0.1, 0.5, 1.0, 0.88284271, 0.6, 0.31715729, 0.2], abs=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +148,15 @@ def test_wsd_follows_the_published_formula(form: Any) -> None:
     arguments = TrainingArguments(
         lr=3.0, min_lr=0.3, lr_schedule="wsd", warmup_steps=10, decay_steps=8, decay_form=form
     )
-    found = [learning_rate(step, 40, arguments) for step in (1, 9, 10, 11, 32, 33, 36, 41)]
-    assert found == pytest.approx([0.3, 2.7, 3.0, 3.0, 3.0, *(0.3 + 2.7 * share for share in shares)], abs=1e-7)
+    actual = [learning_rate(step, 40, arguments) for step in (1, 9, 10, 11, 32, 33, 36, 41)]
+    decayed = [0.3 + 2.7 * share for share in shares]
+    assert actual == pytest.approx([0.3, 2.7, 3.0, 3.0, 3.0, *decayed], abs=1e-7)
+
     by_share = replace(arguments, decay_steps=None, decay_share=0.2)
     assert rates(40, by_share) == rates(40, arguments)
-    longer = rates(60, arguments)  # the longer run continues the stable phase
+
+    # a longer run continues the stable phase
+    longer = rates(60, arguments)
     assert longer[:32] == rates(40, arguments)[:32]
     assert longer[32:52] == [3.0] * 20
     assert longer[52:] == rates(40, arguments)[32:]
@@ -172,20 +181,22 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group(tiny_model_dir:
     arguments = TrainingArguments(weight_decay=0.1, beta1=0.8, beta2=0.99, lr=0.25)
     optimizer = build_optimizer(model.named_parameters(), decayed_names(model), arguments)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = {
-        group["weight_decay"]: [names[id(parameter)] for parameter in group["params"]]
-        for group in optimizer.param_groups
-    }
-    assert set(groups) == {0.1, 0.0}
+    names_by_decay = {}
+    for group in optimizer.param_groups:
+        names_by_decay[group["weight_decay"]] = [names[id(parameter)] for parameter in group["params"]]
+        assert group["betas"] == (0.8, 0.99)
+        assert group["lr"] == 0.25
+    assert set(names_by_decay) == {0.1, 0.0}
+    undecayed = names_by_decay[0.0]
+    decayed = names_by_decay[0.1]
     # 2 layers of 2 norms, and the last norm; 7 matrices a layer, and the embedding, which is the head too
-    assert len(groups[0.0]) == 5
-    assert all("norm" in name for name in groups[0.0])
-    assert len(groups[0.1]) == 15
-    assert not any("norm" in name for name in groups[0.1])
-    assert sorted(groups[0.0] + groups[0.1]) == sorted(names.values())
+    assert len(undecayed) == 5
+    assert all("norm" in name for name in undecayed)
+    assert len(decayed) == 15
+    assert not any("norm" in name for name in decayed)
+    assert sorted(undecayed + decayed) == sorted(names.values())
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert groups[0.1].count("model.embed_tokens.weight") == 1
-    assert all(group["betas"] == (0.8, 0.99) and group["lr"] == 0.25 for group in optimizer.param_groups)
+    assert decayed.count("model.embed_tokens.weight") == 1
 
 
 @pytest.mark.parametrize("wrapper", ["_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."])
@@ -193,8 +204,12 @@ def test_parameters_decay_under_the_names_of_their_wrappers_too(wrapper: str) ->
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
     wrapped = [(wrapper + name, parameter) for name, parameter in model.named_parameters()]
     optimizer = build_optimizer(wrapped, decayed_names(model), TrainingArguments(weight_decay=0.5))
-    decays = {id(part): group["weight_decay"] for group in optimizer.param_groups for part in group["params"]}
-    assert [decays[id(parameter)] for _, parameter in wrapped] == [0.5, 0.0, 0.0, 0.0]
+    decay_by_parameter = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            decay_by_parameter[parameter] = group["weight_decay"]
+    # weight and bias of the linear layer, then those of the norm
+    assert [decay_by_parameter[parameter] for _, parameter in wrapped] == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_biases_have_no_weight_decay() -> None:

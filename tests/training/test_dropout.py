@@ -32,27 +32,27 @@ def test_an_evaluation_has_no_dropout_and_the_steps_after_it_do(tmp_path: Path, 
         expected = model.eval()(input_ids=ids, labels=ids).loss.item()
         dropped = model.train()(input_ids=ids, labels=ids).loss.item()
     assert not math.isclose(dropped, expected, rel_tol=1e-4)
-    set_up = fabric.setup_module(model)
-    found = evaluate(fabric, set_up, [Batch(ids, ids)], is_interrupted=lambda _: interrupted)
-    assert set_up.training
+    wrapped = fabric.setup_module(model)
+    evaluation = evaluate(fabric, wrapped, [Batch(ids, ids)], is_interrupted=lambda _: interrupted)
+    assert wrapped.training
     if interrupted:
-        assert found is None
+        assert evaluation is None
     else:
-        assert found is not None
-        assert found.whole.loss == pytest.approx(expected, rel=1e-5)
+        assert evaluation is not None
+        assert evaluation.whole.loss == pytest.approx(expected, rel=1e-5)
 
 
-NOTE_SEEDS = """
+PRINT_SEEDS = """
 import torch
 import fabric_train.training.step as steps
 
 backpropagate = steps.backpropagate
 
-def noting(fabric, model, window, objective, **options):
+def print_seed_and_backpropagate(fabric, model, window, objective, **options):
     print("seed", window.step, rank, torch.initial_seed())
     return backpropagate(fabric, model, window, objective, **options)
 
-steps.backpropagate = noting
+steps.backpropagate = print_seed_and_backpropagate
 """
 
 
@@ -63,18 +63,26 @@ def test_every_step_and_rank_has_a_seed_of_its_own_also_resumed(forked_runs: For
 
     def train(name: str, **options: object) -> dict[tuple[int, int], int]:
         """Return the seeds by step and rank."""
-        given: dict[str, object] = {"parallelism": "ddp", "max_step": 4, "save_step_interval": 2, **options}
-        words = argv(model, tokens, tmp_path / name, **given)
-        run = forked_runs.start(words, 2, before=NOTE_SEEDS)
+        settings: dict[str, object] = {"parallelism": "ddp", "max_step": 4, "save_step_interval": 2, **options}
+        words = argv(model, tokens, tmp_path / name, **settings)
+        run = forked_runs.start(words, 2, before=PRINT_SEEDS)
         run.finish()
-        lines = [line.split()[1:] for rank in (0, 1) for line in run.lines(rank) if line.startswith("seed")]
-        return {(int(step), int(rank)): int(seed) for step, rank, seed in lines}
+        seeds = {}
+        for line in (*run.lines(0), *run.lines(1)):
+            if line.startswith("seed"):
+                _, step, rank, seed = line.split()
+                seeds[int(step), int(rank)] = int(seed)
+        return seeds
 
     whole = train("whole")
     assert sorted(whole) == [(step, rank) for step in (1, 2, 3, 4) for rank in (0, 1)]
     assert len(set(whole.values())) == 8
+
+    # a resumed run has the seeds, and so the losses, of the run that was not stopped
     resumed = train("resumed", checkpoint=tmp_path / "whole" / "checkpoints" / "step-00000002")
-    assert resumed == {key: seed for key, seed in whole.items() if key[0] > 2}
+    assert resumed == {(step, rank): seed for (step, rank), seed in whole.items() if step > 2}
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")[2:]
-    other = train("other", max_step=1, seed=1)
-    assert not set(other.values()) & set(whole.values())
+
+    # a run with another seed has none of them
+    with_seed_1 = train("other", max_step=1, seed=1)
+    assert not set(with_seed_1.values()) & set(whole.values())
