@@ -41,6 +41,7 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _DASHES = ([2, 3], [6, 3], [1, 1], [8, 2, 2, 2], [4, 4])  # of the kinds of marks
 _WIDTH = 760  # pixels
 _SIGNIFICANT_DIGITS = 5
+_MAX_TICKS = 8
 _MAX_POINTS_WITH_MARKS = 60
 _NOT_DRAWABLE = re.compile("[\ud800-\udfff\ufffe\uffff]")
 """Surrogates and other characters that XML, and so a drawing, cannot have; control characters are escaped."""
@@ -121,8 +122,11 @@ def curve_rows(series: Series) -> list[dict[str, Any]]:
     return rows
 
 
-def specification(chart: Chart) -> dict[str, Any]:
-    """Return the chart in Vega-Lite; its data sets ``points``, ``levels`` and ``marks`` are still empty."""
+def specification(chart: Chart, x_scale: str = "x") -> dict[str, Any]:
+    """Return the chart in Vega-Lite; its data sets ``points``, ``levels`` and ``marks`` are still empty.
+
+    ``x_scale`` is what Vega-Lite will call the scale of the x axis: ``concat_0_x`` in the first of several charts.
+    """
     names = [series.name for series in chart.series]
     has_averages = any(series.smooth is not None for series in chart.series)
     has_levels = any(series.kind == "level" for series in chart.series)
@@ -130,8 +134,10 @@ def specification(chart: Chart) -> dict[str, Any]:
 
     # axes and colours, the same in all layers
     x: dict[str, Any] = {"field": "x", "type": "quantitative", "title": chart.x_title, "scale": {"nice": False}}
-    if chart.x_title == Chart.x_title:  # there is no step 2.5
-        x["axis"] = {"tickMinStep": 1, "format": ",d"}
+    if chart.x_title == Chart.x_title:
+        # there is no step 2.5; tickMinStep would count from 0, and from 2 to 3 have a tick in the middle
+        num_steps = f"floor(domain('{x_scale}')[1] - domain('{x_scale}')[0])"
+        x["axis"] = {"tickCount": {"expr": f"max(1, min({_MAX_TICKS}, {num_steps}))"}, "format": ",d"}
     y = {"field": "drawn", "type": "quantitative", "title": chart.y_title, "scale": {"zero": chart.from_zero}}
     colour = {
         "field": "series",
@@ -244,7 +250,7 @@ def configuration() -> dict[str, Any]:
             "labelFlush": False,
             "labelSeparation": 12,
         },
-        "axisX": {"tickCount": 8},
+        "axisX": {"tickCount": _MAX_TICKS},
         "axisY": {"minExtent": 44},
         "legend": {"labelColor": TEXT, "orient": "top", "columns": 3, "labelLimit": 260, "symbolOpacity": 1},
         "title": {"color": TEXT, "fontSize": 13},
@@ -252,7 +258,7 @@ def configuration() -> dict[str, Any]:
     }
 
 
-def _picture_specification(chart: Chart) -> dict[str, Any]:
+def _picture_specification(chart: Chart, x_scale: str) -> dict[str, Any]:
     """Return the specification of a chart in a picture, with its data and without the layer for the pointer."""
     points: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
@@ -261,7 +267,7 @@ def _picture_specification(chart: Chart) -> dict[str, Any]:
             levels += curve_rows(series)
         else:
             points += curve_rows(series)
-    picture = specification(chart)
+    picture = specification(chart, x_scale)
     picture["layer"] = [layer for layer in picture["layer"] if layer.get("name") != "hover"]
     picture["datasets"] = {
         "points": points,
@@ -276,7 +282,7 @@ def draw(charts: Sequence[Chart], picture: Path, *, title: str = "", heights: Se
     panels: list[dict[str, Any]] = []
     datasets: dict[str, Any] = {}
     for index, (chart, height) in enumerate(zip(charts, heights, strict=True)):
-        panel = {**_picture_specification(chart), "width": _WIDTH // columns, "height": height}
+        panel = {**_picture_specification(chart, f"concat_{index}_x"), "width": _WIDTH // columns, "height": height}
         # all panels share one table of data sets, so their names get the panel's index
         for name, rows in panel.pop("datasets").items():
             datasets[f"{name}{index}"] = rows

@@ -522,6 +522,21 @@ def test_exports_are_shown_with_their_verification(copy: Path) -> None:
     assert "not exported: weights differ" in rows[1]
 
 
+@pytest.mark.parametrize("steps", [(2.0, 3.0), (2.0, 4.0), (0.0, 5.0)])
+def test_the_axes_of_pictures_have_whole_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[float, float]
+) -> None:
+    import vl_convert
+
+    figures: list[str] = []
+    monkeypatch.setattr(drawing_process, "run", lambda what, text, file: file.write_text(figures.append(text) or ""))
+    chart = Chart("one", "title", "unit", (Series("a", np.array(steps), np.arange(2.0)),))
+    draw([chart, chart], tmp_path / "picture.png", heights=[90, 90])
+    svg = vl_convert.vegalite_to_svg(figures[0])
+    assert svg.count("X-axis") == 2
+    assert len(re.findall(r'transform="translate\([\d.]+,1\d\)"[^>]*>\d+</text>', svg)) == 2 * (steps[1] - steps[0] + 1)
+
+
 def test_a_title_with_control_characters_is_drawn(tmp_path: Path) -> None:
     chart = Chart("one", "ti\x1btle", "unit", (Series("a\x00\ud800", np.arange(3.0), np.arange(3.0)),))
     assert draw([chart], tmp_path / "picture.png", title="\x1b[31mred\x07\x85", heights=[90])
