@@ -74,7 +74,7 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     world_size = int(arguments.device.devices) * arguments.device.num_nodes
     num_rows = (_STEPS + 1) * world_size * arguments.training.micro_batch_size
     num_rows *= arguments.training.gradient_accumulation_steps
-    write = _write_pairs if arguments.preference.needs_pairs else _write_rows
+    write = _write_pairs if arguments.preference.compares_answers else _write_rows
     write(work / "tokens", num_rows, length, documents)
     _become_rank_0(world_size, arguments.device.num_nodes)
     with _fake_devices(int(arguments.device.devices)) as counter:

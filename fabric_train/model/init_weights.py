@@ -131,8 +131,8 @@ class RandomWeights:
         num_rows = shape[0]
         numbers = self._draw(name, begin_row * row_numel, (begin_row + num_rows) * row_numel)
         rows = torch.from_numpy(numbers).reshape((num_rows, *row_shape))
-        all_rows = slice(None)
-        return rows[(all_rows, *block[1:])]
+        block_of_rows = (slice(None), *block[1:])
+        return rows[block_of_rows]
 
     def _draw(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return the elements ``begin`` to ``end`` of the flattened parameter, fp32."""

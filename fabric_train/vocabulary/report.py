@@ -92,7 +92,7 @@ class _Sum:
     def ratio_to(self, denominator: "_Sum", factor: float = 1.0, offset: float = 0.0) -> Estimate:
         """Estimate ``offset + factor * (this sum / denominator)``."""
         interval = None
-        if self.drawn is not None:
+        if self.drawn is not None and denominator.drawn is not None:
             interval = interval_of(offset + factor * self.drawn / denominator.drawn)
         return Estimate(float(offset + factor * self.total / denominator.total), interval)
 

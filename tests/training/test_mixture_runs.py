@@ -335,11 +335,17 @@ def test_one_rank_reads_the_same_rows_in_every_phase(mixing: Mixing, phased: For
 
 
 def test_only_phases_that_have_not_begun_may_change(mixing: Mixing, phased: ForkedRun) -> None:
-    def resume(name: str, step: int, phases: str, **options: object) -> ForkedRun:
+    def resume(name: str, step: int, phases: str, **options: Any) -> ForkedRun:
         """Resume the run from the checkpoint of a step with other phases."""
         (mixing.folder / "changed.yaml").write_text(phases)
         checkpoint = mixing.folder / "phased" / "checkpoints" / f"step-{step:08d}"
-        all_options = {**IN_PHASES, "phases": "changed.yaml", "checkpoint": checkpoint, "resume": "true", **options}
+        all_options: dict[str, Any] = {
+            **IN_PHASES,
+            "phases": "changed.yaml",
+            "checkpoint": checkpoint,
+            "resume": "true",
+            **options,
+        }
         return mixing.start(name, 1, "--shares", 1.0, 0.15, 2, **all_options)
 
     # at step 8 the second phase has begun, and the third has not

@@ -294,7 +294,7 @@ def test_sources_add_up_to_the_whole_in_every_cut(
     runs: Runs, folders: list[str], num_ranks: int, micro_batch_size: int, options: dict[str, Any]
 ) -> None:
     name = f"cut-{num_ranks}-{micro_batch_size}"
-    sizes = {"micro_batch_size": micro_batch_size, "eval_batch_size": micro_batch_size}
+    sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "eval_batch_size": micro_batch_size}
     runs.start(name, num_ranks, **sizes, **options).finish()
 
     # in an evaluation, the sources add up, and are those of the first run
