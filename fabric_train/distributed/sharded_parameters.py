@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 _WRAPPERS = r"_(forward_module|fsdp_wrapped_module|checkpoint_wrapped_module|orig_mod|fpw_module|fsdp_shard)\."
+IN_LAYER = re.compile(r"(.*?\.)([0-9]+)\.(.+)")
+"""The original name of a parameter in a layer: a prefix, the number of the layer, and the name within the layer."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ and matches whole parts between dots. So ``up_proj`` and ``mlp.up_proj`` mean th
 not layer 10, and ``norm`` is not ``input_layernorm``. The pattern ``all`` matches every parameter.
 """
 
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,14 +18,12 @@ from torch import nn
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import number_ranges
-from fabric_train.distributed.sharded_parameters import named_parameters, original_name
+from fabric_train.distributed.sharded_parameters import IN_LAYER, named_parameters, original_name
 from fabric_train.model.adapter import Adapter
 from fabric_train.model.patterns import NamePattern
 
 ALL = "all"
 """The pattern that matches every parameter."""
-IN_LAYER = re.compile(r"(.*?\.)([0-9]+)\.(.+)")
-"""The name of a parameter in a layer: a prefix, the number of the layer, and the name within the layer."""
 Names = Mapping[str, Sequence[str]]
 """All names of each parameter, by the first one; a head that is tied to the embedding is a second name."""
 Sizes = Mapping[str, torch.Size]

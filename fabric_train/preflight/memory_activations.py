@@ -30,12 +30,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from fabric_train.cli.errors import first_line
 from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
+from fabric_train.distributed.sharded_parameters import IN_LAYER
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.row_tiles import cut_two_tiles, tile_rows
-from fabric_train.model.trained_parts import IN_LAYER, freeze_other_parts
+from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.memory_gpu import attention_on_gpu, attention_with_gathered_keys, compile_for_trace
 from fabric_train.training.objective import CrossEntropy
 
