@@ -44,6 +44,7 @@ ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SH
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
 DecayForm = Literal["1-sqrt", "linear", "cosine"]
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
+MuonAdjustLr = Literal["match_rms_adamw", "original"]
 ObjectiveName = Annotated[str, NameIn(OBJECTIVES)]
 OptimizerName = Annotated[str, NameIn(OPTIMIZERS)]
 MetricName = Annotated[str, NameIn(METRICS)]
@@ -67,6 +68,7 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
 """The arguments that each objective uses."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
 """The objectives that train on unpaired answers."""
+_MUON_ARGUMENTS = ("muon_lr", "muon_momentum", "muon_adjust_lr")
 PARTS = ("train_only", "freeze")
 _SCALING = r"(llama3|yarn|linear):([0-9]{1,6}(?:\.[0-9]{1,6})?)"
 _REQUIRED_SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
@@ -655,11 +657,23 @@ class TrainingArguments:
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to lr."""
     optimizer: OptimizerName = "adamw"
-    """What updates the weights from their gradients. --extensions registers others."""
+    """What updates the weights from their gradients. muon is Muon for the matrices of the decoder layers and AdamW for
+    the other weights, on one device or with fsdp2 or ddp. --extensions registers others.
+    """
     optimizer_settings: dict[str, Any] | None = None
     """Settings of an optimizer that --extensions has registered, such as {momentum: 0.9}."""
+    muon_lr: PositiveFloat | None = None
+    """With --optimizer muon: peak learning rate of the matrices that Muon updates, scaled by the schedule as --lr is;
+    default: --lr.
+    """
+    muon_momentum: UnitInterval = 0.95
+    """With --optimizer muon: decay of the moving average of the gradient."""
+    muon_adjust_lr: MuonAdjustLr = "match_rms_adamw"
+    """With --optimizer muon: match_rms_adamw scales the updates so that learning rates of AdamW apply
+    (arXiv:2502.16982), original as in Keller Jordan's Muon, with a --muon_lr such as 0.02.
+    """
     weight_decay: NonNegativeFloat = 0.01
-    """Weight decay of AdamW, for matrices only, not for norms and biases."""
+    """Weight decay of AdamW and Muon, for matrices only, not for norms and biases."""
     beta1: UnitInterval = 0.9
     """Decay of AdamW's first moment."""
     beta2: UnitInterval = 0.95
@@ -687,6 +701,7 @@ class TrainingArguments:
             faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
         faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
         faults += _check_settings(OPTIMIZERS, self.optimizer, self.optimizer_settings)
+        faults += self._check_muon()
         if self.lr_of is not None:
             rates = list(named_numbers(self.lr_of))
             if not rates or any(not name or not rate for name, rate in rates):
@@ -697,6 +712,27 @@ class TrainingArguments:
     def rates_of_parts(self) -> dict[str, float]:
         """The peak learning rates of --lr_of by pattern."""
         return {name: rate for name, rate in named_numbers(self.lr_of or []) if rate}
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether the optimizer needs whole matrices, which not every kind of sharding lets ranks collect."""
+        return self.optimizer == "muon"
+
+    def _check_muon(self) -> list[str]:
+        """Return what is wrong with the arguments of Muon, and an argument that Muon does not know."""
+        if not self.orthogonalizes:
+            defaults = asdict(TrainingArguments())
+            names = [name for name in _MUON_ARGUMENTS if getattr(self, name) != defaults[name]]
+            return [f"--{name} is of --optimizer muon, not {self.optimizer}; leave it out" for name in names]
+        faults = []
+        if self.muon_momentum == 1:
+            faults.append("--muon_momentum must be below 1")
+        if self.optimizer_states is not None:
+            faults.append(
+                f"--optimizer_states {self.optimizer_states} is of --optimizer adamw: Muon's momentum has the type of "
+                "the weights; leave it out"
+            )
+        return faults
 
     def _check_decay(self) -> list[str]:
         """Return what is wrong with the arguments of the wsd schedule."""

@@ -152,7 +152,13 @@ OBJECTIVES: Table[Any] = Table(
     },
 )
 """Factories of objectives (``training.objective.BuildObjective``)."""
-OPTIMIZERS: Table[Any] = Table("optimizer", {"adamw": "fabric_train.optim.optimizer:build_adamw"})
+OPTIMIZERS: Table[Any] = Table(
+    "optimizer",
+    {
+        "adamw": "fabric_train.optim.optimizer:build_adamw",
+        "muon": "fabric_train.optim.muon:build_muon",
+    },
+)
 """Factories of optimizers (``optim.optimizer.BuildOptimizer``)."""
 METRICS: Table[Any] = Table("metrics", {})
 """Metrics of an evaluation (``training.evaluation.Metric``)."""

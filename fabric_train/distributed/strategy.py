@@ -263,6 +263,10 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             "them out"
         )
 
+    # the optimizer
+    if arguments.training.orthogonalizes:
+        _check_whole_matrices(parallelism, arguments)
+
     # adapters and 4-bit weights
     if fsdp.tensor_parallel_size > 1 and arguments.adapter.is_given:
         raise InputError("--tensor_parallel_size does not work with an adapter; leave one of them out")
@@ -270,6 +274,27 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
         raise InputError("--float8 does not work with --base_weights nf4; leave one of them out")
 
     _check_group_sizes(arguments, num_processes)
+
+
+def _check_whole_matrices(parallelism: str, arguments: "TrainArguments") -> None:
+    """Check that an optimizer gets whole matrices: a rank has them, or ranks have rows that they can exchange."""
+    fsdp = arguments.fsdp
+    optimizer = f"--optimizer {arguments.training.optimizer}"
+    if parallelism == "fsdp":
+        raise InputError(
+            f"{optimizer} does not work with --parallelism fsdp, whose shards are parts of rows; use fsdp2 or ddp"
+        )
+    if fsdp.tensor_parallel_size > 1:
+        raise InputError(
+            f"{optimizer} does not work with --tensor_parallel_size {fsdp.tensor_parallel_size}; leave one of them out"
+        )
+    if fsdp.cpu_offload:
+        raise InputError(f"{optimizer} does not work with --cpu_offload true; leave one of them out")
+    if arguments.adapter.is_given:
+        raise InputError(
+            f"{optimizer} does not work with an adapter, whose matrices are factors of the change; use --optimizer "
+            "adamw"
+        )
 
 
 def _check_group_sizes(arguments: "TrainArguments", num_processes: int) -> None:

@@ -57,6 +57,7 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
         "train_only": bool(arguments.model.train_only),
         "freeze": bool(arguments.model.freeze),
         "plan": bool(arguments.planning.plan),
+        "optimizer": arguments.training.orthogonalizes,
         "optimizer_states": arguments.training.optimizer_states in ("bfloat16", "8bit"),
         "activation_checkpointing": fsdp.activation_checkpointing not in ("auto", "none"),
         "sharding_strategy": fsdp.sharding_strategy != "FULL_SHARD",

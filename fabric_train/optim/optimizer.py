@@ -1,4 +1,4 @@
-"""The optimizer of a run: parameter groups, and AdamW by default.
+"""The optimizer of a run: parameter groups, and AdamW, the default.
 
 ``OPTIMIZERS`` has optimizers by name; CONTRIBUTING.md says how to add one, also from outside.
 """
@@ -39,6 +39,8 @@ class OptimizedParameters:
     """FSDP1's shards, from ``sharded_parameters.flat_shards``."""
     compiles: bool = False
     """See ``LowPrecisionAdamW``."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Peak learning rates of the parameters to which ``--lr_of`` gives one, by name."""
 
     @property
     def names(self) -> dict[nn.Parameter, str]:
@@ -109,6 +111,7 @@ def build_optimizer(
         seed=seed,
         flat_shards=flat_shards or {},
         compiles=compiles,
+        rates=rates,
     )
     settings = resolve_settings(OPTIMIZERS, arguments.optimizer, arguments.optimizer_settings)
     return OPTIMIZERS[arguments.optimizer](parameters, **settings)

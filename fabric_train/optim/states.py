@@ -48,6 +48,19 @@ class DeclaredStates(torch.optim.Optimizer):
         """Set a parameter's states, on its device; states of its shape are sharded like it."""
         self.state[parameter] = dict(states)
 
+    def working_bytes(self, parameter: nn.Parameter) -> int:
+        """Return the bytes that a step takes for a parameter besides its states, until it comes to the next one."""
+        return 0
+
+    def exchanged_bytes(self, parameter: nn.Parameter) -> int:
+        """Return the bytes of a parameter that ranks send each other in a step if they have divided it."""
+        return 0
+
+    @property
+    def joined(self) -> tuple["DeclaredStates", ...]:
+        """The optimizers that step together as this one: itself, unless it joins several."""
+        return (self,)
+
 
 def flat_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor as a vector over the same memory."""

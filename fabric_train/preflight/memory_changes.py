@@ -87,10 +87,11 @@ def _candidate_changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     world_size = request.plan.world_size
     num_nodes = arguments.device.num_nodes
     is_fsdp2 = request.parallelism == "fsdp2"
+    sharded = "fsdp2" if arguments.training.orthogonalizes else "fsdp"
 
     # shard everything
     if world_size > 1 and request.parallelism == "ddp":
-        yield {"parallelism": "fsdp"}
+        yield {"parallelism": sharded}
     if world_size > 1 and fsdp.sharding_strategy != "FULL_SHARD":
         yield {"sharding_strategy": "FULL_SHARD"}
     can_reduce_often = is_fsdp2 or not (fsdp.cpu_offload or arguments.model.float8)
@@ -123,7 +124,7 @@ def _candidate_changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     num_devices = world_size // num_nodes
     for factor in (2, 4, 8):
         more_devices: dict[str, Any] = {"devices": factor * num_devices}
-        yield {"parallelism": "fsdp", **more_devices} if request.parallelism == "single" else more_devices
+        yield {"parallelism": sharded, **more_devices} if request.parallelism == "single" else more_devices
 
 
 def change_to_tiles(request: RunRequest) -> dict[str, Any]:

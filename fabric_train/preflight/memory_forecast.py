@@ -87,7 +87,8 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
     # and what each phase adds to it
     step_phases = _sharded_phases if layout.is_sharded else _whole_phases
     phases = step_phases(units, layout, activations, gradients)
-    phases.append(Phase("optimizer step", {"gradients": gradients}))
+    optimizer = constant_parts["optimizer"] + units.updating
+    phases.append(Phase("optimizer step", {"gradients": gradients, "optimizer": optimizer}))
     phases = [Phase(phase.name, {**constant_parts, **phase.parts}) for phase in phases]
     phases = [_with_adapter(phase, units, layout) for phase in phases]
     return Budget(tuple(phases), staging, checkpoint)

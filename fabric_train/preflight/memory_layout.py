@@ -15,6 +15,7 @@ from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.nf4 import NF4Linear, quantize_layers
 from fabric_train.model.row_tiles import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.optim.states import DeclaredStates
 from fabric_train.preflight.memory_activations import MicroBatch
 from fabric_train.training.step_plan import StepPlan
 
@@ -46,6 +47,8 @@ class Units:
     touched_layer: int
     states: int  # bytes of the optimizer's states
     saved_states: int  # bytes of those in a checkpoint
+    updating: int = 0  # the most bytes that the optimizer takes to update a parameter
+    exchanged: int = 0  # bytes of the parameters' updates that ranks exchange if they have divided them
     adapter: int = 0  # all of them on each rank
     adapter_states: int = 0  # bytes in memory
     saved_adapter_states: int = 0
@@ -131,17 +134,10 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
     """
     if not shape.trained:
         return 0, 0
-    weights_type = weights_dtype(arguments.model.precision)
-    weights: dict[str, nn.Parameter] = {}
-    for name, size in shape.trained.items():
-        dtype = torch.float32 if is_adapter_parameter(name) else weights_type
-        weights[name] = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
-    decayed = {name for name, size in shape.trained.items() if len(size) >= 2}  # matrices
-    optimizer = build_optimizer(weights.items(), decayed, arguments.training, fused=False)
-
+    optimizer, weights = _build_optimizer_on_meta(shape, arguments)
     memory_bytes = 0
     checkpoint_bytes = 0
-    for weight in weights.values():
+    for weight in weights:
         for state in optimizer.declare_states(weight):
             if state.shape is not None:
                 continue
@@ -149,6 +145,30 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
             memory_bytes += weight.numel() * (state.held_bytes or itemsize)
             checkpoint_bytes += weight.numel() * itemsize
     return memory_bytes, checkpoint_bytes
+
+
+def bytes_of_update(shape: ModelShape, arguments: "TrainArguments") -> tuple[int, int]:
+    """Return the most bytes that the optimizer takes to update a parameter, and those that sharded ranks exchange."""
+    if not shape.trained:
+        return 0, 0
+    optimizer, weights = _build_optimizer_on_meta(shape, arguments)
+    working_bytes = max(optimizer.working_bytes(weight) for weight in weights)
+    exchanged_bytes = sum(optimizer.exchanged_bytes(weight) for weight in weights)
+    return working_bytes, exchanged_bytes
+
+
+def _build_optimizer_on_meta(
+    shape: ModelShape, arguments: "TrainArguments"
+) -> tuple[DeclaredStates, list[nn.Parameter]]:
+    """Build the optimizer over the parameters that train, on the meta device; return both."""
+    weights_type = weights_dtype(arguments.model.precision)
+    weights: dict[str, nn.Parameter] = {}
+    for name, size in shape.trained.items():
+        dtype = torch.float32 if is_adapter_parameter(name) else weights_type
+        weights[name] = nn.Parameter(torch.empty(size, dtype=dtype, device="meta"))
+    decayed = {name for name, size in shape.trained.items() if len(size) >= 2}  # matrices
+    optimizer = build_optimizer(weights.items(), decayed, arguments.training, fused=False)
+    return optimizer, list(weights.values())
 
 
 def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
@@ -169,6 +189,7 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     adapter_shape = replace(shape, trained=adapter_weights)
     adapter_states, saved_adapter_states = bytes_of_states(adapter_shape, arguments)
     all_states, all_saved_states = bytes_of_states(shape, arguments)
+    updating, exchanged = bytes_of_update(shape, arguments)
 
     # what trains in each layer, and how large the layers are in which something trains
     trained_by_layer: list[int] = []
@@ -203,6 +224,8 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
         touched_layer=max(touched_by_layer),
         states=all_states - adapter_states,
         saved_states=all_saved_states - saved_adapter_states,
+        updating=updating,
+        exchanged=exchanged,
         adapter=adapter_shape.num_trained,
         adapter_states=adapter_states,
         saved_adapter_states=saved_adapter_states,
@@ -316,7 +339,19 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     if num_copies > 1 and units.trained:
         sent = num_reductions * _all_reduce_bytes(REDUCED_BYTES * units.trained // num_shards, num_copies)
         collectives.append(Collective("all-reduce of gradients between machines", num_copies, sent, num_shards * sent))
+    if units.exchanged:
+        collectives.append(_exchange_of_updates(units.exchanged, layout))
     return collectives
+
+
+def _exchange_of_updates(exchanged: int, layout: Layout) -> Collective:
+    """Return the all-to-all in which each rank sends its share of ``exchanged`` bytes, equally much to each rank."""
+    num_shards = layout.num_shards
+    sent_to_each = exchanged // num_shards**2
+    ranks_per_machine = layout.world_size // layout.num_nodes
+    ranks_elsewhere = max(0, num_shards - ranks_per_machine)
+    leaving = ranks_per_machine * ranks_elsewhere * sent_to_each
+    return Collective("all-to-all of updates", num_shards, (num_shards - 1) * sent_to_each, leaving)
 
 
 def collectives_of_slices(

@@ -41,6 +41,7 @@ _ROPE = ("rope_scaling", "rope_theta")
 _DECIDE_THE_LOSSES = (
     *RATE_ARGUMENTS,
     *("weight_decay", "beta1", "beta2", "grad_clip"),
+    *("muon_lr", "muon_momentum", "muon_adjust_lr"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
     *("train_only", "freeze", "lr_of", *_ROPE),

@@ -139,8 +139,9 @@ def set_up_optimizer(
     optimizer = fabric.setup_optimizers(torch_optimizer)
     assert isinstance(optimizer, _FabricOptimizer)
     # The ranks choose the update together, before any state is restored.
-    if isinstance(torch_optimizer, LowPrecisionAdamW) and named_parameters[0][1].device.type == "cuda":
-        _choose_update(fabric, torch_optimizer)
+    for single_optimizer in torch_optimizer.joined:
+        if isinstance(single_optimizer, LowPrecisionAdamW) and named_parameters[0][1].device.type == "cuda":
+            _choose_update(fabric, single_optimizer)
     if run.start.saved and run.start.resumes:
         _restore_optimizer(fabric, model, optimizer, run, run.start.saved)
     return optimizer

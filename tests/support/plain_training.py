@@ -1,9 +1,10 @@
 """Train in plain PyTorch, as a reference for our runs."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,26 @@ def plain_pytorch(
     return train_plainly(model, tokens_dir, rows_per_window, num_steps)
 
 
+def build_plain_adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's AdamW; vectors (norms, biases) do not decay."""
+    matrices = []
+    vectors = []
+    for parameter in parameters:
+        if parameter.dim() > 1:
+            matrices.append(parameter)
+        else:
+            vectors.append(parameter)
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+
+
 def train_plainly(
-    model: torch.nn.Module, tokens_dir: Path, rows_per_window: int, num_steps: int, num_ranks: int = 1
+    model: torch.nn.Module,
+    tokens_dir: Path,
+    rows_per_window: int,
+    num_steps: int,
+    num_ranks: int = 1,
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Train the parameters of a model that require gradients: on one device, one document at a time.
 
@@ -46,25 +65,26 @@ def train_plainly(
         rows_per_window: rows of an optimizer step.
         num_steps: optimizer steps.
         num_ranks: dropout draws the numbers of so many ranks, with micro-batches of one row.
+        optimizers: step together, instead of AdamW; a group's ``lr_ratio`` multiplies its learning rate.
 
     Returns:
         The loss of each step, and the gradient norm of each step before clipping.
     """
     model.train()
-    # vectors (norms, biases) do not decay
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    if optimizers is None:
+        optimizers = [build_plain_adamw(parameters)]
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        groups.extend(optimizer.param_groups)
 
     rows = open_dataset(str(tokens_dir)).train.split
     windows = islice(_windows(len(rows), rows_per_window), num_steps)
     losses = []
     norms = []
     for step, window in enumerate(windows, 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR))
+        for group in groups:
+            group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR)) * group.get("lr_ratio", 1.0)
         # one mean over all supervised tokens of the window: rows with more of them count more
         losses_by_row = []
         for rank in range(num_ranks):
@@ -74,8 +94,9 @@ def train_plainly(
         loss = torch.cat(losses_by_row).mean()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, GRAD_CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
     return losses, norms
 

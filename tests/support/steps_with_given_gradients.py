@@ -1,4 +1,4 @@
-"""Run AdamW steps on several ranks with gradients that do not depend on how the model is sharded.
+"""Run steps of an optimizer on several ranks with gradients that do not depend on how the model is sharded.
 
 Start from ``--checkpoint`` where one is given, run ``--max_step`` steps, and save a checkpoint.
 """
