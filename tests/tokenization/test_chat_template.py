@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.documents import BadRowError
-from fabric_train.tokenization.chats import chat_template
+from fabric_train.tokenization.chats import chat_template, limits
 from fabric_train.tokenization.chats.chat_template import LLAMA3_TEMPLATE, ChatTemplate, read_chosen_template
 from fabric_train.tokenization.chats.limits import OutOfTimeError, find_fault_in_child, limited_time
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
@@ -124,7 +124,7 @@ def test_a_template_is_tried_in_a_process_of_its_own_once(monkeypatch: pytest.Mo
 
 
 def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_LONGEST_TRIAL", 0.2)
+    monkeypatch.setattr(limits, "_LONGEST_TRIAL", 0.2)
     assert find_fault_in_child(lambda: time.sleep(60)) == "the chat template was stopped: it does not end, or crashes"
     # a child that ends is not killed, however long it takes to start on a machine with other work
     monkeypatch.setattr(chat_template, "_LONGEST_TRIAL", 60)
