@@ -127,7 +127,7 @@ def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(limits, "_LONGEST_TRIAL", 0.2)
     assert find_fault_in_child(lambda: time.sleep(60)) == "the chat template was stopped: it does not end, or crashes"
     # a child that ends is not killed, however long it takes to start on a machine with other work
-    monkeypatch.setattr(chat_template, "_LONGEST_TRIAL", 60)
+    monkeypatch.setattr(limits, "_LONGEST_TRIAL", 60)
     assert find_fault_in_child(lambda: None) is None
 
 
