@@ -161,7 +161,8 @@ def test_a_change_of_the_code_or_of_a_test_s_pin_installs_no_torch(image: str, m
     for file in listed.stdout.splitlines():
         (context / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, context / file)
-    (context / "fabric_train" / "__init__.py").write_text('"""Changed."""\n')
+    with (context / "fabric_train" / "__init__.py").open("a", encoding="utf-8") as module:
+        module.write("# changed\n")
     changed = build(context, mounted / "code.log")
     assert ["Using cache" in step for step in changed] == [True] * 8 + [False] * 2
     pins = context / "requirements.txt"
