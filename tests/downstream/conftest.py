@@ -25,8 +25,8 @@ INTRODUCTION = """\
 # Exports in other software
 
 `make test-downstream` uses exports in other software and writes this page. The model is SmolLM2-135M-Instruct after
-{steps} steps on chats, exported in bf16 by `fabric-train convert`, unless a line says something else. Each software has an
-environment of its own, on top of the project's own packages, with the pins of `tests/downstream/requirements/`.
+{steps} steps on chats, exported in bf16 by `fabric-train convert`, unless a line says something else. Each software has
+an environment of its own, on top of the project's own packages, with the pins of `tests/downstream/requirements/`.
 llama.cpp's converter comes from the source of llama-cpp-python. vLLM is its release for CPUs. Nothing was tried on a
 GPU.
 
