@@ -243,7 +243,7 @@ def _check_log(run: ReportedRun) -> Iterator[Finding]:
     if slow_lines:
         num_lines = counted(len(slow_lines), "such line")
         yield Finding(f"{slow_lines[-1].text} ({num_lines})", "docs/performance.md")
-    lost_lines = [line for line in problems if "lost" in line.text]
+    lost_lines = run.lost_ranks
     if lost_lines:
         num_times = counted(len(lost_lines), "time")
         yield Finding(f"A rank was lost {num_times}: {lost_lines[-1].text}", "docs/how-to/lost_node.md")

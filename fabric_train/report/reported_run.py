@@ -32,6 +32,14 @@ class ReportedRun(RunFolder):
         """The lines of run.log about faults and stops."""
         return [line for line in self.log if _PROBLEM.search(line.text)]
 
+    @property
+    def lost_ranks(self) -> list[LogLine]:
+        """The lines of run.log with which the watchdog ended a session that had lost a rank.
+
+        A report writes into the log what it finds there: only errors are events.
+        """
+        return [line for line in self.problems if line.text.startswith("error: ") and "lost" in line.text]
+
     @cached_property
     def marks(self) -> list[Mark]:
         """The events on the axis of steps: sessions, branches, phases, skipped steps, signals, the best step."""
@@ -82,8 +90,8 @@ class ReportedRun(RunFolder):
         for line in problems:
             if "stopped by" in line.text:
                 yield Mark(line.step, "signal", line.text)
-            elif "lost" in line.text:
-                yield Mark(line.step, "lost rank", line.text)
+        for line in self.lost_ranks:
+            yield Mark(line.step, "lost rank", line.text)
 
     @property
     def best_step(self) -> int | None:

@@ -327,6 +327,8 @@ def _translate_optimizer(translation: Translation) -> None:
         translation.set_training("optimizer_states", "float32", *names)
     elif optimizer in _ADAMW_IN_8_BITS:
         translation.set_training("optimizer_states", "8bit", *names)
+    elif optimizer == "muon" and "adapter" not in translation.training:  # not the factors of an adapter here
+        translation.set_training("optimizer", "muon", *names)
     elif optimizer:
         translation.leave_out("the optimizer is AdamW here; another one may need another learning rate", *names)
         translation.notes.append(f"{names[0]}: {file.get(*names)}: the optimizer is AdamW here, with the same lr")

@@ -133,7 +133,7 @@ def test_a_source_that_is_named_with_control_characters_shows_them(copy: Path) -
     for file in copy.glob("checkpoints/*/*.json"):
         file.write_text(file.read_text().replace("other_texts", json.dumps(DIRECTING)[1:-1]))
     with (copy / "run.log").open("a") as log:
-        log.write(f"2026-01-01 00:00:00+0000 {DIRECTING} rank 0: warning: lost {DIRECTING} in step 3\n")
+        log.write(f"2026-01-01 00:00:00+0000 {DIRECTING} rank 0: error: {DIRECTING} was lost in step 3\n")
     drawn: list[str] = []
     run = drawing_process.run
 
@@ -419,6 +419,8 @@ def test_forgetting_no_evaluation_guessing_and_lost_ranks_are_said(copy: Path) -
     assert "guesses" not in said(**learned)
     with (copy / "run.log").open("a") as log:
         log.write("2026-01-02 03:04:05+0000 node-2 rank 0: error: rank 5 was lost in step 7\n")
+        # what the report itself has written there after that
+        log.write("2026-01-02 03:05:05+0000 node-2 rank 0: A rank was lost 1 time: error: rank 5 was lost in step 7\n")
     assert "A rank was lost 1 time: error: rank 5 was lost in step 7" in said(**learned)
 
 

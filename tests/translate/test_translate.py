@@ -338,6 +338,7 @@ def test_settings_that_differ_in_meaning(change: str, expected: dict[str, Any], 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (TRL.replace("optim: adamw_torch", "optim: muon"), {"optimizer": "muon"}),
         # TRL's defaults of an adapter
         (f"{TRL}use_peft: true\n", {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}),
         (
