@@ -152,7 +152,7 @@ def test_an_adapter_that_begins_on_another_base_is_noted(
     change_a_middle_byte(other / "model.safetensors")
     assert f"it was trained on the weights of {base}, not of {other}" in notes(checkpoint, other)[0]
     change_a_middle_byte(base / "model.safetensors")
-    assert f"it was trained on other weights than {base} has now" in notes(checkpoint, base)[0]
+    assert f"the weights of {base} have changed since it was trained on them" in notes(checkpoint, base)[0]
 
 
 def test_a_fingerprint_is_of_all_bytes_and_not_of_the_files(

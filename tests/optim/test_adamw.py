@@ -242,9 +242,9 @@ def test_stochastic_rounding_follows_the_seed_of_the_run() -> None:
         words = ["--train_data_dir", "tokens", "--output_dir", "run", "--seed", str(seed), "--precision", "bf16-true"]
         run: Any = SimpleNamespace(
             arguments=parse(TrainArguments, words),
-            start=SimpleNamespace(checkpoint=None, resumes=False),
+            start=SimpleNamespace(saved=None, resumes=False),
             model=SimpleNamespace(names={"weight": ("weight",)}, source="a model"),
-            trained_in_any_phase={"weight"},
+            models=SimpleNamespace(trained_in_any_phase={"weight"}),
         )
         fabric = Fabric(accelerator="cpu", devices=1)
         model: Any = fabric.setup_module(nn.Embedding.from_pretrained(torch.ones(64, 64, dtype=BF16), freeze=False))

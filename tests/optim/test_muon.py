@@ -24,7 +24,7 @@ from fabric_train.preflight.memory_layout import bytes_of_states
 from fabric_train.training.prepared_run import StepPlan
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, build_plain_adamw, train_plainly
-from tests.support.short_runs import at_point
+from tests.support.short_runs import at_point, saved_steps
 from tests.support.steps_with_given_gradients import gradient
 from tests.support.two_nodes import on_nodes
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -287,9 +287,11 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(
         return argv(model, tokens, tmp_path / run, **given, **ranks, **options)
 
     forked_runs.start(line("whole", "fsdp2", 2), 2).finish()
-    killing = at_point("os.kill(os.getpid(), signal.SIGKILL)", step=4, phase="OPTIMIZER")
+    # the save after step 4 has waited for that after step 2, which is written in the background
+    killing = at_point("os.kill(os.getpid(), signal.SIGKILL)", step=5, phase="OPTIMIZER")
     killed = forked_runs.start(line("killed", "fsdp2", 2), 2, before=killing)
     assert -9 in killed.wait()  # the other rank may see that before it is killed itself
+    assert 2 in saved_steps(tmp_path / "killed")
     whole = saved(tmp_path / "whole" / "checkpoints" / "step-00000006")
     for num_ranks in (1, 2):
         run = f"resumed-{num_ranks}"

@@ -288,7 +288,8 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
         *("train_only", "freeze", "lr_of", "rope_scaling", "rope_theta"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
         *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
-        "dpop_lambda",
+        *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
+        *("muon_lr", "muon_momentum", "muon_adjust_lr"),
     }
     here = dict.fromkeys(flatten(arguments), 2)
     compared = {change.name for change in find_changes(dict.fromkeys(here, 1), here, ["max_length"])}
