@@ -68,7 +68,7 @@ def _hash_tensor(tensors: StoredTensors, name: str) -> str:
     if not shape:  # a single number
         hasher.update(_bytes_of(tensors.read_block(name, (), ())))
         return hasher.hexdigest()
-    if not shape.numel():
+    if not shape.numel():  # an empty tensor has no bytes
         return hasher.hexdigest()
 
     # in blocks, since a large embedding need not fit into memory

@@ -89,12 +89,14 @@ class Watchdog:
         self._connected_ranks: dict[int, ConnectedRank] = {}  # on rank 0 all other ranks, elsewhere only rank 0
         self._heartbeat = heartbeat
         self._timeout = timeout
+        # Rank 0 reads the beats of all ranks: many ranks send them less often, though several within the timeout.
         self._beat_seconds = max(_BEAT_SECONDS, num_ranks / _MAX_BEATS_PER_SECOND)
         if timeout:
             self._beat_seconds = min(self._beat_seconds, timeout / _MIN_BEATS_PER_TIMEOUT)
+        # Each read interrupts the main thread: with many ranks, a read waits for the messages of more of them.
         self._pause_seconds = min(num_ranks * _PAUSE_SECONDS_PER_RANK, _SIGNAL_SECONDS)
         self._selector = selectors.DefaultSelector()
-        # on rank 0: the position of the slowest rank, and since when it is the slowest rank's
+        # On rank 0: the position of the slowest rank, and the time at which the slowest rank came to it.
         self._earliest_position = Position()
         self._earliest_since = time.monotonic()
         self._main_thread_id = threading.main_thread().ident or 0

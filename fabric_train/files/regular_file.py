@@ -251,7 +251,8 @@ def _parse(text: bytes | str, *, max_bits: int) -> Any:
     limit = 1 << (max_bits - 1)
 
     def parse_int(digits: str) -> int:
-        if len(digits) <= max_bits:  # Python takes long to convert millions of digits
+        # A number of ``max_bits`` bits has fewer decimal digits. Python takes long to convert millions of them.
+        if len(digits) <= max_bits:
             number = int(digits)
             if -limit <= number < limit:
                 return number

@@ -168,6 +168,7 @@ def _print_legend(report: DatasetReport, console: Console) -> None:
         Text("<other special>", _STYLES["special"]),
         Text("░ padding", _PADDING),
     ]
+    # The sequences of a document, such as both answers of a pair, begin with the same prompt.
     if report.manifest and report.manifest.sequences_per_document > 1:
         signs.append(Text("▸ first token that differs", _DIFFERENT))
     signs.append(Text("↵ line break  ⇥ tab  ⋯ left out here"))

@@ -68,16 +68,16 @@ def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched
         positions = np.flatnonzero(np.isin(continuations["document"], searched_documents))
         for continuation in (first_continuation + positions).tolist():
             rows.add(_find_row(index.rows["continuations"], continuation))
-    # documents that are in no row are numbered after those of the last row, so they are found in the row after it
+    # a document that is in no row is found in the row after the last one
     rows.discard(index.num_rows)
 
     # their tokens
     sorted_rows = np.array(sorted(rows), dtype=np.int64)
     pieces = index.pieces(sorted_rows)
     is_searched = np.isin(pieces.documents, documents)
-    rows_of_pieces = pieces.rows[is_searched]
-    num_tokens = np.bincount(rows_of_pieces, pieces.lengths[is_searched], minlength=len(sorted_rows))
-    num_repeated = np.bincount(rows_of_pieces, pieces.repeated[is_searched], minlength=len(sorted_rows))
+    row_positions = pieces.rows[is_searched]  # in ``sorted_rows``
+    num_tokens = np.bincount(row_positions, pieces.lengths[is_searched], minlength=len(sorted_rows))
+    num_repeated = np.bincount(row_positions, pieces.repeated[is_searched], minlength=len(sorted_rows))
     found_rows = {}
     for position, row in enumerate(sorted_rows.tolist()):
         found_rows[row] = (int(num_tokens[position]), int(num_repeated[position]))

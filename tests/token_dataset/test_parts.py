@@ -33,7 +33,10 @@ def merge_all(folders: list[Path], target: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def merges(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    """Three token datasets in rows of 16 tokens, ``whole`` with all their rows, and ``parts`` with none."""
+    """A folder with three token datasets in rows of 16 tokens, ``part-0`` to ``part-2``, and two merges of them.
+
+    ``whole`` has copies of all their rows, and ``parts`` only refers to them.
+    """
     folder = tmp_path_factory.mktemp("parts")
     part_folders = []
     for part, packing in enumerate(PACKINGS):
