@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tests.support.pretended_cuda.library import Devices
 
@@ -38,39 +38,42 @@ def begin() -> None:
     devices = _devices
     assert devices is not None
     devices.begin(_num_devices(), float(os.environ.get("PRETENDED_CUDA_COPY_DELAY", "0")))
-    folder = os.environ.get("PRETENDED_CUDA_NOTES")
-    process = os.getpid()
-    leave = os._exit
-    if folder is None:
+    notes_dir = os.environ.get("PRETENDED_CUDA_NOTES")
+    if notes_dir is None:
         return
+    program_pid = os.getpid()
+    exit_at_once = os._exit
 
-    def write() -> None:
-        if os.getpid() == process:  # a data worker is a fork of this process
+    def write_notes() -> None:
+        if os.getpid() == program_pid:  # a data worker is a fork of this process, and inherits what is registered here
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-            devices.write_notes(Path(folder, f"{rank}.json"))
+            devices.write_notes(Path(notes_dir, f"{rank}.json"))
 
-    def write_and_leave(status: int) -> NoReturn:
-        write()
-        leave(status)
+    def write_notes_and_exit(status: int) -> NoReturn:
+        write_notes()
+        exit_at_once(status)
 
-    os._exit = write_and_leave
-    atexit.register(write)
+    # os._exit, with which a rank ends, calls nothing that is registered
+    os._exit = write_notes_and_exit
+    atexit.register(write_notes)
 
 
 def _num_devices() -> int:
     """Return the number of devices; CUDA_VISIBLE_DEVICES may leave out some."""
-    number = int(os.environ["PRETENDED_CUDA_DEVICES"])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return number if visible is None else min(number, len(visible.split(",")))
+    num_devices = int(os.environ["PRETENDED_CUDA_DEVICES"])
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is None:
+        return num_devices
+    return min(num_devices, len(visible_devices.split(",")))
 
 
-def _add_devices(c: Any) -> None:
+def _add_devices(torch_c_module: ModuleType) -> None:
     """Give ``torch._C`` the functions of a build with CUDA."""
     from tests.support.pretended_cuda import torch_c, torch_nccl
 
     assert _devices is not None
-    torch_c.add_cuda(c, _devices)
-    torch_nccl.add_nccl(c)
+    torch_c.add_cuda(torch_c_module, _devices)
+    torch_nccl.add_nccl(torch_c_module)
     begin()
 
 
@@ -80,10 +83,10 @@ def _load_library() -> None:
     atexit.register(_devices["stop_notes"])
 
 
-def _resize_storages(storage: Any) -> None:
+def _resize_storages(torch_storage_module: ModuleType) -> None:
     from tests.support.pretended_cuda import torch_c
 
-    torch_c.resize_device_storages(storage.UntypedStorage)
+    torch_c.resize_device_storages(torch_storage_module.UntypedStorage)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -95,27 +98,30 @@ class _Finder(importlib.abc.MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target)
         assert spec is not None
         assert spec.loader is not None
-        spec.loader = (
-            _Loader(spec.loader, _load_library, _add_devices)
-            if name == "torch._C"
-            else _Loader(spec.loader, lambda: None, _resize_storages)
-        )
+        if name == "torch._C":
+            spec.loader = _Loader(spec.loader, _load_library, _add_devices)
+        else:
+            spec.loader = _Loader(spec.loader, lambda: None, _resize_storages)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """Loads a module, and runs functions before and after."""
 
-    def __init__(self, loader: Any, before: Callable[[], None], after: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        loader: importlib.abc.Loader,
+        before_loading: Callable[[], None],
+        after_loading: Callable[[ModuleType], None],
+    ) -> None:
         self._loader = loader
-        self._before = before
-        self._after = after
+        self._before_loading = before_loading
+        self._after_loading = after_loading
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        self._before()
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
+        self._before_loading()
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._after(module)
+        self._after_loading(module)

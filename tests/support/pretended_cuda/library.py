@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_HERE = str(Path(__file__).resolve().parent)
+_THIS_FOLDER = str(Path(__file__).resolve().parent)
 _ROOT = str(Path(__file__).resolve().parents[3])
 _NOTE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 MAX_DEVICES = 16
@@ -59,43 +59,52 @@ class Devices:
 
     def write_notes(self, file: Path) -> None:
         """Write the notes as JSON."""
-        lines = self["collectives"]().decode().splitlines()
+        num_collectives = {}
+        for line in self["collectives"]().decode().splitlines():
+            name, count = line.split()
+            num_collectives[name] = int(count)
         notes = {
             "waits": self.waits,
             "late_copies": self.late_copies,
             "contexts": self.contexts,
-            "collectives": {name: int(count) for name, count in map(str.split, lines)},
+            "collectives": num_collectives,
             "peak_bytes": max(self["peak"](index) for index in range(MAX_DEVICES)),
         }
         file.write_text(json.dumps(notes), encoding="utf-8")
 
     def _note(self, event: bytes) -> None:
-        kind, _, what = event.decode().partition(" ")
-        place = _place(sys._getframe(1))
+        kind, _, subject = event.decode().partition(" ")
+        place = _describe_place(sys._getframe(1))
         with self._lock:
             if kind == "wait":
-                self.waits[f"{what} at {place}"] += 1
+                operation = subject
+                self.waits[f"{operation} at {place}"] += 1
             elif kind == "late":
                 self.late_copies[place] += 1
             else:
-                self.contexts[what] = f"{threading.current_thread().name} at {place}"
+                device_index = subject
+                self.contexts[device_index] = f"{threading.current_thread().name} at {place}"
 
 
-def _place(frame: FrameType | None) -> str:
+def _describe_place(frame: FrameType | None) -> str:
     """Return the project's innermost line, with the project's functions that led to it, innermost first.
 
     Without one, as in a thread of autograd, it is the innermost line of all.
     """
-    names = []
-    line = ""
-    first = ""
+    functions = []
+    project_line = ""
+    innermost_line = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_HERE):
-            first = first or f"{file}:{frame.f_lineno}"
-            is_ours = file.startswith(_ROOT) and "site-packages" not in file
-            if is_ours or file == "<string>":  # of a test, which has changed the program
-                line = line or f"{os.path.relpath(file, _ROOT) if is_ours else file}:{frame.f_lineno}"
-                names.append(frame.f_code.co_name)
+        if not file.startswith(_THIS_FOLDER):
+            innermost_line = innermost_line or f"{file}:{frame.f_lineno}"
+            is_of_project = file.startswith(_ROOT) and "site-packages" not in file
+            if is_of_project:
+                file = os.path.relpath(file, _ROOT)
+            if is_of_project or file == "<string>":  # of a test, which has changed the program
+                project_line = project_line or f"{file}:{frame.f_lineno}"
+                functions.append(frame.f_code.co_name)
         frame = frame.f_back
-    return f"{line} {' < '.join(names)}" if line else first or "a thread without Python"
+    if project_line:
+        return f"{project_line} {' < '.join(functions)}"
+    return innermost_line or "a thread without Python"

@@ -13,6 +13,8 @@ LATE = 5.0
 SETTINGS = {"max_step": 4, "total_batch_size": 12, "eval_step_interval": 4, "save_step_interval": 2}
 STEP_WAITS = {"copy to host in exchange_step"}
 """Where the host waits for the device in a step: there and nowhere else."""
+# a note of a wait, such as "item at fabric_train/training/loop.py:166 take_step < train < main"
+_WAIT = re.compile(r"(?P<operation>.*?) at \S+ (?P<functions>.* < .*)")
 _CUDA_ONLY = ("cpu_offload", "activation_offload", "compile", "limit_all_gathers")
 # without Inductor, which would write kernels for CUDA
 _EAGER_COMPILER = """
@@ -46,18 +48,22 @@ class Rehearsal:
         Raises:
             AssertionError: the exit code is not ``returncode``.
         """
-        words = argv(self.model, self.tokens, self.folder / name, **{**SETTINGS, "accelerator": "cuda", **options})
-        before = (_EAGER_COMPILER if options.get("compile") else "") + before
+        settings = {**SETTINGS, "accelerator": "cuda", **options}
+        words = argv(self.model, self.tokens, self.folder / name, **settings)
+        if options.get("compile"):
+            before = _EAGER_COMPILER + before
         run = run_pretended(["fabric_train", *words], devices, copy_delay, before, timeout=timeout)
         assert run.returncode == returncode, run.stderr or run.stdout
         return run
 
     def cpu_losses(self, name: str, options: Mapping[str, object], ranks: int = 2) -> list[float]:
         """Return ``losses`` of a run on CPU ranks, without the options that only GPUs have."""
-        given = {option: value for option, value in options.items() if option not in _CUDA_ONLY}
-        if given.get("precision") == "16-mixed":
-            given["precision"] = "32-true"
-        words = argv(self.model, self.tokens, self.folder / name, **{**SETTINGS, **given})
+        settings = {**SETTINGS, **options}
+        for option in _CUDA_ONLY:
+            settings.pop(option, None)
+        if settings.get("precision") == "16-mixed":  # GPUs only, too
+            settings["precision"] = "32-true"
+        words = argv(self.model, self.tokens, self.folder / name, **settings)
         self._cpu_runs.start(words, ranks).finish()
         return losses(self.folder / name)
 
@@ -67,8 +73,11 @@ class Rehearsal:
 
 
 def losses(run: Path) -> list[float]:
-    """Return training loss and gradient norm of each step, and the validation losses."""
-    return [float(row[index]) for row in metrics(run) for index in (2, 3, 6) if row[index]]
+    """Return training loss, validation loss and gradient norm of each step, as far as it has them, in one list."""
+    values = []
+    for _step, _epoch, train_loss, val_loss, _perplexity, _learning_rate, grad_norm, _num_tokens in metrics(run):
+        values += [float(cell) for cell in (train_loss, val_loss, grad_norm) if cell]
+    return values
 
 
 def tensor_files(checkpoint: Path) -> dict[str, bytes]:
@@ -80,20 +89,23 @@ def tensor_files(checkpoint: Path) -> dict[str, bytes]:
 
 def waits_in_steps(run: PretendedRun) -> set[str]:
     """Return where the hosts waited for a device in a step, as "item in FUNCTION"."""
-    return {
-        f"{what} in {functions.split(' < ')[0]}"
-        for notes in run.notes.values()
-        for what, functions in (
-            re.sub(r" at \S+ ", "\n", place, count=1).split("\n")[:2] for place in notes.waits if " < " in place
-        )
-        if "take_step" in functions.split(" < ")
-    }
+    waits = set()
+    for notes in run.notes.values():
+        for note in notes.waits:
+            match = _WAIT.fullmatch(note)
+            if match is None:  # without functions of the project
+                continue
+            functions = match["functions"].split(" < ")
+            if "take_step" in functions:
+                waits.add(f"{match['operation']} in {functions[0]}")
+    return waits
 
 
 def foreign_contexts(run: PretendedRun) -> dict[int, list[str]]:
     """Return where ranks made contexts on devices of other ranks, by rank."""
-    return {
-        rank: [place for device, place in notes.contexts.items() if device != str(rank)]
-        for rank, notes in run.notes.items()
-        if notes.contexts.keys() != {str(rank)}
-    }
+    places_by_rank = {}
+    for rank, notes in run.notes.items():
+        own_device = str(rank)
+        if notes.contexts.keys() != {own_device}:
+            places_by_rank[rank] = [place for device, place in notes.contexts.items() if device != own_device]
+    return places_by_rank

@@ -79,19 +79,23 @@ def run_pretended(
         TimeoutError: the run did not end in time.
     """
     module, *words = argv
-    trains = module == "fabric_train"
-    folder = Path(tempfile.mkdtemp(dir=_folder()))
+    program = str(module)
+    default_ranks = 1
+    if program == "fabric_train":
+        program = "fabric_train.__main__"
+        default_ranks = devices
+    notes_dir = Path(tempfile.mkdtemp(dir=_folder()))
     run = _server().start(
         words,
-        ranks or (devices if trains else 1),
+        ranks or default_ranks,
         cwd=cwd,
         before=_BEGIN + before,
-        env=environment(devices, folder, copy_delay),
-        program="fabric_train.__main__" if trains else str(module),
+        env=environment(devices, notes_dir, copy_delay),
+        program=program,
     )
     codes = run.wait(timeout)
-    failed = next((rank for rank, code in enumerate(codes) if code), 0)
-    return PretendedRun(codes[failed], run.stdout(), run.stderr(failed), read_notes(folder))
+    reported_rank = next((rank for rank, code in enumerate(codes) if code), 0)
+    return PretendedRun(codes[reported_rank], run.stdout(), run.stderr(reported_rank), read_notes(notes_dir))
 
 
 def environment(devices: int, notes: Path, copy_delay: float = 0.0) -> dict[str, str]:
@@ -122,7 +126,9 @@ def why_not() -> str | None:
         return str(error)
     except ChildProcessError as error:  # the server of the runs could not start
         return f"torch's internals have moved: {str(error)[-_SHOWN_CHARACTERS:]}"
-    return f"torch's internals have moved: {probe.stderr[-_SHOWN_CHARACTERS:]}" if probe.returncode else None
+    if probe.returncode:
+        return f"torch's internals have moved: {probe.stderr[-_SHOWN_CHARACTERS:]}"
+    return None
 
 
 def _variables(devices: int) -> dict[str, str]:

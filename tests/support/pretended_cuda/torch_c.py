@@ -29,32 +29,34 @@ class DeviceProperties:
     gcnArchName: str = ""  # noqa: N815  torch's name
 
 
-def add_cuda(c: Any, devices: Devices) -> None:
+def add_cuda(torch_c: Any, devices: Devices) -> None:
     """Add devices, streams, events and memory statistics to ``torch._C``."""
 
     def start() -> None:
         import torch
 
+        # as with CUDA, a fork of a process that has used a device must not use one
         process = os.getpid()
-        c._cuda_isInBadFork = torch.cuda._is_in_bad_fork = lambda: os.getpid() != process
+        torch_c._cuda_isInBadFork = torch.cuda._is_in_bad_fork = lambda: os.getpid() != process
         # all devices draw from the CPU's generator, like their kernels
         generators: Any = (torch.default_generator,) * devices.num_devices
         torch.cuda.default_generators = generators
         torch.cuda._get_device_properties = lambda index: DeviceProperties()  # type: ignore[attr-defined]
 
     def exchange(index: int, switch: str) -> int:
-        before: int = devices["get_device"]()
-        if index >= 0 and index != before:
+        """Make another device the current one, with a function of the library; return the previous device."""
+        previous_index: int = devices["get_device"]()
+        if index >= 0 and index != previous_index:
             devices[switch](index)
-        return before
+        return previous_index
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         exchange(device_index, "set_device")  # as in torch: it may make a context
         devices["set_stream"](device_index, stream_id)
 
-    def memory(device: int) -> dict[str, Any]:
-        used = {"current": devices["allocated"](device), "peak": devices["peak"](device)}
-        return {name: {"all": used} for name in ("allocated_bytes", "reserved_bytes", "active_bytes")}
+    def memory_stats(device: int) -> dict[str, dict[str, dict[str, int]]]:
+        num_bytes = {"current": devices["allocated"](device), "peak": devices["peak"](device)}
+        return {name: {"all": num_bytes} for name in ("allocated_bytes", "reserved_bytes", "active_bytes")}
 
     functions = {  # not ctypes' own functions, which have no hash
         "init": start,
@@ -71,7 +73,7 @@ def add_cuda(c: Any, devices: Devices) -> None:
         "setStream": set_stream,
         "synchronize": lambda: devices["synchronize"](),
         "isCurrentStreamCapturing": lambda: False,
-        "memoryStats": memory,
+        "memoryStats": memory_stats,
         "resetPeakMemoryStats": lambda index: devices["reset_peak"](index),
         "resetAccumulatedMemoryStats": lambda index: None,
         "emptyCache": lambda: None,
@@ -82,16 +84,16 @@ def add_cuda(c: Any, devices: Devices) -> None:
         "record_memory_history": lambda *arguments, **options: None,
     }
     for name, function in functions.items():
-        setattr(c, f"_cuda_{name}", function)
-    c._cudart = ModuleType("torch._C._cudart")
-    c._cudart.cudaMemGetInfo = lambda index: (MEMORY - devices["allocated"](index), MEMORY)
-    c._nccl_version = lambda: 2 << 32 | 27 << 16
-    c._nccl_version_suffix = lambda: b""
-    c._has_cuda = True
-    c._CudaStreamBase, c._CudaEventBase = _stream_classes(c, devices)
-    c._CudaDeviceProperties = DeviceProperties
+        setattr(torch_c, f"_cuda_{name}", function)
+    torch_c._cudart = ModuleType("torch._C._cudart")
+    torch_c._cudart.cudaMemGetInfo = lambda index: (MEMORY - devices["allocated"](index), MEMORY)
+    torch_c._nccl_version = lambda: 2 << 32 | 27 << 16
+    torch_c._nccl_version_suffix = lambda: b""
+    torch_c._has_cuda = True
+    torch_c._CudaStreamBase, torch_c._CudaEventBase = _stream_classes(torch_c, devices)
+    torch_c._CudaDeviceProperties = DeviceProperties
     for name in ("_CUDAGraph", "_graph_pool_handle"):  # imported, and never used here
-        setattr(c, name, type(name, (), {}))
+        setattr(torch_c, name, type(name, (), {}))
 
 
 def resize_device_storages(storage_class: Any) -> None:
@@ -113,10 +115,10 @@ def resize_device_storages(storage_class: Any) -> None:
 _CUDA = 1  # c10::DeviceType::CUDA
 
 
-def _stream_classes(c: Any, devices: Devices) -> tuple[type, type]:
+def _stream_classes(torch_c: Any, devices: Devices) -> tuple[type, type]:
     """Return the bases of ``torch.cuda.Stream`` and ``torch.cuda.Event``: the classes for all kinds of devices."""
 
-    class CudaStream(c.Stream):
+    class CudaStream(torch_c.Stream):
         def __new__(
             cls,
             priority: int = 0,
@@ -126,7 +128,7 @@ def _stream_classes(c: Any, devices: Devices) -> tuple[type, type]:
             stream_ptr: int = 0,
         ) -> Any:
             if stream_id is None:
-                device = c.device("cuda", devices["get_device"]())
+                device = torch_c.device("cuda", devices["get_device"]())
                 return super().__new__(cls, device=device, priority=priority)
             return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=_CUDA)
 
@@ -134,11 +136,11 @@ def _stream_classes(c: Any, devices: Devices) -> tuple[type, type]:
         def cuda_stream(self) -> int:
             return int(self.stream_id)
 
-    class CudaEvent(c.Event):
+    class CudaEvent(torch_c.Event):
         def __new__(
             cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
         ) -> Any:
-            return super().__new__(cls, device=c.device("cuda"), enable_timing=enable_timing, blocking=blocking)
+            return super().__new__(cls, device=torch_c.device("cuda"), enable_timing=enable_timing, blocking=blocking)
 
         @property
         def cuda_event(self) -> int:

@@ -3,13 +3,13 @@
 from typing import Any
 
 
-def add_nccl(c: Any) -> None:
+def add_nccl(torch_c: Any) -> None:
     """Let ``torch._C._c10d_init`` add ``ProcessGroupNCCL`` to the module that it makes."""
-    init = c._c10d_init
+    init = torch_c._c10d_init
 
     def init_with_nccl() -> Any:
         result = init()
-        c10d = c._distributed_c10d
+        c10d = torch_c._distributed_c10d
         c10d.ProcessGroupNCCL = _nccl_class(c10d)
         gloo = c10d.ProcessGroupGloo
         # what NCCL's backends have, and torch uses: it copies the options of a group that it splits
@@ -18,7 +18,7 @@ def add_nccl(c: Any) -> None:
         gloo._Options.__deepcopy__ = lambda options, memo: _new_options(gloo)
         return result
 
-    c._c10d_init = init_with_nccl
+    torch_c._c10d_init = init_with_nccl
 
 
 def _new_options(gloo: Any) -> Any:
