@@ -78,13 +78,13 @@ def named(*steps: int) -> list[str]:
 def read(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, weights and optimizer."""
     weights = open_weights(checkpoint)
-    optimizer = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safe*")))
-    return {name: tensors.read(name) for tensors in (weights, optimizer) for name in tensors}
+    states = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safe*")))
+    return {name: weights.read(name) for name in weights} | {name: states.read(name) for name in states}
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
 
 
 @pytest.fixture(scope="module")
@@ -118,44 +118,48 @@ def test_shards_of_all_ranks_are_what_one_device_saves(
     kinds: tuple[str, ...],
     options: dict[str, object],
 ) -> None:
+    # given a checkpoint of each kind, which are written at the same time
     before = on_nodes(2) if "num_nodes" in options else ""
-    runs = [
-        start(tmp_path / kind, num_ranks, before, parallelism=parallelism, state_dict_type=kind, **ONE_STEP, **options)
-        for kind in kinds
-    ]
+    settings = {"parallelism": parallelism, **ONE_STEP, **options}
+    runs = [start(tmp_path / kind, num_ranks, before, state_dict_type=kind, **settings) for kind in kinds]
     for run in runs:
         run.finish()
-    saved = {kind: tmp_path / kind / "checkpoints" / "step-00000001" for kind in kinds}
-    first, *others = (read(checkpoint) for checkpoint in saved.values())
-    for other in others:
-        assert_same(first, other)
+    checkpoint_by_kind = {kind: tmp_path / kind / "checkpoints" / "step-00000001" for kind in kinds}
+
+    # then all kinds have the same tensors, and those of one device to rounding
+    tensors_by_kind = {kind: read(checkpoint) for kind, checkpoint in checkpoint_by_kind.items()}
+    tensors = tensors_by_kind[kinds[0]]
+    for kind in kinds[1:]:
+        assert_same(tensors_by_kind[kind], tensors)
     expected = read(of_one_device)
-    assert first.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     num_sums = num_sums_of_gradient(AutoConfig.from_pretrained(of_one_device), ROW_LENGTH, ROWS_PER_WINDOW * ROW_LENGTH)
-    assert_same_checkpoint(first, expected, LR, 1, rounding_tolerance(num_sums))
-    for kind, checkpoint in saved.items():
+    assert_same_checkpoint(tensors, expected, LR, 1, rounding_tolerance(num_sums))
+
+    # and transformers or torch reads the weights from it
+    for kind, checkpoint in checkpoint_by_kind.items():
         assert find_damage(checkpoint) is None
         assert find_wrong_content(checkpoint) is None
         stored = open_weights(checkpoint)
         weights = {name: stored.read(name) for name in stored}
         if kind == "full":
-            as_hugging_face = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
-            assert all(torch.equal(as_hugging_face[name], tensor) for name, tensor in weights.items())
+            by_transformers = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+            for name, weight in weights.items():
+                assert torch.equal(by_transformers[name], weight), name
         else:
             assert len(list((checkpoint / "model").glob("*.safetensors"))) == num_ranks
-            by_torch = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+            by_torch = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             dcp.load(by_torch, storage_reader=HuggingFaceStorageReader(str(checkpoint / "model")), no_dist=True)
             assert_same(by_torch, weights)
 
 
 def test_tensors_of_several_types_lie_in_one_file(tmp_path: Path, start: Start) -> None:
-    runs = {
-        kind: start(tmp_path / kind, 2, precision="bf16-true", state_dict_type=kind, **ONE_STEP)
-        for kind in ("full", "sharded")
-    }
-    for run in runs.values():
-        run.finish()
-    full, sharded = (read(tmp_path / kind / "checkpoints" / "step-00000001") for kind in runs)
+    full_run = start(tmp_path / "full", 2, precision="bf16-true", state_dict_type="full", **ONE_STEP)
+    sharded_run = start(tmp_path / "sharded", 2, precision="bf16-true", state_dict_type="sharded", **ONE_STEP)
+    full_run.finish()
+    sharded_run.finish()
+    full = read(tmp_path / "full" / "checkpoints" / "step-00000001")
+    sharded = read(tmp_path / "sharded" / "checkpoints" / "step-00000001")
     assert_same(full, sharded)
     assert {tensor.dtype for tensor in full.values()} == {torch.bfloat16, torch.float32}  # counts of steps in fp32
 
@@ -186,28 +190,30 @@ def test_background_save_holds_the_state_at_its_step(
 ) -> None:
     """And a checkpoint gets its name when the slowest rank has written, however long rank 0 is done with its part."""
     slow = f"if rank in {slow_ranks}:\n" + indent(WAITING_DISK.replace("go on", str(tmp_path / "go on")), "    ")
-    running = start(tmp_path / "running", 2, slow, state_dict_type=kind, max_step=4)
-    table = tmp_path / "running" / "metrics.csv"
-    first = tmp_path / "running" / "checkpoints" / "step-00000002"
-    assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
-    assert not first.exists()  # step 3 is done, and the state at step 2 is still being written
+    run = tmp_path / "running"
+    running = start(run, 2, slow, state_dict_type=kind, max_step=4)
+    metrics_csv = run / "metrics.csv"
+    # step 3 is done, and the state at step 2 is still being written
+    assert running.wait_until(lambda: metrics_csv.exists() and len(metrics_csv.read_text().splitlines()) > 3)
+    assert not (run / "checkpoints" / "step-00000002").exists()
     (tmp_path / "go on").touch()
     running.finish()
-    assert checkpoints(tmp_path / "running") == named(2, 4)
+    assert checkpoints(run) == named(2, 4)
     for name in named(2, 4):
-        ours, theirs = (run / "checkpoints" / name for run in (tmp_path / "running", waiting))
-        assert_same(read(ours), read(theirs))
-        assert find_damage(ours) is None
-        assert find_wrong_content(ours) is None
+        checkpoint = run / "checkpoints" / name
+        assert_same(read(checkpoint), read(waiting / "checkpoints" / name))
+        assert find_damage(checkpoint) is None
+        assert find_wrong_content(checkpoint) is None
 
 
 def test_files_have_the_modes_of_the_umask(tmp_path: Path, start: Start) -> None:
     start(tmp_path / "run", 2, "import os; os.umask(0o027)", state_dict_type="sharded", **ONE_STEP).finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    modes: dict[bool, set[str]] = {path.is_dir(): set() for path in (checkpoint, checkpoint / "trainer.json")}
-    for path in (checkpoint, *checkpoint.rglob("*")):
-        modes[path.is_dir()].add(oct(stat.S_IMODE(path.stat().st_mode)))
-    assert modes == {True: {"0o750"}, False: {"0o640"}}
+    paths = [checkpoint, *checkpoint.rglob("*")]
+    modes_of_folders = {oct(stat.S_IMODE(path.stat().st_mode)) for path in paths if path.is_dir()}
+    modes_of_files = {oct(stat.S_IMODE(path.stat().st_mode)) for path in paths if not path.is_dir()}
+    assert modes_of_folders == {"0o750"}
+    assert modes_of_files == {"0o640"}
 
 
 # --------------------------------------------------------------------------------------------------- disks and deaths
@@ -272,21 +278,22 @@ def test_failed_save_of_one_rank_ends_all_ranks_with_its_error(tmp_path: Path, s
 
 
 def test_killed_save_leaves_nothing_and_keeps_the_checkpoint_before(tmp_path: Path, start: Start) -> None:
+    # given a checkpoint of step 1, and a kill while step 2 is saved
     run = tmp_path / "run"
-    given = {**ONE_STEP, "max_step": 2}
+    resumed = {**ONE_STEP, "max_step": 2, "keep_checkpoints": 1, "resume": "true"}
     start(run, 2, keep_checkpoints=1, **ONE_STEP).finish()
-    killed = start(run, 2, SLOW_DISK, keep_checkpoints=1, resume="true", **given)
+    killed = start(run, 2, SLOW_DISK, **resumed)
     assert killed.wait_until(lambda: len(checkpoints(run)) > 1)
     killed.kill()
     assert -9 in killed.wait()
-    kept = named(1)[0]
     unfinished = [name for name in checkpoints(run) if name.startswith(".")]
     assert len(unfinished) == 1
-    assert newest_checkpoint(run) == run / "checkpoints" / kept
-    assert find_wrong_content(run / "checkpoints" / kept) is None
-    start(run, 2, keep_checkpoints=1, resume="true", **given).finish()
-    losses = {
-        name: json.loads((run / "checkpoints" / name / "trainer.json").read_text())["val_loss"] for name in named(2)
-    }
-    assert losses[named(2)[0]] is not None
-    assert checkpoints(run) == named(2)  # the newest, and the best too
+    # then step 1 is the newest one, and whole
+    kept = run / "checkpoints" / "step-00000001"
+    assert newest_checkpoint(run) == kept
+    assert find_wrong_content(kept) is None
+    # and a resumed run replaces it and leaves nothing else
+    start(run, 2, **resumed).finish()
+    trainer_json = json.loads((run / "checkpoints" / "step-00000002" / "trainer.json").read_text())
+    assert trainer_json["val_loss"] is not None
+    assert checkpoints(run) == ["step-00000002"]  # the newest, and the best too

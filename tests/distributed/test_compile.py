@@ -3,6 +3,7 @@
 import importlib
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_train.data.batch import Batch, Documents, isolate
+from fabric_train.data.batch import Batch, isolate
 from fabric_train.distributed.decoder_layers import compile_layers
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import read_shape
@@ -75,19 +76,20 @@ def test_layers_are_compiled_once_for_rows_of_many_lengths(
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=NO_CODE))
     model: Any = load_model(read_shape(str(tiny_model_dir)), torch.float32).train()
-    rows = [torch.randint(3, 1000, (2, length), generator=torch.Generator().manual_seed(0)) for length in LENGTHS]
-    expected = [loss_and_gradients(model, ids) for ids in rows]
+    batches = []
+    for length in LENGTHS:
+        ids = torch.randint(3, 1000, (2, length), generator=torch.Generator().manual_seed(0))
+        batches.append(Batch(ids, ids))
+    expected = [loss_and_gradients(model, batch) for batch in batches]
+
     compile_layers(model.model.layers, any_length=True, budget=0.3)
     counters.clear()
-    graphs = []
-    for ids, (loss, gradients) in zip(rows, expected, strict=True):
-        found, found_gradients = loss_and_gradients(model, ids)
-        graphs.append(counters["stats"]["unique_graphs"])
-        assert found == pytest.approx(loss, rel=1e-6)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-5)
-    assert graphs[0] > 0
-    assert graphs[-1] == graphs[0]
+    num_graphs = []  # compiled so far, after each batch
+    for batch, expected_results in zip(batches, expected, strict=True):
+        assert_close(loss_and_gradients(model, batch), expected_results)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs[0] > 0
+    assert num_graphs[-1] == num_graphs[0]
 
 
 @pytest.mark.usefixtures("settings_as_they_were")
@@ -98,28 +100,40 @@ def test_all_layers_and_any_documents_share_one_compilation(
     model: Any = load_model(read_shape(str(tiny_model_dir), attention=VARLEN), torch.float32).train()
     assert len(model.model.layers) > 1
     ids = np.random.default_rng(0).integers(3, 1000, (2, 24))
-    starts = [[0, 3, 12], [7]], [[0], [10]], [[0, 1, 2, 3, 20], [3, 4, 5, 23]]
-    batches = [isolate(ids, ids.copy(), [np.array(row) for row in rows]) for rows in starts]
+    batches = []
+    for first_starts, second_starts in (([0, 3, 12], [7]), ([0], [10]), ([0, 1, 2, 3, 20], [3, 4, 5, 23])):
+        isolated = isolate(ids, ids.copy(), [np.array(first_starts), np.array(second_starts)])
+        # all tokens are targets
+        batches.append(Batch(isolated.input_ids, isolated.input_ids, isolated.documents))
     with varlen_kernel_on_cpu():
-        expected = [loss_and_gradients(model, batch.input_ids, batch.documents) for batch in batches]
+        expected = [loss_and_gradients(model, batch) for batch in batches]
         compile_layers(model.model.layers, any_length=False)
         counters.clear()
-        for batch, (loss, gradients) in zip(batches, expected, strict=True):
-            found, found_gradients = loss_and_gradients(model, batch.input_ids, batch.documents)
-            assert found == pytest.approx(loss, rel=1e-6)
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-5)
+        for batch, expected_results in zip(batches, expected, strict=True):
+            assert_close(loss_and_gradients(model, batch), expected_results)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
 
-def loss_and_gradients(
-    model: Any, ids: torch.Tensor, documents: Documents | None = None
-) -> tuple[float, dict[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class Derived:
+    """The sum of a batch's losses, and its gradient by parameter."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def loss_and_gradients(model: Any, batch: Batch) -> Derived:
     model.zero_grad()
-    loss = CrossEntropy().loss(model, Batch(ids, ids, documents)).total
+    loss = CrossEntropy().loss(model, batch).total
     loss.backward()
-    return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    return Derived(loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()})
+
+
+def assert_close(derived: Derived, expected: Derived) -> None:
+    assert derived.loss == pytest.approx(expected.loss, rel=1e-6)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(derived.gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
@@ -140,8 +154,8 @@ class CompiledRuns:
 
     def training(self, num_ranks: int, **options: object) -> Training:
         """Return a run without evaluation."""
-        given = {"model_name": self.model, "train_data_dir": self.tokens, "compile": "true", **SETTINGS, **options}
-        return Training(given, num_ranks)
+        arguments = {"model_name": self.model, "train_data_dir": self.tokens, "compile": "true", **SETTINGS, **options}
+        return Training(arguments, num_ranks)
 
     def of_one_device(self, **options: object) -> Training:
         return self.training(1, parallelism="single", **options)

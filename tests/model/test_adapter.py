@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from transformers import (
     BitsAndBytesConfig,
     Llama4TextConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -50,6 +49,7 @@ from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plainly
 from tests.support.rounding import assert_same_training, num_sums_of_gradient, rounding_tolerance
+from tests.support.tiny_model import random_llama
 from tests.support.unequal_rows import LENGTH, argv, metrics, write_model, write_rows
 
 BF16 = torch.finfo(torch.bfloat16)
@@ -88,35 +88,55 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("tokens") / "rows", num_rows=NUM_ROWS, packed_every=10**6)
 
 
-@pytest.fixture(scope="module")
-def of_peft(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, wide_model: Path, tokens: Path
-) -> Callable[..., tuple[Path, list[float], list[float], dict[str, torch.Tensor]]]:
-    """Return an adapter of peft to begin with, and the losses, norms and adapter of peft's model in a plain loop."""
-    done: dict[tuple[Any, ...], Any] = {}
+@dataclass(frozen=True)
+class PeftTraining:
+    """A training of peft's model in a plain loop."""
 
-    def train(kind: str, num_ranks: int = 1, autocast: torch.dtype | None = None) -> Any:
-        case = (kind, num_ranks if "dropout" in kind else 1, autocast)
-        if case not in done:
-            folder = tmp_path_factory.mktemp("peft")
-            if "4 bits" in kind:
-                nf4 = BitsAndBytesConfig(
-                    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=autocast or torch.float32
-                )
-                base = AutoModelForCausalLM.from_pretrained(
-                    wide_model, dtype=torch.float32, quantization_config=nf4, device_map="cpu"
-                )
-            else:
-                base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            torch.manual_seed(1)
-            config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **KINDS[kind])
-            adapted = peft.get_peft_model(base, config)
-            adapted.save_pretrained(str(folder / "start"))
-            with torch.autocast("cpu", autocast, enabled=autocast is not None):
-                losses, norms = train_plainly(adapted, tokens, ROWS_PER_WINDOW, STEPS, case[1])
-            adapted.save_pretrained(str(folder / "end"))
-            done[case] = folder / "start", losses, norms, load_file(folder / "end" / "adapter_model.safetensors")
-        return done[case]
+    start: Path
+    """The adapter that it began with."""
+    losses: list[float]
+    grad_norms: list[float]
+    """Before clipping."""
+    adapter: dict[str, torch.Tensor]
+    """After the last step."""
+
+
+TrainWithPeft = Callable[..., PeftTraining]
+
+
+@pytest.fixture(scope="module")
+def train_with_peft(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, wide_model: Path, tokens: Path
+) -> TrainWithPeft:
+    """Return ``train(kind, num_ranks, autocast)``, which trains an adapter of one of ``KINDS`` once in each way."""
+    trainings: dict[tuple[str, int, torch.dtype | None], PeftTraining] = {}
+
+    def load_base(kind: str, compute_dtype: torch.dtype) -> Any:
+        if "4 bits" not in kind:
+            return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
+        return AutoModelForCausalLM.from_pretrained(
+            wide_model, dtype=torch.float32, quantization_config=nf4, device_map="cpu"
+        )
+
+    def train(kind: str, num_ranks: int = 1, autocast: torch.dtype | None = None) -> PeftTraining:
+        if "dropout" not in kind:
+            num_ranks = 1  # the number of ranks decides what dropout draws, and nothing else
+        case = (kind, num_ranks, autocast)
+        if case in trainings:
+            return trainings[case]
+        folder = tmp_path_factory.mktemp("peft")
+        base = load_base(kind, autocast or torch.float32)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **KINDS[kind])
+        adapted = peft.get_peft_model(base, config)
+        adapted.save_pretrained(str(folder / "start"))
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            losses, grad_norms = train_plainly(adapted, tokens, ROWS_PER_WINDOW, STEPS, num_ranks)
+        adapted.save_pretrained(str(folder / "end"))
+        adapter = load_file(folder / "end" / "adapter_model.safetensors")
+        trainings[case] = PeftTraining(folder / "start", losses, grad_norms, adapter)
+        return trainings[case]
 
     return train
 
@@ -147,28 +167,37 @@ def test_losses_gradients_and_adapter_are_those_of_peft(
     model: Path,
     wide_model: Path,
     tokens: Path,
-    of_peft: Callable[..., Any],
+    train_with_peft: TrainWithPeft,
     kind: str,
     parallelism: str,
     num_ranks: int,
 ) -> None:
-    start, losses, norms, expected = of_peft(kind, num_ranks)
-    given = SETTINGS | {"parallelism": parallelism, "lora_dropout": KINDS[kind].get("lora_dropout", 0)}
+    # given an adapter that peft has trained
+    expected = train_with_peft(kind, num_ranks)
+    # when a run begins with the same adapter
+    runs = forked_runs
+    settings = {
+        **SETTINGS,
+        "parallelism": parallelism,
+        "lora_dropout": KINDS[kind].get("lora_dropout", 0),
+        "init_adapter": expected.start,
+        "total_batch_size": ROWS_PER_WINDOW,
+        # dropout draws numbers for each forward pass, in the plain loop for each row
+        "micro_batch_size": 1 if "dropout" in kind else ROWS_PER_WINDOW // num_ranks,
+    }
     if "4 bits" in kind:
+        runs = forked_runs_in_4_bits
         model = wide_model
-        given = given | {"base_weights": "nf4"}
-    # dropout draws numbers for each forward pass, in the plain loop for each row
-    micro_batch = 1 if "dropout" in kind else ROWS_PER_WINDOW // num_ranks
-    given |= {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": micro_batch}
-    line = argv(model, tokens, tmp_path / "run", **given)
-    (forked_runs_in_4_bits if "4 bits" in kind else forked_runs).start(line, num_ranks).finish()
+        settings["base_weights"] = "nf4"
+    runs.start(argv(model, tokens, tmp_path / "run", **settings), num_ranks).finish()
+    # then it has the same losses and gradients, and ends with the same adapter
     rows = metrics(tmp_path / "run")
-    assert [float(row["train_loss"]) for row in rows] == pytest.approx(losses, abs=1e-5)
-    assert [float(row["grad_norm"]) for row in rows] == pytest.approx(norms, rel=1e-4)
+    assert [float(row["train_loss"]) for row in rows] == pytest.approx(expected.losses, abs=1e-5)
+    assert [float(row["grad_norm"]) for row in rows] == pytest.approx(expected.grad_norms, rel=1e-4)
     checkpoint = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
-    found = load_file(checkpoint / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    assert_same_training(found, expected, LR, STEPS, gradient_rounding(model))
+    adapter = load_file(checkpoint / "adapter_model.safetensors")
+    assert adapter.keys() == expected.adapter.keys()
+    assert_same_training(adapter, expected.adapter, LR, STEPS, gradient_rounding(model))
 
 
 def gradient_rounding(model: Path) -> float:
@@ -177,87 +206,95 @@ def gradient_rounding(model: Path) -> float:
     return rounding_tolerance(num_sums)
 
 
-RANKS = (("single", 1), ("fsdp2", 2), ("fsdp", 3), ("single", 1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.1), ("dora", 0.0)])
 def test_a_run_goes_on_with_other_ranks_and_parallelism(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, kind: str, dropout: float
 ) -> None:
-    given: dict[str, Any] = {
-        "adapter": kind,
-        "lora_rank": 4,
-        "lora_dropout": dropout,
-        "total_batch_size": ROWS_PER_WINDOW,
-    }
-    given |= {"max_step": 4, "save_step_interval": 1}
-    start = None
-    for number, (parallelism, num_ranks) in enumerate(RANKS, 1):
-        run = tmp_path / str(number)
-        given |= {"micro_batch_size": ROWS_PER_WINDOW // num_ranks} | ({"checkpoint": start} if start else {})
-        line = argv(model, tokens, run, parallelism=parallelism, **given)
-        forked_runs.start(line, num_ranks).finish()
-        start = run / "checkpoints" / f"step-{number:08d}"
-    whole, cut = (load_file(tmp_path / run / "checkpoints/step-00000004/adapter_model.safetensors") for run in "14")
+    def train(name: str, parallelism: str, num_ranks: int, **options: object) -> dict[str, torch.Tensor]:
+        """Train to step 4, with a checkpoint at each step, and return the adapter."""
+        settings = {
+            "adapter": kind,
+            "lora_rank": 4,
+            "lora_dropout": dropout,
+            "total_batch_size": ROWS_PER_WINDOW,
+            "micro_batch_size": ROWS_PER_WINDOW // num_ranks,
+            "max_step": 4,
+            "save_step_interval": 1,
+        }
+        words = argv(model, tokens, tmp_path / name, parallelism=parallelism, **settings, **options)
+        forked_runs.start(words, num_ranks).finish()
+        return load_file(tmp_path / name / "checkpoints" / "step-00000004" / "adapter_model.safetensors")
+
+    def differing(adapter: dict[str, torch.Tensor]) -> list[str]:
+        return [name for name, tensor in whole.items() if not torch.equal(adapter[name], tensor)]
+
+    # given a run on one rank, and runs that each take one more step on other ranks
+    whole = train("step 1", "single", 1)
     assert any(tensor.any() for name, tensor in whole.items() if "lora_B" in name)
-    if dropout:  # each rank draws its own numbers
-        assert not all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
-        given |= {"checkpoint": tmp_path / "1" / "checkpoints" / "step-00000002"}
-        line = argv(model, tokens, tmp_path / "again", **given)
-        forked_runs.start(line, 1).finish()
-        cut = load_file(tmp_path / "again" / "checkpoints" / "step-00000004" / "adapter_model.safetensors")
-        assert [name for name, tensor in whole.items() if not torch.equal(cut[name], tensor)] == []
-    assert_same_training(cut, whole, LR, 4, gradient_rounding(model))
+    train("step 2", "fsdp2", 2, checkpoint=tmp_path / "step 1" / "checkpoints" / "step-00000001")
+    train("step 3", "fsdp", 3, checkpoint=tmp_path / "step 2" / "checkpoints" / "step-00000002")
+    resumed = train("step 4", "single", 1, checkpoint=tmp_path / "step 3" / "checkpoints" / "step-00000003")
+    if dropout:  # each rank draws its own numbers: only a run on one rank can be the same
+        assert differing(resumed) != []
+        resumed = train("again", "single", 1, checkpoint=tmp_path / "step 1" / "checkpoints" / "step-00000002")
+        assert differing(resumed) == []
+    assert_same_training(resumed, whole, LR, 4, gradient_rounding(model))
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_an_adapter_that_plain_peft_opens(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
-    given = {"adapter": "lora", "lora_targets": "q_proj", "train_also": "lm_head", "max_step": 3, "lr": 1e-2}
-    forked_runs.start(
-        argv(model, tokens, tmp_path / "run", parallelism="fsdp", precision="bf16-true", **given)
-    ).finish()
+    # given a run with an adapter in fp32 on a base in bf16, whose head trains whole
+    settings = {"adapter": "lora", "lora_targets": "q_proj", "train_also": "lm_head", "max_step": 3, "lr": 1e-2}
+    words = argv(model, tokens, tmp_path / "run", parallelism="fsdp", precision="bf16-true", **settings)
+    forked_runs.start(words).finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
     files = {path.name for path in checkpoint.rglob("*.safetensors")}
     assert files == {"adapter_model.safetensors", "optimizer.safetensors"}  # the base is not in it
     stored = load_file(checkpoint / "adapter_model.safetensors")
-    dtypes = {name.rpartition(".lora_")[0] != "": tensor.dtype for name, tensor in stored.items()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}  # what trains whole has the dtype of the base
+    adapter_dtypes = {tensor.dtype for name, tensor in stored.items() if ".lora_" in name}
+    whole_dtypes = {tensor.dtype for name, tensor in stored.items() if ".lora_" not in name}
+    assert adapter_dtypes == {torch.float32}
+    assert whole_dtypes == {torch.bfloat16}  # what trains whole has the dtype of the base
     states = load_file(checkpoint / "optimizer" / "optimizer.safetensors")
     assert {tensor.dtype for tensor in states.values()} == {torch.float32}
     assert {name.rpartition(".")[0] for name in states} == {name.removeprefix("base_model.model.") for name in stored}
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    opened: Any = peft.PeftModel.from_pretrained(base, str(checkpoint))
-    found = peft.get_peft_model_state_dict(opened)
-    assert found.keys() == stored.keys()
-    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in stored.items())
+    by_peft: Any = peft.PeftModel.from_pretrained(base, str(checkpoint))
+    tensors = peft.get_peft_model_state_dict(by_peft)
+    assert tensors.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(tensors[name].float(), tensor.float()), name
 
 
 @pytest.mark.slow
 def test_adapter_begins_with_a_run_of_all_weights_or_another_adapter(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
-    whole, first, second, refused = (tmp_path / name for name in ("whole", "first", "second", "refused"))
+    whole = tmp_path / "whole"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     forked_runs.start(argv(model, tokens, whole, max_step=2), 1).finish()
+    # with a run of all weights
     forked_runs.start(argv(whole, tokens, first, max_step=2, lora_rank=2, lr=1e-2), 1).finish()
     saved = json.loads((first / "checkpoints" / "step-00000002" / "trainer.json").read_text(encoding="utf-8"))
     assert saved["adapter_base"]["place"] == str(whole / "checkpoints" / "step-00000002")
+    # with another adapter, which a step with almost no learning rate leaves as it is
     forked_runs.start(argv(whole, tokens, second, max_step=1, init_adapter=first / "latest", lr=1e-9), 1).finish()
-    one, other = (
-        load_file(run / "checkpoints" / step / "adapter_model.safetensors")
-        for run, step in ((first, "step-00000002"), (second, "step-00000001"))
-    )
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-7)
-    branch = forked_runs.start(
-        argv(model, tokens, tmp_path / "branch", branch=whole / "latest", max_step=3, lora_rank=2), 1
-    )
+    first_adapter = load_file(first / "checkpoints" / "step-00000002" / "adapter_model.safetensors")
+    second_adapter = load_file(second / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
+    for name, tensor in first_adapter.items():
+        torch.testing.assert_close(second_adapter[name], tensor, rtol=0, atol=1e-7)
+    # as a branch of a run of all weights
+    branch_words = argv(model, tokens, tmp_path / "branch", branch=whole / "latest", max_step=3, lora_rank=2)
+    branch = forked_runs.start(branch_words, 1)
     branch.finish()
     assert "the optimizer starts from zero" in branch.stdout()
     assert [row["step"] for row in metrics(tmp_path / "branch")] == ["3"]
-    run = forked_runs.start(argv(first, tokens, refused), 1)
+    # but an adapter is no model
+    run = forked_runs.start(argv(first, tokens, tmp_path / "refused"), 1)
     assert run.wait() == [2]
     assert "step-00000002 is of an adapter; go on with the same --adapter arguments" in run.stderr()
 
@@ -266,21 +303,25 @@ def test_adapter_begins_with_a_run_of_all_weights_or_another_adapter(
 def test_a_base_that_moved_is_found_and_one_that_changed_is_refused(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
-    place = tmp_path / "base"
+    base = tmp_path / "base"
     elsewhere = tmp_path / "elsewhere"
     run = tmp_path / "run"
-    shutil.copytree(model, place)
-    given = {"lora_rank": 2, "save_step_interval": 1, "resume": "true"}
-    forked_runs.start(argv(place, tokens, run, max_step=1, **given), 1).finish()
-    place.rename(elsewhere)
-    stopped = forked_runs.start(argv(place, tokens, run, max_step=2, **given), 1)
+    shutil.copytree(model, base)
+    settings = {"lora_rank": 2, "save_step_interval": 1, "resume": "true"}
+    forked_runs.start(argv(base, tokens, run, max_step=1, **settings), 1).finish()
+
+    # it is not where it was
+    base.rename(elsewhere)
+    stopped = forked_runs.start(argv(base, tokens, run, max_step=2, **settings), 1)
     assert stopped.wait() == [2]
-    given |= {"allow_changes": "true"}
-    forked_runs.start(argv(elsewhere, tokens, run, max_step=2, **given), 1).finish()
+    settings["allow_changes"] = "true"
+    forked_runs.start(argv(elsewhere, tokens, run, max_step=2, **settings), 1).finish()
+
+    # it has another weight
     weights = load_file(elsewhere / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
     save_file(weights, elsewhere / "model.safetensors", {"format": "pt"})
-    stopped = forked_runs.start(argv(elsewhere, tokens, run, max_step=3, **given), 1)
+    stopped = forked_runs.start(argv(elsewhere, tokens, run, max_step=3, **settings), 1)
     assert stopped.wait() == [2]
     assert "elsewhere has other weights" in stopped.stderr()
 
@@ -290,8 +331,8 @@ def test_a_tied_embedding_that_trained_is_in_the_merged_model(
     forked_runs: ForkedRuns, tmp_path: Path, tokens: Path
 ) -> None:
     model = write_model(tmp_path / "tied", tie_word_embeddings=True)
-    given = {"lora_rank": 2, "train_also": "embed_tokens", "lr": 1e-2, "max_step": 2}
-    forked_runs.start(argv(model, tokens, tmp_path / "run", parallelism="fsdp2", **given), 2).finish()
+    settings = {"lora_rank": 2, "train_also": "embed_tokens", "lr": 1e-2, "max_step": 2}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", parallelism="fsdp2", **settings), 2).finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     merged = MergedTensors(checkpoint)
     name = "model.embed_tokens.weight"
@@ -306,20 +347,23 @@ def test_a_tied_embedding_that_trained_is_in_the_merged_model(
 
 
 def test_dropout_is_of_training_alone() -> None:
+    def adapted_model(dropout: float) -> Any:
+        model = random_llama(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL))
+        attach(model, Adapter("lora", rank=4, alpha=8, dropout=dropout), "the model", "cpu")
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                torch.nn.init.constant_(parameter, 0.1)
+        return model
+
+    ids = torch.arange(3, 40)[None]
+    without_dropout = adapted_model(0.0)
+    with_dropout = adapted_model(0.5)
+    expected = without_dropout.eval()(ids).logits
+    assert torch.equal(without_dropout.train()(ids).logits, expected)
+    assert torch.equal(with_dropout.eval()(ids).logits, expected)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers = [LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL)) for _ in range(2)]
-        for model, dropout in zip(layers, (0.0, 0.5), strict=True):
-            model.load_state_dict(layers[0].state_dict(), strict=False)
-            attach(model, Adapter("lora", rank=4, alpha=8, dropout=dropout), "the model", "cpu")
-            for name, parameter in model.named_parameters():
-                if "lora" in name:
-                    torch.nn.init.constant_(parameter, 0.1)
-        ids = torch.arange(3, 40)[None]
-        plain, dropped = ((model.eval()(ids).logits, model.train()(ids).logits) for model in layers)
-    assert torch.equal(plain[0], dropped[0])
-    assert torch.equal(*plain)
-    assert not torch.allclose(*dropped, atol=1e-3)
+        assert not torch.allclose(with_dropout.train()(ids).logits, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -354,21 +398,29 @@ def test_every_default_of_peft_is_accepted() -> None:
 
 @pytest.mark.slow
 def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
-    forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, of_peft: Callable[..., Any]
+    forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, wide_model: Path, tokens: Path, train_with_peft: TrainWithPeft
 ) -> None:
-    start, losses, norms, _ = of_peft("4 bits", autocast=torch.bfloat16)
-    given = SETTINGS | {"init_adapter": start, "total_batch_size": ROWS_PER_WINDOW, "micro_batch_size": 1}
-    given |= {"base_weights": "nf4", "precision": "bf16-mixed", "max_step": 3}
-    found = []
+    expected = train_with_peft("4 bits", autocast=torch.bfloat16)
+    settings = {
+        **SETTINGS,
+        "init_adapter": expected.start,
+        "total_batch_size": ROWS_PER_WINDOW,
+        "micro_batch_size": 1,
+        "base_weights": "nf4",
+        "precision": "bf16-mixed",
+        "max_step": 3,
+    }
+    losses_by_parallelism = {}
     for parallelism, num_ranks in (("single", 1), ("fsdp", 2), ("fsdp2", 2)):
-        line = argv(wide_model, tokens, tmp_path / parallelism, parallelism=parallelism, **given)
+        line = argv(wide_model, tokens, tmp_path / parallelism, parallelism=parallelism, **settings)
         forked_runs_in_4_bits.start(line, num_ranks).finish()
         rows = metrics(tmp_path / parallelism)
-        found.append([float(row["train_loss"]) for row in rows])
+        losses_by_parallelism[parallelism] = [float(row["train_loss"]) for row in rows]
         # later steps of any two programs differ: in bf16, AdamW's first steps depend on how gradients are rounded
-        assert float(rows[0]["train_loss"]) == pytest.approx(losses[0], abs=BF16.eps)  # of logits below 1
-        assert float(rows[0]["grad_norm"]) == pytest.approx(norms[0], rel=4 * BF16.eps)
-        assert found[-1] == pytest.approx(found[0], abs=1e-5)
+        assert float(rows[0]["train_loss"]) == pytest.approx(expected.losses[0], abs=BF16.eps)  # of logits below 1
+        assert float(rows[0]["grad_norm"]) == pytest.approx(expected.grad_norms[0], rel=4 * BF16.eps)
+    assert losses_by_parallelism["fsdp"] == pytest.approx(losses_by_parallelism["single"], abs=1e-5)
+    assert losses_by_parallelism["fsdp2"] == pytest.approx(losses_by_parallelism["single"], abs=1e-5)
 
 
 @pytest.mark.numerical
@@ -382,15 +434,16 @@ def test_new_magnitudes_are_the_norms_of_the_weights_that_are_multiplied(
     tokens: Path,
     in_4bit: bool,
 ) -> None:
-    given = {"adapter": "dora", "parallelism": "fsdp", "max_step": 1, "lr": 1e-9, "total_batch_size": 3}
-    given |= {"base_weights": "nf4"} if in_4bit else {}
-    (forked_runs_in_4_bits if in_4bit else forked_runs).start(
-        argv(wide_model, tokens, tmp_path / "run", **given), 3
-    ).finish()
-    found = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
+    settings = {"adapter": "dora", "parallelism": "fsdp", "max_step": 1, "lr": 1e-9, "total_batch_size": 3}
+    runs = forked_runs
+    if in_4bit:
+        settings["base_weights"] = "nf4"
+        runs = forked_runs_in_4_bits
+    runs.start(argv(wide_model, tokens, tmp_path / "run", **settings), 3).finish()
+    adapter = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
     base = load_file(wide_model / "model.safetensors")
-    magnitudes = {name: tensor for name, tensor in found.items() if name.endswith("lora_magnitude_vector")}
-    assert len(magnitudes) == 14
+    magnitudes = {name: tensor for name, tensor in adapter.items() if name.endswith("lora_magnitude_vector")}
+    assert len(magnitudes) == 2 * 7  # linear layers
     for name, tensor in magnitudes.items():
         weight = base[name.removeprefix("base_model.model.").replace("lora_magnitude_vector", "weight")]
         if in_4bit:
@@ -421,12 +474,13 @@ def test_layers_are_replaced_below_their_adapters() -> None:
         block.q_proj.weight = layer.weight
     assert sorted(model.state_dict()) == sorted(names)
     inputs = torch.randn(3, 8)
-    of_base = 2 * inputs @ layer.weight.t()
     replaced: Any = model.block.q_proj
-    change = 2 * inputs @ replaced.lora_A.weight.t() @ replaced.lora_B.weight.t()
+    # DoRA (arXiv:2402.09353): the output of base and adapter, with the magnitude in place of the norm of their weights
+    base_output = 2 * inputs @ layer.weight.t()
+    adapter_output = 2 * inputs @ replaced.lora_A.weight.t() @ replaced.lora_B.weight.t()
     norms = (replaced.weight + 2 * replaced.lora_B.weight @ replaced.lora_A.weight).norm(dim=1)
     ratio = replaced.lora_magnitude_vector / norms
-    torch.testing.assert_close(replaced(inputs), ratio * (of_base + change))
+    torch.testing.assert_close(replaced(inputs), ratio * (base_output + adapter_output))
 
 
 TENSOR_PARALLEL = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2")
@@ -485,9 +539,10 @@ def test_what_an_adapter_cannot_be_is_one_line(
 
 def test_replicas_of_a_frozen_model_with_a_tied_head_are_refused(tmp_path: Path, tokens: Path) -> None:
     model = write_model(tmp_path / "tied", tie_word_embeddings=True)
-    given = {"lora_rank": 2, "devices": 2, "parallelism": "fsdp", "sharding_strategy": "NO_SHARD", "plan": "check"}
+    settings = {"lora_rank": 2, "devices": 2, "parallelism": "fsdp", "sharding_strategy": "NO_SHARD", "plan": "check"}
+    arguments = parse(TrainArguments, argv(model, tokens, tmp_path / "run", **settings))
     with pytest.raises(InputError, match="NO_SHARD does not work with an adapter of a model whose head"):
-        prepare(parse(TrainArguments, argv(model, tokens, tmp_path / "run", **given)))
+        prepare(arguments)
 
 
 def test_scale_and_names_are_as_in_peft(model: Path) -> None:
@@ -496,10 +551,14 @@ def test_scale_and_names_are_as_in_peft(model: Path) -> None:
     adapted = {name.rpartition(".lora_")[0] for name in shape.trained}
     assert len(adapted) == 7
     assert all(name.startswith("model.layers.0.") for name in adapted)
-    assert (adapter.scale, replace(adapter, is_rank_stabilized=True).scale) == (2.0, 4.0)
-    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
-    sizes = 4 * (2 * 64 + 2 * 48 + 3 * 96)
-    assert (shape.num_trained, shape.num_parameters) == (sizes, 2 * (layer + 64) + 32 + 2 * 300 * 32)
+    # alpha / rank, and alpha / √rank (arXiv:2312.03732)
+    assert adapter.scale == 2.0
+    assert replace(adapter, is_rank_stabilized=True).scale == 4.0
+    # rank 4, of inputs and outputs: q and o of 32 and 32, k and v of 32 and 16, the MLP's of 32 and 64
+    assert shape.num_trained == 4 * (2 * 64 + 2 * 48 + 3 * 96)
+    # two layers with two norms, the last norm, embedding and head of 300 tokens
+    num_in_linears = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    assert shape.num_parameters == 2 * (num_in_linears + 64) + 32 + 2 * 300 * 32
 
 
 def biased_model() -> Qwen2ForCausalLM:
@@ -524,71 +583,87 @@ def test_adapted_layers_with_biases_compute_what_those_of_peft_do(
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, lora_dropout=dropout, use_dora=use_dora, init_lora_weights=False
     )
+    # given a model with an adapter of peft
     torch.manual_seed(1)
-    tuned = peft.get_peft_model(biased_model(), config)
-    for name, parameter in tuned.named_parameters():
+    by_peft = peft.get_peft_model(biased_model(), config)
+    for name, parameter in by_peft.named_parameters():
         if "magnitude" in name:  # else the ratio is nearly 1
             parameter.data *= 1.5
-    tuned.save_pretrained(str(tmp_path))
-    own = biased_model()
+    by_peft.save_pretrained(str(tmp_path))
+    # and ours with the same tensors
+    ours = biased_model()
     adapter = read_adapter(tmp_path)
-    attach(own, replace(adapter, dropout=dropout), "the model", device="cpu")
+    attach(ours, replace(adapter, dropout=dropout), "the model", device="cpu")
     stored = load_file(tmp_path / "adapter_model.safetensors")
-    trained = {name: weight for name, weight in own.named_parameters() if is_adapter_parameter(name)}
+    trained = {name: weight for name, weight in ours.named_parameters() if is_adapter_parameter(name)}
     for name, weight in trained.items():
         weight.data.copy_(stored[f"base_model.model.{name}"])
     assert len(trained) == len(stored)
+
+    # then both have the same logits in training
     ids = torch.arange(24).view(2, 12)
-    for model in (tuned, own):
-        model.train()
-        torch.manual_seed(2)  # dropout draws the same numbers
-        model(ids, labels=ids).loss.backward()
+    by_peft.train()
+    ours.train()
+    torch.manual_seed(3)  # dropout draws the same numbers
+    expected_logits = by_peft(ids).logits
     torch.manual_seed(3)
-    expected = tuned(ids).logits
-    torch.manual_seed(3)
-    torch.testing.assert_close(own(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    gradients = {name.replace(".default", ""): weight.grad for name, weight in tuned.named_parameters()}
+    torch.testing.assert_close(ours(ids).logits, expected_logits, rtol=1e-4, atol=1e-5)
+
+    # and the same gradients
+    torch.manual_seed(2)
+    by_peft(ids, labels=ids).loss.backward()
+    torch.manual_seed(2)
+    ours(ids, labels=ids).loss.backward()
+    peft_gradients = {name.replace(".default", ""): weight.grad for name, weight in by_peft.named_parameters()}
     for name, weight in trained.items():
-        of_peft = gradients[f"base_model.model.{name}" + ".weight" * name.endswith("vector")]
-        torch.testing.assert_close(weight.grad, of_peft, rtol=1e-3, atol=1e-5)
+        peft_name = f"base_model.model.{name}"
+        if name.endswith("vector"):
+            peft_name += ".weight"
+        torch.testing.assert_close(weight.grad, peft_gradients[peft_name], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_nothing_of_an_adapter_stays_when_it_is_taken_off(kind: str) -> None:
     model = biased_model()
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    weights_before = {name: weight.clone() for name, weight in model.named_parameters()}
     classes = [type(module) for module in model.modules()]
     attach(model, Adapter(kind, rank=2, alpha=4.0), "the model", device="cpu")
     remove_adapters(model)
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys()
-    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    weights_after = dict(model.named_parameters())
+    assert weights_after.keys() == weights_before.keys()
+    assert all(torch.equal(weight, weights_before[name]) for name, weight in weights_after.items())
     assert [type(module) for module in model.modules()] == classes
 
 
 def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) -> None:
     model = biased_model()
     chosen = Adapter("lora", rank=2, alpha=4.0, targets=(r".*layers\.1\..*q_proj", "up_proj"))
-    expected = set(find_targets(model, chosen, "the model"))
-    assert expected == {"model.layers.1.self_attn.q_proj", *(f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1))}
+    targets = set(find_targets(model, chosen, "the model"))
+    assert targets == {
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.mlp.up_proj",
+    }
     for part_of_a_name in ("_proj", "proj", "ayers.1.mlp.up_proj"):
         with pytest.raises(InputError, match="has no linear layer of that name"):
             find_targets(model, replace(chosen, targets=(part_of_a_name,)), "the model")
+
+    # saved, and read again by us and by peft
     attach(model, chosen, "the model", device="cpu")
     trained = {name: weight.detach() for name, weight in model.named_parameters() if is_adapter_parameter(name)}
     save_file({f"base_model.model.{name}": weight for name, weight in trained.items()}, tmp_path / WEIGHTS)
     (tmp_path / CONFIG).write_text(json.dumps(peft_config(model, AdapterBase("base"))))
-    assert set(find_targets(biased_model(), read_adapter(tmp_path), "the model")) == expected
-    again = peft.PeftModel.from_pretrained(biased_model(), str(tmp_path))
-    assert {name for name, module in again.get_base_model().named_modules() if hasattr(module, "lora_A")} == expected
+    assert set(find_targets(biased_model(), read_adapter(tmp_path), "the model")) == targets
+    by_peft = peft.PeftModel.from_pretrained(biased_model(), str(tmp_path)).get_base_model()
+    assert {name for name, module in by_peft.named_modules() if hasattr(module, "lora_A")} == targets
 
 
 def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
     for begin, end in ((0, 96), (0, 1), (17, 60), (95, 96), (5, 5)):
-        rows, scales = quantize_rows(weight[begin:end])
-        assert torch.equal(rows, packed.view(96, 64)[begin:end])
+        row_codes, scales = quantize_rows(weight[begin:end])
+        assert torch.equal(row_codes, codes.view(96, 64)[begin:end])
         assert torch.equal(scales, state.absmax.view(96, 2)[begin:end])
 
 
@@ -613,7 +688,8 @@ def matrix_flops(adapter: Adapter | None) -> int:
         batch = Batch(ids, ids, targets=Targets(positions, torch.zeros_like(positions)))
         with FlopCounterMode(display=False) as counter:
             CrossEntropy().loss(model, batch).total.backward()
-    return sum(number for kind, number in counter.get_flop_counts()["Global"].items() if "mm" in str(kind))
+    flops_by_operation = counter.get_flop_counts()["Global"]
+    return sum(flops for operation, flops in flops_by_operation.items() if "mm" in str(operation))
 
 
 def test_a_router_that_is_linear_by_class_alone_gets_no_adapter() -> None:

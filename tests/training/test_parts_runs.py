@@ -29,19 +29,21 @@ class Runs:
         self.folder = folder
         self._model = model
         self._runs = runs
-        parts = [str(folder / name) for name in ("es", "va")]
-        for name, part, packing in zip(("es", "va"), parts, ("concat", "best_fit"), strict=True):
+        for name, packing in (("es", "concat"), ("va", "best_fit")):
             documents = write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in TEXTS])
-            tokenize(Path(part), model, f"{name}={documents}", packing=packing, validation_split=0.2, max_length=24)
+            tokenize(folder / name, model, f"{name}={documents}", packing=packing, validation_split=0.2, max_length=24)
+        parts = [str(folder / "es"), str(folder / "va")]
         merge.main([*parts, "--output_dir", str(folder / "whole")])
         merge.main([*parts, "--output_dir", str(folder / "parts"), "--parts", "true"])
         self.train("whole")
         assert self.train("parts", at_point(KILL, 5, "COMPUTING"), fails=True) == -9
         assert self.train("parts", resume="true", num_workers=1) == 0
 
-    def train(self, name: str, before: str = "", *, fails: bool = False, **options: object) -> int:
-        given = {"output_dir": self.folder / f"run-{name}", **OPTIONS, **options}
-        words = argv(self._model, self.folder / name, Path(str(given.pop("output_dir"))), **given)
+    def train(
+        self, name: str, before: str = "", *, fails: bool = False, run_dir: Path | None = None, **options: object
+    ) -> int:
+        """Train on the token dataset ``name``, into ``run-NAME`` by default, and return the exit code."""
+        words = argv(self._model, self.folder / name, run_dir or self.folder / f"run-{name}", **{**OPTIONS, **options})
         run = self._runs.start(words, 1, before=before)
         (code,) = run.wait()
         assert (code != 0) is fails, run.report()
@@ -61,56 +63,66 @@ def both(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_
 
 
 def test_a_killed_run_on_parts_has_the_weights_of_a_run_on_the_full_merge(both: Runs) -> None:
-    runs = [both.folder / f"run-{name}" for name in ("whole", "parts")]
-    assert metrics(runs[0]) == metrics(runs[1])
-    assert len(metrics(runs[0])) == OPTIONS["max_step"]
-    last = [run / "checkpoints" / "step-00000006" for run in runs]
+    on_whole = both.folder / "run-whole"
+    on_parts = both.folder / "run-parts"
+    assert metrics(on_parts) == metrics(on_whole)
+    assert len(metrics(on_parts)) == OPTIONS["max_step"]
+    checkpoint = on_parts / "checkpoints" / "step-00000006"
+    expected_checkpoint = on_whole / "checkpoints" / "step-00000006"
     for name in ("model.safetensors", "optimizer/optimizer.safetensors"):
-        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes(), name
-    hashes = [read_trainer_json(folder).state.rows_hash for folder in last]
-    assert hashes[0] == hashes[1]
+        assert (checkpoint / name).read_bytes() == (expected_checkpoint / name).read_bytes(), name
+    expected_hash = read_trainer_json(expected_checkpoint).state.rows_hash
+    assert read_trainer_json(checkpoint).state.rows_hash == expected_hash
 
 
 def test_trace_and_replay_read_parts_as_the_full_merge(both: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    found: list[list[str]] = [[], []]
-    for name, texts in zip(("whole", "parts"), found, strict=True):
-        for words in (["--step", "5"], ["--document", "va.jsonl:7"]):
-            trace([str(both.folder / f"run-{name}"), *words, "--json"])
-            texts.append(re.sub(rf"{both.folder}/(run-)?{name}", "HERE", capsys.readouterr().out))
+    def traced(name: str, *words: str) -> str:
+        trace([str(both.folder / f"run-{name}"), *words, "--json"])
+        return re.sub(rf"{both.folder}/(run-)?{name}", "HERE", capsys.readouterr().out)
+
+    assert traced("parts", "--step", "5") == traced("whole", "--step", "5")
+    assert traced("parts", "--document", "va.jsonl:7") == traced("whole", "--document", "va.jsonl:7")
+    for name in ("whole", "parts"):
         replayed = both.replay(name)
         assert "16 rows checked, 0 altered" in replayed
         assert "holds: every compared figure is reproduced" in replayed
-    assert found[0] == found[1]
 
 
 def test_an_order_by_index_is_saved_resumed_and_traced(both: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    # given a run whose rows are too many to shuffle, so that their order is a function of the index, which is killed
     run = both.folder / "run-keyed"
     few = "import fabric_train.data.data_order; fabric_train.data.data_order.MOST_SHUFFLED = 10"
-    assert both.train("parts", few + at_point(KILL, 4, "COMPUTING"), fails=True, output_dir=run) == -9
-    assert both.train("parts", few, resume="true", output_dir=run) == 0
+    assert both.train("parts", few + at_point(KILL, 4, "COMPUTING"), fails=True, run_dir=run) == -9
+    assert both.train("parts", few, resume="true", run_dir=run) == 0
+    # then it has read the rows of that order
     saved = read_trainer_json(run / "checkpoints" / "step-00000006")
     assert isinstance(saved.data, DataOrder)
     assert saved.data.version == KEYED
-    train = open_dataset(str(both.folder / "parts")).train
-    order = WindowOrder(len(train), 8, 2, 1, 0, saved.data.seed, version=KEYED)
+    num_rows = len(open_dataset(str(both.folder / "parts")).train)
+    order = WindowOrder(num_rows, 8, 2, 1, 0, saved.data.seed, version=KEYED)
     assert saved.state.rows_hash == order.rows_hash(6)
+    # and the trace lists them, by step and by document
     trace([str(run), "--step", "5", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert {one["row"] for one in found["documents"]} == set(order.rows_of(5).tolist())
-    row = found["documents"][0]
-    trace([str(run), "--document", f"{Path(row['file']).name}:{row['line']}", "--json"])
+    step_documents = json.loads(capsys.readouterr().out)["documents"]
+    assert {document["row"] for document in step_documents} == set(order.rows_of(5).tolist())
+    document = step_documents[0]
+    trace([str(run), "--document", f"{Path(document['file']).name}:{document['line']}", "--json"])
     assert 5 in {read["step"] for read in json.loads(capsys.readouterr().out)["read"]}
 
 
 def test_a_run_on_parts_may_go_on_with_the_full_merge(both: Runs) -> None:
+    # given a run on parts without its last checkpoint, too long to hash all its rows again
     run = Path(shutil.copytree(both.folder / "run-parts", both.folder / "run-goes-on"))
     shutil.rmtree(run / "checkpoints" / "step-00000006")
-    table = run / "metrics.csv"
-    written = table.read_text()
-    hashed = WindowOrder(len(open_dataset(str(both.folder / "whole")).train), 8, 2, 1, 0, seed=0).rows_hash(3)
-    table.write_text(written.replace(hashed, "0" * len(hashed)))
-    long = "from fabric_train.preflight import resume_check; resume_check._HASHED_AGAIN = 0"
-    assert both.train("whole", long, fails=True, resume="true", output_dir=run) == 2
-    table.write_text(written)
-    assert both.train("whole", long, resume="true", output_dir=run) == 0
+    metrics_csv = run / "metrics.csv"
+    content = metrics_csv.read_text()
+    is_long = "from fabric_train.preflight import resume_check; resume_check._HASHED_AGAIN = 0"
+    # it does not go on if metrics.csv has another hash of its rows
+    num_rows = len(open_dataset(str(both.folder / "whole")).train)
+    rows_hash = WindowOrder(num_rows, 8, 2, 1, 0, seed=0).rows_hash(3)
+    metrics_csv.write_text(content.replace(rows_hash, "0" * len(rows_hash)))
+    assert both.train("whole", is_long, fails=True, resume="true", run_dir=run) == 2
+    # and goes on with the right one
+    metrics_csv.write_text(content)
+    assert both.train("whole", is_long, resume="true", run_dir=run) == 0
     assert metrics(run) == metrics(both.folder / "run-whole")

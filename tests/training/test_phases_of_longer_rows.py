@@ -45,14 +45,17 @@ class Growing:
         (folder / "phases.yaml").write_text(PHASES)
 
     def start(self, run: str, num_ranks: int, before: str = "", **options: Any) -> ForkedRun:
-        given: dict[str, Any] = {"phases": "phases.yaml", "max_step": 5, "total_batch_size": 8, "lr": LR}
-        given |= {
+        arguments: dict[str, Any] = {
+            "phases": "phases.yaml",
+            "max_step": 5,
+            "total_batch_size": 8,
+            "lr": LR,
             "eval_iters": None,
             "save_step_interval": 10,
             "parallelism": "fsdp2" if num_ranks > 1 else "auto",
             **options,
         }
-        words = argv(self.model, Path("short"), Path(run), **given)
+        words = argv(self.model, Path("short"), Path(run), **arguments)
         return self._runs.start(words, num_ranks, cwd=self.folder, before=before)
 
     def checkpoint(self, run: str, step: int) -> Path:
@@ -68,8 +71,8 @@ class Growing:
         num_tokens = 2 * LONG
         return rounding_tolerance(num_sums_of_gradient(AutoConfig.from_pretrained(self.model), LONG, num_tokens))
 
-    def assert_same_to_rounding(self, run: str, other: str) -> None:
-        assert_same_checkpoint(self.tensors(run), self.tensors(other), LR, 5, self.rounding)
+    def assert_same_to_rounding(self, run: str, expected_run: str) -> None:
+        assert_same_checkpoint(self.tensors(run), self.tensors(expected_run), LR, 5, self.rounding)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +87,8 @@ def whole(growing: Growing) -> ForkedRun:
     return run
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def are_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
 def test_the_rows_and_positions_of_a_phase_are_longer(growing: Growing, whole: ForkedRun) -> None:
@@ -93,20 +96,29 @@ def test_the_rows_and_positions_of_a_phase_are_longer(growing: Growing, whole: F
     assert "256 positions, theta 10,000 -> 512 positions, llama3 factor 2 from 256 positions, theta 500,000" in lines
     assert "from step 3 on long: " in lines
     assert saved_steps(growing.folder / "whole") == [2, 4, 5]  # each phase ends with one
-    configs = [json.loads((growing.checkpoint("whole", step) / "config.json").read_text()) for step in (2, 4)]
-    assert [config["max_position_embeddings"] for config in configs] == [256, 512]
-    assert configs[1]["rope_parameters"] == ROPE | {"original_max_position_embeddings": POSITIONS}
-    saved = [read_trainer_json(growing.checkpoint("whole", step)) for step in (2, 5)]
+
+    short_config = json.loads((growing.checkpoint("whole", 2) / "config.json").read_text())
+    long_config = json.loads((growing.checkpoint("whole", 4) / "config.json").read_text())
+    assert short_config["max_position_embeddings"] == 256
+    assert long_config["max_position_embeddings"] == 512
+    assert long_config["rope_parameters"] == ROPE | {"original_max_position_embeddings": POSITIONS}
+
+    # two steps of 8 short rows, then three steps of 2 long ones
     num_tokens = [int(row[7]) for row in metrics(growing.folder / "whole")]
-    assert (num_tokens[1], num_tokens[4]) == (2 * 8 * SHORT, 2 * 8 * SHORT + 3 * 2 * LONG)
-    assert [one.state.num_samples for one in saved] == [16, 22]
-    assert saved[0].lineage == ()
-    (border,) = saved[1].lineage
+    assert num_tokens[1] == 2 * 8 * SHORT
+    assert num_tokens[4] == 2 * 8 * SHORT + 3 * 2 * LONG
+    before_border = read_trainer_json(growing.checkpoint("whole", 2))
+    at_end = read_trainer_json(growing.checkpoint("whole", 5))
+    assert before_border.state.num_samples == 2 * 8
+    assert at_end.state.num_samples == 2 * 8 + 3 * 2
+
+    assert before_border.lineage == ()
+    (border,) = at_end.lineage
     assert (border.run, border.step, border.continues_data) == (str(growing.folder / "whole"), 2, False)
     assert border.changed["train_data_dir"] == ["short", "long"]
     assert border.changed["total_batch_size"] == [8, 2]
     assert json.loads((growing.checkpoint("whole", 5) / "trainer.json").read_text())["lineage"][0]["run"] == "."
-    assert saved[1].arguments["train_data_dir"] == "long"
+    assert at_end.arguments["train_data_dir"] == "long"
 
 
 @pytest.mark.parametrize("kills", [(3,), (2, 4)])
@@ -116,24 +128,25 @@ def test_a_run_killed_around_the_border_resumes_bit_for_bit(
     """It is killed in the first step after the border, or in the step before it and the second after it."""
     name = f"killed at {kills[0]}"
     for step in kills:
-        action = at_point("os.kill(os.getpid(), signal.SIGKILL)", step, "COMPLETING")
-        assert -9 in growing.start(name, 2, action, resume="true").wait()
+        kill = at_point("os.kill(os.getpid(), signal.SIGKILL)", step, "COMPLETING")
+        assert -9 in growing.start(name, 2, kill, resume="true").wait()
     growing.start(name, 2, resume="true").finish()
-    assert same(growing.tensors(name), growing.tensors("whole"))
+    assert are_equal(growing.tensors(name), growing.tensors("whole"))
     assert metrics(growing.folder / name) == metrics(growing.folder / "whole")
-    shown = [read_trainer_json(growing.checkpoint(run, 5)).state.rows_hash for run in (name, "whole")]
-    assert shown[0] == shown[1]
+    resumed_state = read_trainer_json(growing.checkpoint(name, 5)).state
+    whole_state = read_trainer_json(growing.checkpoint("whole", 5)).state
+    assert resumed_state.rows_hash == whole_state.rows_hash
 
 
 def test_one_rank_goes_on_from_either_part_in_a_moved_folder(growing: Growing, whole: ForkedRun) -> None:
-    """It ends with the bits of one that was not stopped, and two ranks have the same sums of gradients to rounding."""
+    """It is bit-identical to an uninterrupted run, and two ranks have the same sums of gradients to rounding."""
     growing.start("single", 1).finish()
-    for name, removed in (("moved at the border", (4, 5)), ("moved later", (5,))):
+    for name, lost_steps in (("moved at the border", (4, 5)), ("moved later", (5,))):
         shutil.copytree(growing.folder / "single", growing.folder / name)
-        for step in removed:
+        for step in lost_steps:
             shutil.rmtree(growing.checkpoint(name, step))
         growing.start(name, 1, resume="true").finish()
-        assert same(growing.tensors(name), growing.tensors("single"))
+        assert are_equal(growing.tensors(name), growing.tensors("single"))
         assert metrics(growing.folder / name) == metrics(growing.folder / "single")
         (border,) = read_trainer_json(growing.checkpoint(name, 5)).lineage
         assert border.run == str(growing.folder / name)
@@ -142,17 +155,21 @@ def test_one_rank_goes_on_from_either_part_in_a_moved_folder(growing: Growing, w
 
 def test_ranks_that_share_the_rows_have_the_same_losses_and_weights(growing: Growing, whole: ForkedRun) -> None:
     growing.start("shared", 2, devices=2, context_parallel_size=2).finish()
-    losses = [[float(row[2] or 0) for row in metrics(growing.folder / run)] for run in ("shared", "whole")]
-    assert losses[0] == pytest.approx(losses[1], rel=growing.rounding)
+    losses = [float(row[2] or 0) for row in metrics(growing.folder / "shared")]
+    expected_losses = [float(row[2] or 0) for row in metrics(growing.folder / "whole")]
+    assert losses == pytest.approx(expected_losses, rel=growing.rounding)
     growing.assert_same_to_rounding("shared", "whole")
 
 
 def test_trace_reads_both_datasets(growing: Growing, whole: ForkedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(growing.folder)
     history = RunHistory(growing.folder / "whole")
-    found = [list_documents(history, step, None) for step in (2, 3, 5)]
-    assert [one.num_rows for one in found] == [8, 2, 2]
-    assert [{document.dataset for document in one.documents} for one in found] == [{"short"}, {"long"}, {"long"}]
+    for step, num_rows, dataset in ((2, 8, "short"), (3, 2, "long"), (5, 2, "long")):
+        step_documents = list_documents(history, step, None)
+        assert step_documents.num_rows == num_rows
+        assert {document.dataset for document in step_documents.documents} == {dataset}
+
+    # without the checkpoint at the border, nobody knows what the steps before it have read
     shutil.copytree(growing.folder / "whole", growing.folder / "pruned")
     shutil.rmtree(growing.checkpoint("pruned", 2))
     with pytest.raises(InputError, match="the run of the steps 1 to 2 has no checkpoint any more"):
@@ -176,7 +193,8 @@ def test_replay_repeats_the_steps_of_either_side(growing: Growing, whole: Forked
 def test_a_branch_and_a_plan_know_the_phase(growing: Growing, whole: ForkedRun) -> None:
     branch = growing.start("branch", 1, branch="whole@4", max_step=5)
     branch.finish()
-    assert [one.step for one in read_trainer_json(growing.checkpoint("branch", 5)).lineage] == [2, 4]
+    lineage = read_trainer_json(growing.checkpoint("branch", 5)).lineage
+    assert [border.step for border in lineage] == [2, 4]
     plan = growing.start("planned", 1, plan="true")
     plan.finish()
     assert "it fits" in plan.stdout()

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.pair_datasets import ROW_LENGTH, tokenize, write_model, write_source
 from tests.support.rounding import num_sums_of_loss, rounding_tolerance
 
-GIVEN = {
+ARGUMENTS = {
     "dpo": PreferenceArguments(objective="dpo", dpo_beta=0.3, label_smoothing=0.2, sft_weight=0.5),
     "dpo_norm": PreferenceArguments(objective="dpo", dpo_beta=5.0, length_normalised=True),
     "ipo": PreferenceArguments(objective="ipo", dpo_beta=0.4),
@@ -41,66 +41,124 @@ GIVEN = {
     "apo_zero": PreferenceArguments(objective="apo_zero", dpo_beta=0.3, sft_weight=0.5),
     "dpop": PreferenceArguments(objective="dpop", dpo_beta=0.3, dpop_lambda=5.0),
 }
-FIGURES = ("train_loss", "grad_norm", "train_margin", "train_logp_chosen", "train_accuracy", "train_length_rejected")
+COMPARED_COLUMNS = (
+    "train_loss",
+    "grad_norm",
+    "train_margin",
+    "train_logp_chosen",
+    "train_accuracy",
+    "train_length_rejected",
+)
 
 
 def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
 
-def by_hand(name: str, logs: tuple[float, float], reference: tuple[float, float], tokens: tuple[int, int]) -> float:
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a pair: its log-probabilities, and its number of tokens."""
+
+    policy: float
+    reference: float
+    num_tokens: int
+
+    @property
+    def ratio(self) -> float:
+        """The logarithm of the ratio of both probabilities."""
+        return self.policy - self.reference
+
+    @property
+    def mean(self) -> float:
+        return self.policy / self.num_tokens
+
+    @property
+    def mean_ratio(self) -> float:
+        return self.ratio / self.num_tokens
+
+
+def log_odds(log_probability: float) -> float:
+    return math.log(math.exp(log_probability) / (1 - math.exp(log_probability)))
+
+
+def by_hand(name: str, chosen: Answer, rejected: Answer) -> float:
     """Return the loss of a pair as TRL computes it, without the part of ``sft_weight``."""
-    given = GIVEN[name]
-    beta = given.dpo_beta
-    smoothing = given.label_smoothing
-    mean = [value / count for value, count in zip(logs, tokens, strict=True)]
-    ratios = [value - other for value, other in zip(logs, reference, strict=True)]
-    mean_ratios = [value / count for value, count in zip(ratios, tokens, strict=True)]
+    arguments = ARGUMENTS[name]
+    beta = arguments.dpo_beta
     if name == "ipo":
-        return (mean_ratios[0] - mean_ratios[1] - 1 / (2 * beta)) ** 2
+        return (chosen.mean_ratio - rejected.mean_ratio - 1 / (2 * beta)) ** 2
     if name == "orpo":
-        odds = [math.log(math.exp(one) / (1 - math.exp(one))) for one in mean]
-        return -mean[0] - beta * log_sigmoid(odds[0] - odds[1])
+        return -chosen.mean - beta * log_sigmoid(log_odds(chosen.mean) - log_odds(rejected.mean))
     if name == "apo_zero":
-        return 1 - math.exp(log_sigmoid(beta * ratios[0])) + math.exp(log_sigmoid(beta * ratios[1]))
+        return 1 - math.exp(log_sigmoid(beta * chosen.ratio)) + math.exp(log_sigmoid(beta * rejected.ratio))
     if name == "dpop":
-        lost = max(0.0, reference[0] - logs[0])
-        return -log_sigmoid(beta * (ratios[0] - ratios[1] - given.dpop_lambda * lost))
+        lost = max(0.0, -chosen.ratio)
+        return -log_sigmoid(beta * (chosen.ratio - rejected.ratio - arguments.dpop_lambda * lost))
     if name == "simpo":
-        margin = beta * (mean[0] - mean[1]) - given.simpo_gamma
+        margin = beta * (chosen.mean - rejected.mean) - arguments.simpo_gamma
+    elif name == "dpo_norm":
+        margin = beta * (chosen.mean_ratio - rejected.mean_ratio)
     else:
-        chosen, rejected = mean_ratios if name == "dpo_norm" else ratios
-        margin = beta * (chosen - rejected)
+        margin = beta * (chosen.ratio - rejected.ratio)
+    smoothing = arguments.label_smoothing
     return -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
 
 
-@pytest.mark.parametrize("name", GIVEN)
+def pairs_of(pairs: Sequence[tuple[Answer, Answer]]) -> Pairs:
+    """Return pairs of a chosen and a rejected answer as the losses take them."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    return Pairs(
+        chosen=column([chosen.policy for chosen, _ in pairs]),
+        rejected=column([rejected.policy for _, rejected in pairs]),
+        reference_chosen=column([chosen.reference for chosen, _ in pairs]),
+        reference_rejected=column([rejected.reference for _, rejected in pairs]),
+        chosen_tokens=column([chosen.num_tokens for chosen, _ in pairs]),
+        rejected_tokens=column([rejected.num_tokens for _, rejected in pairs]),
+    )
+
+
+def metrics_of(name: str, chosen: Answer, rejected: Answer) -> dict[str, float]:
+    """Return the metrics of one pair."""
+    metrics = Preference(ARGUMENTS[name]).compute_metrics(pairs_of([(chosen, rejected)]))
+    return {metric: value.item() for metric, value in metrics.items()}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_loss_is_that_of_its_paper(name: str) -> None:
-    pairs = [((-9.0, -11.5), (-10.0, -10.2), (5, 8)), ((-2.0, -1.0), (-1.5, -2.5), (4, 2))]
-    columns = zip(*((*logs, *reference, *tokens) for logs, reference, tokens in pairs), strict=True)
-    given = GIVEN[name]
-    losses = LOSSES[given.objective](Pairs(*(torch.tensor(one, dtype=torch.float64) for one in columns)), given)
-    assert losses.tolist() == pytest.approx([by_hand(name, *pair) for pair in pairs], rel=1e-12)
+    pairs = [
+        (Answer(-9.0, -10.0, 5), Answer(-11.5, -10.2, 8)),
+        (Answer(-2.0, -1.5, 4), Answer(-1.0, -2.5, 2)),
+    ]
+    arguments = ARGUMENTS[name]
+    losses = LOSSES[arguments.objective](pairs_of(pairs), arguments)
+    expected = [by_hand(name, chosen, rejected) for chosen, rejected in pairs]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["dpo", "dpo_norm", "ipo", "apo_zero", "dpop"])
 def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
-    logs = (-9.0, -12.0)
-    reference = (-10.0, -10.0)
-    tokens = (5, 8)
-    values = [torch.tensor([value], dtype=torch.float64) for value in (*logs, *reference, *tokens)]
-    metrics = {of: value.item() for of, value in Preference(GIVEN[name]).compute_metrics(Pairs(*values)).items()}
+    metrics = metrics_of(name, Answer(-9.0, -10.0, 5), Answer(-12.0, -10.0, 8))
     # beyond the reference: 1 for the chosen answer, -2 for the rejected one; per token 1 / 5 and -2 / 8
-    chosen, rejected = (0.2, -0.25) if name in ("dpo_norm", "ipo") else (1.0, -2.0)
-    beta = GIVEN[name].dpo_beta
-    assert metrics["reward_chosen"] == pytest.approx(beta * chosen)
-    assert metrics["reward_rejected"] == pytest.approx(beta * rejected)
-    assert metrics["margin"] == pytest.approx(beta * (chosen - rejected))
+    chosen_ratio = 1.0
+    rejected_ratio = -2.0
+    if name in ("dpo_norm", "ipo"):
+        chosen_ratio = 0.2
+        rejected_ratio = -0.25
+    beta = ARGUMENTS[name].dpo_beta
+    assert metrics["reward_chosen"] == pytest.approx(beta * chosen_ratio)
+    assert metrics["reward_rejected"] == pytest.approx(beta * rejected_ratio)
+    assert metrics["margin"] == pytest.approx(beta * (chosen_ratio - rejected_ratio))
     assert metrics["kl"] == pytest.approx(-(0.2 - 0.25) / 2)  # per token, whatever the loss is of
     assert metrics["sft_loss"] == pytest.approx(9 / 5)
-    assert (metrics["accuracy"], metrics["ties"]) == (1.0, 0.0)
-    assert (metrics["logp_chosen"], metrics["logp_rejected"]) == logs
-    assert (metrics["length_chosen"], metrics["length_rejected"]) == tokens
+    assert metrics["accuracy"] == 1.0
+    assert metrics["ties"] == 0.0
+    assert metrics["logp_chosen"] == -9.0
+    assert metrics["logp_rejected"] == -12.0
+    assert metrics["length_chosen"] == 5
+    assert metrics["length_rejected"] == 8
 
 
 def test_orpo_is_exact_for_nearly_certain_and_nearly_impossible_answers() -> None:
@@ -110,16 +168,16 @@ def test_orpo_is_exact_for_nearly_certain_and_nearly_impossible_answers() -> Non
 
 
 def test_an_answer_without_tokens_gives_finite_figures() -> None:
-    values = [torch.tensor([value], dtype=torch.float64) for value in (0.0, -6.0, 0.0, -7.0, 0, 3)]
-    for name in GIVEN:
-        metrics = Preference(GIVEN[name]).compute_metrics(Pairs(*values))
-        assert all(value.isfinite().all() for value in metrics.values()), name
+    for name in ARGUMENTS:
+        metrics = metrics_of(name, Answer(0.0, 0.0, 0), Answer(-6.0, -7.0, 3))
+        assert all(math.isfinite(value) for value in metrics.values()), name
 
 
 def test_a_tie_is_half_an_accurate_pair() -> None:
-    values = [torch.tensor([value], dtype=torch.float64) for value in (-4.0, -6.0, -5.0, -7.0, 3, 3)]
-    metrics = Preference(GIVEN["dpo"]).compute_metrics(Pairs(*values))
-    assert (metrics["accuracy"].item(), metrics["ties"].item(), metrics["margin"].item()) == (0.5, 1.0, 0.0)
+    metrics = metrics_of("dpo", Answer(-4.0, -5.0, 3), Answer(-6.0, -7.0, 3))
+    assert metrics["accuracy"] == 0.5
+    assert metrics["ties"] == 1.0
+    assert metrics["margin"] == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +234,11 @@ def sums_alone(model: Any, batch: Batch) -> torch.Tensor:
 def plain_values(model: Any, rows: Rows) -> np.ndarray:
     """Return the log-probabilities of a split's pairs in the order of its document index, [pairs, 2]."""
     assert rows.index is not None
-    found: dict[int, Any] = {}
+    sums_by_document: dict[int, torch.Tensor] = {}
     for row in range(len(rows)):
         documents = rows.index.pieces(np.array([row])).documents.tolist()
-        found |= zip(documents, sums_alone(model, rows.__getitems__([row])), strict=True)
-    return torch.stack([found[document] for document in sorted(found)]).numpy()
+        sums_by_document |= zip(documents, sums_alone(model, rows.__getitems__([row])), strict=True)
+    return torch.stack([sums_by_document[document] for document in sorted(sums_by_document)]).numpy()
 
 
 def without_reference(tokens: Path, copy: Path) -> Path:
@@ -188,68 +246,87 @@ def without_reference(tokens: Path, copy: Path) -> Path:
     return Path(shutil.copytree(tokens, copy, ignore=shutil.ignore_patterns("reference")))
 
 
-def stored_values(tokens: Path, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the log-probabilities of the only reference besides ``others`` of a token dataset, by split."""
-    (folder,) = (one for one in (tokens / "reference").iterdir() if one.name not in others)
+def stored_values(tokens: Path, ignored: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Return the log-probabilities of the only reference besides ``ignored`` of a token dataset, by split."""
+    (folder,) = (folder for folder in (tokens / "reference").iterdir() if folder.name not in ignored)
     return {file.stem: np.load(file) for file in folder.glob("*.npy")}
 
 
 @pytest.mark.numerical
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_loss_and_gradient_are_those_of_each_answer_alone_by_full_logits(
     name: str, model_dir: Path, packed: Path
 ) -> None:
+    arguments = ARGUMENTS[name]
+    objective = Preference(arguments)
     batch = open_dataset(str(packed)).train.__getitems__([0, 1, 2])
     reference = torch.randn(batch.num_pairs, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 30
-    model, plain = (LlamaForCausalLM.from_pretrained(model_dir).eval() for _ in range(2))
+    batch = replace(batch, reference=reference)
+
+    # the loss of packed pairs, computed in the head
+    model = LlamaForCausalLM.from_pretrained(model_dir).eval()
     assert compute_loss_in_head(model)
-    objective = Preference(GIVEN[name])
-    found = objective.loss(model, replace(batch, reference=reference))
-    found.total.backward()
-    by_logits = objective.loss(plain, replace(batch, reference=reference))  # of a family whose head is left alone
-    assert by_logits.total.item() == pytest.approx(found.total.item(), rel=1e-6)
+    loss = objective.loss(model, batch)
+    loss.total.backward()
+
+    # a family whose head is left alone has the same
+    plain = LlamaForCausalLM.from_pretrained(model_dir).eval()
+    assert objective.loss(plain, batch).total.item() == pytest.approx(loss.total.item(), rel=1e-6)
+
+    # so has the formula with the log-probabilities of each answer alone
     sums = sums_alone(plain, batch)
-    tokens = torch.tensor([(part != -100).sum() for part in _answers(batch)]).double().view(-1, 2)
-    pairs = Pairs(*sums.T, *(reference if GIVEN[name].needs_reference else 0 * reference).T, *tokens.T)
-    losses = LOSSES[GIVEN[name].objective](pairs, GIVEN[name])
-    losses = losses - GIVEN[name].sft_weight * sums[:, 0] / tokens[:, 0]
+    num_tokens = answer_lengths(batch)
+    if not arguments.needs_reference:
+        reference = torch.zeros_like(reference)
+    losses = LOSSES[arguments.objective](Pairs(*sums.T, *reference.T, *num_tokens.T), arguments)
+    losses = losses - arguments.sft_weight * sums[:, 0] / num_tokens[:, 0]
     losses.sum().backward()
     assert batch.pieces is not None
-    assert found.piece_losses is not None
-    torch.testing.assert_close(found.piece_losses, losses.detach(), rtol=1e-5, atol=1e-6)
-    by_source = sum_by_source(found.piece_losses, batch.pieces.sources, 2)
-    assert by_source.sum().item() == pytest.approx(float(found.total.detach()), rel=1e-12)
-    for (parameter, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert weight.grad is not None and other.grad is not None  # noqa: PT018 - of one weight
-        difference = (weight.grad - other.grad).norm() / other.grad.norm()
-        assert difference < 1e-5, (parameter, difference)
+    assert loss.piece_losses is not None
+    torch.testing.assert_close(loss.piece_losses, losses.detach(), rtol=1e-5, atol=1e-6)
+    losses_by_source = sum_by_source(loss.piece_losses, batch.pieces.sources, 2)
+    assert losses_by_source.sum().item() == pytest.approx(float(loss.total.detach()), rel=1e-12)
+
+    # and the same gradient
+    for (weight_name, weight), plain_weight in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert weight.grad is not None
+        assert plain_weight.grad is not None
+        difference = (weight.grad - plain_weight.grad).norm() / plain_weight.grad.norm()
+        assert difference < 1e-5, (weight_name, difference)
 
 
-def _answers(batch: Batch) -> list[torch.Tensor]:
+def answer_lengths(batch: Batch) -> torch.Tensor:
+    """Return the number of supervised tokens of both answers of each pair, fp64 [P, 2]."""
     assert batch.documents is not None
-    return list(batch.labels.flatten().tensor_split(batch.documents.borders[1:-1].tolist()))
+    labels_by_answer = batch.labels.flatten().tensor_split(batch.documents.borders[1:-1].tolist())
+    lengths = [int((labels != -100).sum()) for labels in labels_by_answer]
+    return torch.tensor(lengths, dtype=torch.float64).view(-1, 2)
 
 
 def test_a_rank_without_rows_takes_part_in_the_backward_pass(model_dir: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(model_dir)
     compute_loss_in_head(model)
     empty = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), -100))
-    loss = Preference(GIVEN["orpo"]).loss(model, empty)
+    loss = Preference(ARGUMENTS["orpo"]).loss(model, empty)
     loss.total.backward()
-    assert (loss.total.item(), loss.piece_losses) == (0, None)
+    assert loss.total.item() == 0
+    assert loss.piece_losses is None
     assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
 
 
 def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
-    given: dict[str, object] = {
+    settings: dict[str, object] = {
         "objective": "dpo",
         "eval_at_start": "true",
         "eval_iters": None,
         "max_step": 3,
         "number_epochs": 9,
+        "total_batch_size": None,
+        "save_step_interval": 2,
+        "eval_step_interval": 3,
+        "lr": 3e-3,
     }
-    given |= {"total_batch_size": None, "save_step_interval": 2, "eval_step_interval": 3, "lr": 3e-3}
-    return short_runs.argv(model, tokens, run, **(given | options))
+    return short_runs.argv(model, tokens, run, **{**settings, **options})
 
 
 def table(run: Path) -> list[dict[str, str]]:
@@ -257,11 +334,14 @@ def table(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def whole_windows(tokens: Path, ranks: int, rows: int) -> dict[str, object]:
+def whole_windows(tokens: Path, num_data_ranks: int, micro_batch_size: int) -> dict[str, object]:
     """Return the options with which a window has all rows, so that it has the same pairs however they are packed."""
-    together = ranks * rows
-    accumulation = -(-len(open_dataset(str(tokens)).train) // together)
-    return {"micro_batch_size": rows, "gradient_accumulation_steps": accumulation, "eval_batch_size": rows}
+    num_rows = len(open_dataset(str(tokens)).train)
+    return {
+        "micro_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": math.ceil(num_rows / (num_data_ranks * micro_batch_size)),
+        "eval_batch_size": micro_batch_size,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -307,46 +387,53 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     rows: int,
     options: dict[str, int],
 ) -> None:
+    # given a run with another layout of the rows, other ranks or other micro-batches
     tokens = without_reference(request.getfixturevalue(layout), tmp_path / "tokens")
-    data_ranks = ranks // math.prod(options.values())
-    given = {"parallelism": parallelism, "devices": ranks, **options, **whole_windows(tokens, data_ranks, rows)}
-    forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **given), ranks).finish()
-    for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):
-        columns = [name for name in row if name in FIGURES or name.startswith(("train_loss/", "val_"))]
-        if int(row["step"]) <= 1:
-            # the policy still is the reference: rounding alone decides which of two rewards of 0 is larger
-            columns = [name for name in columns if "ties" not in name and "accuracy" not in name]
-        found = [float(other[name] or "nan") for name in columns]
-        expected = [float(row[name] or "nan") for name in columns]
-        tolerated = pytest.approx(expected, rel=rounding, abs=reward_rounding, nan_ok=True)
-        assert found == tolerated, dict(zip(columns, found, strict=True))
+    num_data_ranks = ranks // math.prod(options.values())
+    windows = whole_windows(tokens, num_data_ranks, rows)
+    settings = {"parallelism": parallelism, "devices": ranks, **options, **windows}
+    forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **settings), ranks).finish()
+
+    # then it has the same figures
+    for row, expected_row in zip(table(tmp_path / "run"), table(straight), strict=True):
+        for column, cell in expected_row.items():
+            if column not in COMPARED_COLUMNS and not column.startswith(("train_loss/", "val_")):
+                continue
+            if int(row["step"]) <= 1 and ("ties" in column or "accuracy" in column):
+                continue  # the policy still is the reference: rounding decides which of two rewards of 0 is larger
+            expected = float(cell or "nan")
+            tolerated = pytest.approx(expected, rel=rounding, abs=reward_rounding, nan_ok=True)
+            assert float(row[column] or "nan") == tolerated, column
+
+    # and has stored the log-probabilities of each answer alone
     dataset = open_dataset(str(tokens))
-    stored = stored_values(tokens)
     assert dataset.validation is not None
+    stored = stored_values(tokens)
     model = LlamaForCausalLM.from_pretrained(model_dir).eval()
-    for name, split in {"train": dataset.train, "validation": dataset.validation}.items():
-        np.testing.assert_allclose(stored[name], plain_values(model, split), rtol=rounding)
+    np.testing.assert_allclose(stored["train"], plain_values(model, dataset.train), rtol=rounding)
+    np.testing.assert_allclose(stored["validation"], plain_values(model, dataset.validation), rtol=rounding)
 
 
 def test_killed_run_whose_reference_is_deleted_resumes_bit_for_bit(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, straight: Path
 ) -> None:
-    tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
+    # given a run that is killed at step 3, and whose reference is deleted
+    tokens = without_reference(packed, tmp_path / "tokens")
     run = tmp_path / "run"
-    shutil.rmtree(tokens / "reference", ignore_errors=True)
-    given = argv(model_dir, tokens, run, **whole_windows(tokens, 1, 2))
+    words = argv(model_dir, tokens, run, **whole_windows(tokens, 1, 2))
     kill = short_runs.at_point("os.kill(os.getpid(), signal.SIGKILL)", 3, "OPTIMIZER", ranks=(0,))
-    assert forked_runs.start(given, 1, before=kill).wait() == [-9]
+    assert forked_runs.start(words, 1, before=kill).wait() == [-9]
     assert short_runs.saved_steps(run)[-1] in (1, 2)
-    (folder,) = (tokens / "reference").iterdir()
-    before = (folder / "train.npy").read_bytes()
+    (reference,) = (tokens / "reference").iterdir()
+    content = (reference / "train.npy").read_bytes()
     shutil.rmtree(tokens / "reference")
-    forked_runs.start([*given, "--resume", "true"], 1).finish()
-    assert (folder / "train.npy").read_bytes() == before
+    # when it is resumed
+    forked_runs.start([*words, "--resume", "true"], 1).finish()
+    # then it writes the same reference, and ends as one that was not killed
+    assert (reference / "train.npy").read_bytes() == content
     assert short_runs.metrics(run) == short_runs.metrics(straight)
-    weights = (one / "checkpoints" / "step-00000003" / "model.safetensors" for one in (run, straight))
-    first, second = (one.read_bytes() for one in weights)
-    assert first == second
+    weights = Path("checkpoints", "step-00000003", "model.safetensors")
+    assert (run / weights).read_bytes() == (straight / weights).read_bytes()
 
 
 def test_a_reference_of_something_else_is_refused_by_name(
@@ -357,12 +444,12 @@ def test_a_reference_of_something_else_is_refused_by_name(
     (folder,) = (tokens / "reference").iterdir()
     content = json.loads((folder / "reference.json").read_text())
     assert content["made_of"]["dtype"] == "32-true"
-    for what in ("model", "dtype", "token dataset", "attention"):
-        changed = content | {"made_of": content["made_of"] | {what: "another"}}
+    for ingredient in ("model", "dtype", "token dataset", "attention"):
+        changed = content | {"made_of": content["made_of"] | {ingredient: "another"}}
         (folder / "reference.json").write_text(json.dumps(changed))
         run = forked_runs.start(argv(model_dir, tokens, tmp_path / "run"), 1)
         assert run.wait() == [2]
-        assert f"reference.json: of another {what}" in run.stderr()
+        assert f"reference.json: of another {ingredient}" in run.stderr()
     (folder / "reference.json").write_text(json.dumps(content))
     values = bytearray((folder / "train.npy").read_bytes())
     values[-1] ^= 1
@@ -382,11 +469,10 @@ def test_dropout_is_off_in_the_reference_and_on_in_training(
     start, first, *_ = table(tmp_path / "run")
     assert float(start["val_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)
     assert abs(float(first["train_loss"]) - math.log(2)) > 2 * reward_rounding
-    shutil.rmtree(next(one for one in (packed / "reference").iterdir() if str(model) in _text(one)))
-
-
-def _text(folder: Path) -> str:
-    return (folder / "reference.json").read_text()
+    # other tests expect one reference
+    for reference in (packed / "reference").iterdir():
+        if str(model) in (reference / "reference.json").read_text():
+            shutil.rmtree(reference)
 
 
 @pytest.fixture(scope="module")
@@ -396,8 +482,8 @@ def adapted(
     """A run with an adapter, after the run of all weights has written the reference."""
     del straight
     run = tmp_path_factory.mktemp("adapted") / "run"
-    given = {**whole_windows(packed, 1, 2), "adapter": "lora", "lora_rank": 4, "lr": 3e-2}
-    started = forked_runs.start(argv(model_dir, packed, run, **given), 1)
+    windows = whole_windows(packed, 1, 2)
+    started = forked_runs.start(argv(model_dir, packed, run, **windows, adapter="lora", lora_rank=4, lr=3e-2), 1)
     started.finish()
     assert "reference log-probabilities of" not in started.stdout()
     return run
@@ -412,7 +498,7 @@ def test_the_reference_of_an_adapter_is_its_base(
     assert float(first["train_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)  # B of the adapter is 0
 
 
-def of_peft(folder: Path, model_dir: Path) -> Any:
+def save_peft_adapter(folder: Path, model_dir: Path) -> Any:
     """Save an adapter with peft whose matrices are not 0, and return it with its base."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, r=4, lora_alpha=8, lora_dropout=0.5)
     with torch.random.fork_rng(devices=[]):
@@ -422,7 +508,7 @@ def of_peft(folder: Path, model_dir: Path) -> Any:
     return model
 
 
-def in_cache(folder: Path, model_dir: Path) -> Any:
+def save_in_hub_cache(folder: Path, model_dir: Path) -> Any:
     """Save another model as the hub's client has it in its cache, as ``some/model``, and return it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -434,7 +520,7 @@ def in_cache(folder: Path, model_dir: Path) -> Any:
     return model
 
 
-def in_4_bits(model_dir: Path) -> Any:
+def load_in_4_bits(model_dir: Path) -> Any:
     """Return the model with what 4 bits stand for as the weights of its decoder's linear layers.
 
     The layer of bitsandbytes is no reference: in evaluation it multiplies in bfloat16, whatever its compute type, on
@@ -443,16 +529,62 @@ def in_4_bits(model_dir: Path) -> Any:
     model = LlamaForCausalLM.from_pretrained(model_dir)
     for module in model.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
-            packed, state = quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4")
-            module.weight.data = dequantize_4bit(packed, state)
+            codes, state = quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4")
+            module.weight.data = dequantize_4bit(codes, state)
     return model
 
 
-OTHERS = ["checkpoint", "adapter of a run", "adapter of peft", "hub"]
+OTHER_MODELS = ["checkpoint", "adapter of a run", "adapter of peft", "hub"]
+"""Kinds of a reference that is another model than the one that training begins with."""
+
+
+@dataclass(frozen=True)
+class ReferenceCase:
+    """A run with a reference."""
+
+    options: dict[str, object]
+    """Arguments with which the run has the reference."""
+    recorded_place: str
+    """Where the reference is, as trainer.json says."""
+    reference: Any
+    policy: Any
+    """The model that training begins with."""
+
+
+def reference_case(kind: str, folder: Path, model_dir: Path, straight: Path, adapted: Path) -> ReferenceCase:
+    """Return a case, for which files may be written into ``folder``."""
+    base = LlamaForCausalLM.from_pretrained(model_dir)
+    full_checkpoint = straight / "checkpoints" / "step-00000003"
+    adapter_checkpoint = adapted / "checkpoints" / "step-00000003"
+    adapter_dir = folder / "reference"
+    if kind == "checkpoint":
+        reference = LlamaForCausalLM.from_pretrained(full_checkpoint)
+        return ReferenceCase({"reference": straight / "latest"}, str(full_checkpoint), reference, policy=base)
+    if kind == "adapter of a run":
+        own_base = LlamaForCausalLM.from_pretrained(model_dir)  # peft changes it
+        with_adapter = peft.PeftModel.from_pretrained(own_base, adapter_checkpoint)
+        return ReferenceCase({"reference": adapter_checkpoint}, str(adapter_checkpoint), with_adapter, policy=base)
+    if kind == "adapter of peft":
+        with_adapter = save_peft_adapter(adapter_dir, model_dir)
+        return ReferenceCase({"reference": adapter_dir}, str(adapter_dir), with_adapter, policy=base)
+    if kind == "hub":
+        cached = save_in_hub_cache(folder / "hub", model_dir)
+        return ReferenceCase({"reference": "some/model"}, "some/model", cached, policy=base)
+
+    # without --reference, it is the model that training begins with
+    if kind == "checkpoint to begin with":
+        start = LlamaForCausalLM.from_pretrained(full_checkpoint)
+        return ReferenceCase({"model_name": straight / "latest"}, str(full_checkpoint), start, policy=start)
+    if kind == "adapter to begin with":
+        with_adapter = save_peft_adapter(adapter_dir, model_dir)
+        return ReferenceCase({"init_adapter": adapter_dir}, str(adapter_dir), with_adapter, policy=with_adapter)
+    assert kind == "4 bits"
+    in_4_bits = load_in_4_bits(model_dir)
+    return ReferenceCase({"adapter": "lora", "base_weights": "nf4"}, str(model_dir), in_4_bits, policy=in_4_bits)
 
 
 @pytest.mark.numerical
-@pytest.mark.parametrize("kind", [*OTHERS, "checkpoint to begin with", "adapter to begin with", "4 bits"])
+@pytest.mark.parametrize("kind", [*OTHER_MODELS, "checkpoint to begin with", "adapter to begin with", "4 bits"])
 def test_reference_values_are_those_of_that_model_by_full_logits(
     forked_runs: ForkedRuns,
     tmp_path: Path,
@@ -463,70 +595,59 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     rounding: float,
     kind: str,
 ) -> None:
-    options: dict[str, object] = {"reference": tmp_path / "reference"}
-    policy: Any = LlamaForCausalLM.from_pretrained(model_dir)
-    last = Path("checkpoints", "step-00000003")
-    if kind == "checkpoint":
-        options = {"reference": straight / "latest"}
-        model = straight / last
-        place = str(straight / last)
-        reference: Any = LlamaForCausalLM.from_pretrained(model)
-    elif kind == "adapter of a run":
-        options = {"reference": adapted / last}
-        place = str(adapted / last)
-        reference = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_dir), adapted / last)
-    elif kind == "adapter of peft":
-        reference = of_peft(tmp_path / "reference", model_dir)
-        place = str(tmp_path / "reference")
-    elif kind == "checkpoint to begin with":
-        policy = reference = LlamaForCausalLM.from_pretrained(straight / last)
-        options = {"model_name": straight / "latest"}
-        place = str(straight / last)
-    elif kind == "adapter to begin with":
-        policy = reference = of_peft(tmp_path / "reference", model_dir)
-        options = {"init_adapter": tmp_path / "reference"}
-        place = str(tmp_path / "reference")
-    elif kind == "hub":
-        reference = in_cache(tmp_path / "hub", model_dir)
-        place = "some/model"
-        options = {"reference": place}
-    else:
-        options = {"adapter": "lora", "base_weights": "nf4"}
-        place = str(model_dir)
-        policy = reference = in_4_bits(model_dir)
+    # given a run of one step with the reference; the token dataset has those of other runs already
+    case = reference_case(kind, tmp_path, model_dir, straight, adapted)
     tokens = Path(shutil.copytree(packed, tmp_path / "tokens"))
-    others = [one.name for one in (tokens / "reference").iterdir()]
-    options |= whole_windows(packed, 1, 2) | {"best_by": "accuracy", "max_step": 1}
-    options |= {"label_smoothing": 0.1, "sft_weight": 0.2, "dpo_beta": 0.5}
-    cache = f"from huggingface_hub import constants; constants.HF_HUB_CACHE = {str(tmp_path / 'hub')!r}"
-    forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **options), 1, before=cache).finish()
-    rows = open_dataset(str(tokens)).train
-    expected = plain_values(reference.eval(), rows)
-    np.testing.assert_allclose(stored_values(tokens, others)["train"], expected, rtol=rounding)
-    assert np.abs(expected).max() < LARGEST_LOG_PROBABILITY
-    ratios = plain_values(policy.eval(), rows) - expected
-    margin = 0.5 * (ratios[:, 0] - ratios[:, 1]).mean()
-    assert bool(margin) == (kind in OTHERS)
-    assert float(table(tmp_path / "run")[1]["train_margin"]) == pytest.approx(
-        margin, rel=1e-4, abs=0.5 * rounding * LARGEST_LOG_PROBABILITY
+    earlier_references = [folder.name for folder in (tokens / "reference").iterdir()]
+    beta = 0.5
+    words = argv(
+        model_dir,
+        tokens,
+        tmp_path / "run",
+        **case.options,
+        **whole_windows(packed, 1, 2),
+        best_by="accuracy",
+        max_step=1,
+        label_smoothing=0.1,
+        sft_weight=0.2,
+        dpo_beta=beta,
     )
+    use_cache = f"from huggingface_hub import constants; constants.HF_HUB_CACHE = {str(tmp_path / 'hub')!r}"
+    forked_runs.start(words, 1, before=use_cache).finish()
+
+    # then the log-probabilities of the reference are those of that model
+    rows = open_dataset(str(tokens)).train
+    expected = plain_values(case.reference.eval(), rows)
+    np.testing.assert_allclose(stored_values(tokens, earlier_references)["train"], expected, rtol=rounding)
+    assert np.abs(expected).max() < LARGEST_LOG_PROBABILITY
+
+    # and the first margin is that of the policy beyond the reference, 0 if they are the same model
+    ratios = plain_values(case.policy.eval(), rows) - expected
+    margin = beta * (ratios[:, 0] - ratios[:, 1]).mean()
+    assert bool(margin) == (kind in OTHER_MODELS)
+    tolerated = pytest.approx(margin, rel=1e-4, abs=beta * rounding * LARGEST_LOG_PROBABILITY)
+    assert float(table(tmp_path / "run")[1]["train_margin"]) == tolerated
+
+    # and the checkpoint says which model it is
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
-    assert saved["reference"]["place"] == place
+    assert saved["reference"]["place"] == case.recorded_place
     assert saved["arguments"]["best_by"] == "accuracy"
     if kind == "checkpoint":
-        resumes_with_its_reference(forked_runs, argv(model_dir, tokens, tmp_path / "run", **options), straight / last)
+        check_resumes_with_its_reference(forked_runs, words, straight / "checkpoints" / "step-00000003")
 
 
-def resumes_with_its_reference(forked_runs: ForkedRuns, begun: list[str], reference: Path) -> None:
+def check_resumes_with_its_reference(forked_runs: ForkedRuns, words: list[str], reference: Path) -> None:
     """Resume a run without its ``--reference``, and with another path of the same checkpoint."""
-    place = begun.index("--reference")
-    without = [*begun[:place], *begun[place + 2 :]]
+    index = words.index("--reference")
+    without_reference = [*words[:index], *words[index + 2 :]]
     other_path = str(reference.parent / ".." / reference.parent.name / reference.name)
-    for step, given in ((2, without), (3, [*without, "--reference", other_path])):
-        given[given.index("--max_step") + 1] = str(step)
-        resumed = forked_runs.start([*given, "--resume", "true"], 1)
+    with_other_path = [*without_reference, "--reference", other_path]
+    # of an argument that is given twice, the last value counts
+    for resumed_words in ([*without_reference, "--max_step", "2"], [*with_other_path, "--max_step", "3"]):
+        resumed = forked_runs.start([*resumed_words, "--resume", "true"], 1)
         resumed.finish()
-        assert "reference" not in resumed.stdout().partition("changed since")[2].partition("\n")[0]
+        changes = resumed.stdout().partition("changed since")[2].partition("\n")[0]
+        assert "reference" not in changes
 
 
 def test_eval_only_compares_with_the_reference_that_the_run_began_with(
@@ -534,28 +655,31 @@ def test_eval_only_compares_with_the_reference_that_the_run_began_with(
 ) -> None:
     tokens = without_reference(packed, tmp_path / "tokens")
     run = tmp_path / "run"
-    given = {"adapter": "dora", "lora_rank": 4, "max_step": 1, **whole_windows(packed, 1, 2)}
-    forked_runs.start(argv(model_dir, tokens, run, reference=straight / "latest", **given), 1).finish()
-    before = stored_values(tokens)["validation"]
+    settings = {"adapter": "dora", "lora_rank": 4, "max_step": 1, **whole_windows(packed, 1, 2)}
+    forked_runs.start(argv(model_dir, tokens, run, reference=straight / "latest", **settings), 1).finish()
+    values_of_run = stored_values(tokens)["validation"]
     shutil.rmtree(tokens / "reference")
-    options = {"eval_only": "true", "checkpoint": run / "latest", **given}
+    options = {"eval_only": "true", "checkpoint": run / "latest", **settings}
     forked_runs.start(argv(model_dir, tokens, tmp_path / "evaluated", **options), 1).finish()
-    np.testing.assert_array_equal(stored_values(tokens)["validation"], before)
+    np.testing.assert_array_equal(stored_values(tokens)["validation"], values_of_run)
 
 
 @pytest.mark.numerical
 def test_an_adapter_that_was_trained_in_4_bits_is_a_reference_in_4_bits(
     forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, rounding: float
 ) -> None:
-    given = {"lora_rank": 4, "lr": 3e-2, "base_weights": "nf4", "objective": "orpo", **whole_windows(packed, 1, 2)}
-    forked_runs_in_4_bits.start(argv(model_dir, packed, tmp_path / "first", max_step=2, **given), 1).finish()
+    windows = whole_windows(packed, 1, 2)
+    # given an adapter that was trained in 4 bits
+    in_4_bits = {"lora_rank": 4, "lr": 3e-2, "base_weights": "nf4", "objective": "orpo", "max_step": 2}
+    words = argv(model_dir, packed, tmp_path / "first", **in_4_bits, **windows)
+    forked_runs_in_4_bits.start(words, 1).finish()
     adapter = tmp_path / "first" / "checkpoints" / "step-00000002"
+    # when it is the reference of a run in full precision
     tokens = without_reference(packed, tmp_path / "tokens")
-    given = whole_windows(packed, 1, 2)
-    forked_runs_in_4_bits.start(
-        argv(model_dir, tokens, tmp_path / "run", reference=adapter, max_step=1, **given), 1
-    ).finish()
-    reference = peft.PeftModel.from_pretrained(in_4_bits(model_dir), adapter).eval()
+    words = argv(model_dir, tokens, tmp_path / "run", reference=adapter, max_step=1, **windows)
+    forked_runs_in_4_bits.start(words, 1).finish()
+    # then its log-probabilities are those of the adapter on 4 bits
+    reference = peft.PeftModel.from_pretrained(load_in_4_bits(model_dir), adapter).eval()
     expected = plain_values(reference, open_dataset(str(tokens)).train)
     np.testing.assert_allclose(stored_values(tokens)["train"], expected, rtol=rounding)
 
@@ -574,7 +698,7 @@ def test_a_wrong_reference_is_refused_before_anything_is_computed(
     for name in ("wide", "short"):
         shutil.copy(model_dir / "model.safetensors", tmp_path / name)
     (tmp_path / "nothing").mkdir()
-    of_peft(tmp_path / "peft", model_dir)
+    save_peft_adapter(tmp_path / "peft", model_dir)
     shutil.copytree(tmp_path / "peft", tmp_path / "pickled")
     (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
     two = ("--parallelism", "fsdp2", "--tensor_parallel_size", "2", "--devices", "2")
@@ -600,44 +724,60 @@ def test_a_wrong_reference_is_refused_before_anything_is_computed(
 def test_the_self_check_and_the_evaluation_alone_take_pairs(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, packed: Path, reward_rounding: float, precision: str
 ) -> None:
-    given = {"precision": precision}
-    forked_runs.start(argv(model_dir, packed, tmp_path / "check", self_check="true", **given)).finish()
-    found = json.loads((tmp_path / "check" / "self_check.json").read_text())
-    assert found["faults"] == []
-    assert [figure["loss"] for figure in found["figures"]] == pytest.approx([math.log(2)] * 5, abs=1e-5)
-    forked_runs.start(argv(model_dir, packed, tmp_path / "eval", eval_only="true", adapter="dora", **given)).finish()
-    found = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
-    assert found["loss"] == pytest.approx(math.log(2), abs=reward_rounding)
-    assert found["margin"] == pytest.approx(0, abs=reward_rounding)
-    assert sum(one["num_pairs"] for one in found["sources"].values()) == found["num_pairs"]
+    self_check_words = argv(model_dir, packed, tmp_path / "check", precision=precision, self_check="true")
+    forked_runs.start(self_check_words).finish()
+    self_check = json.loads((tmp_path / "check" / "self_check.json").read_text())
+    assert self_check["faults"] == []
+    assert [figure["loss"] for figure in self_check["figures"]] == pytest.approx([math.log(2)] * 5, abs=1e-5)
+
+    eval_words = argv(model_dir, packed, tmp_path / "eval", precision=precision, eval_only="true", adapter="dora")
+    forked_runs.start(eval_words).finish()
+    evaluation = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
+    assert evaluation["loss"] == pytest.approx(math.log(2), abs=reward_rounding)
+    assert evaluation["margin"] == pytest.approx(0, abs=reward_rounding)
+    assert sum(source["num_pairs"] for source in evaluation["sources"].values()) == evaluation["num_pairs"]
 
 
 def test_pairs_of_two_datasets_train_in_shares_with_best_by_accuracy(
     forked_runs: ForkedRuns, tmp_path: Path, model_dir: Path, sources: list[Path]
 ) -> None:
-    folders = [tokenize(tmp_path / one.stem, model_dir, [one]) for one in sources]
-    given = {"objective": "ipo", "token_shares": "0.5 0.5", "best_by": "accuracy", "early_stopping": "margin:9"}
-    words = argv(model_dir, folders[0], tmp_path / "run", **given, total_batch_size=4, eval_step_interval=1)
-    place = words.index(str(folders[0]))
-    words[place + 1 : place + 1] = [str(folders[1])]
-    shares = words.index("0.5 0.5")
-    words[shares : shares + 1] = ["0.5", "0.5"]
-    told = """
+    folders = [tokenize(tmp_path / source.stem, model_dir, [source]) for source in sources]
+    words = argv(
+        model_dir,
+        folders[0],
+        tmp_path / "run",
+        train_data_dir=folders,
+        token_shares=[0.5, 0.5],
+        objective="ipo",
+        best_by="accuracy",
+        early_stopping="margin:9",
+        total_batch_size=4,
+        eval_step_interval=1,
+    )
+    print_builds = """
 from fabric_train.training import reference
 build = reference.set_up_model
-reference.set_up_model = lambda *given, **options: print("the reference is built") or build(*given, **options)
+reference.set_up_model = lambda *words, **options: print("the reference is built") or build(*words, **options)
 """
-    started = forked_runs.start(words, before=told)
+    started = forked_runs.start(words, before=print_builds)
     started.finish()
-    assert started.stdout().count("the reference is built") == 1  # for both token datasets
+
+    # one reference is built, for both token datasets
+    assert started.stdout().count("the reference is built") == 1
+    for folder in folders:
+        assert len(list((folder / "reference").iterdir())) == 1
+
+    # each source has its figures
     rows = table(tmp_path / "run")
-    counts = {one: len(list((one / "reference").iterdir())) for one in folders}
-    assert set(counts.values()) == {1}
-    assert all(float(rows[1][f"train_loss/{one}"]) > 0 for one in sources)  # the last window of an epoch has one row
-    assert all(row[f"val_margin/{one}"] for one in sources for row in rows)
-    trained = {int(row["step"]): float(row["val_accuracy"]) for row in rows[1:]}
+    for source in sources:
+        assert float(rows[1][f"train_loss/{source}"]) > 0  # the last window of an epoch has one row
+        assert all(row[f"val_margin/{source}"] for row in rows)
+
+    # and the best checkpoint is that with the highest accuracy
+    accuracy_by_step = {int(row["step"]): float(row["val_accuracy"]) for row in rows[1:]}
     best = find_checkpoint(tmp_path / "run" / "best")
-    assert trained[int(best.name.removeprefix("step-"))] == max(trained.values())
+    best_step = int(best.name.removeprefix("step-"))
+    assert accuracy_by_step[best_step] == max(accuracy_by_step.values())
 
 
 def test_a_fall_of_the_chosen_answers_is_warned_of() -> None:
