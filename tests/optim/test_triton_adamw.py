@@ -146,8 +146,8 @@ TOGETHER = """
 import tests.support.steps_with_given_gradients as steps
 from tests.support.launch_on_cpu import launch
 build = steps.build_optimizer
-def build_and_set(*given):
-    optimizer = build(*given)
+def build_and_set(*arguments, **options):
+    optimizer = build(*arguments, **options)
     optimizer.launch = launch
     return optimizer
 steps.build_optimizer = build_and_set
