@@ -212,7 +212,7 @@ def test_what_pairs_cannot_be_is_refused_in_one_line_each(
         run(tmp_path / "out", tokenizer_dir, pairs, boilerplate=2)
     run(tmp_path / "chats", tokenizer_dir, chats, validation_split=0)
     with pytest.raises(
-        InputError, match=f"{made} has preference pairs, {tmp_path / 'chats'} has texts or chats; keep them apart"
+        InputError, match=f"{tmp_path / 'chats'} has texts or chats, {made} has preference pairs; keep them apart"
     ):
         merging.merge([tmp_path / "chats", made], tmp_path / "merged")
     again = write(tmp_path / "again.jsonl", [*rows[:4], *rows[2:6]])
