@@ -95,15 +95,15 @@ def describe_unknown(config: PretrainedConfig) -> str | None:
 
     transformers keeps them in silence. They may belong to a model that another program computes.
     """
-    configs = [config]
+    model_configs = [config]
     with suppress(ValueError):  # it has several models of text, and is refused elsewhere
         text_config = config.get_text_config()
         if text_config is not config:
-            configs.append(text_config)
+            model_configs.append(text_config)
     settings = []
-    for part in configs:
-        for name, value in part.to_dict().items():
-            if not has_setting(part, name) and not _is_without_effect(name, value):
+    for model_config in model_configs:
+        for name, value in model_config.to_dict().items():
+            if not has_setting(model_config, name) and not _is_without_effect(name, value):
                 settings.append(f"{name} {_in_json(value)[:_MAX_CHARACTERS]}")
     if not settings:
         return None

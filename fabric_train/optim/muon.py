@@ -47,18 +47,18 @@ def build_muon(parameters: OptimizedParameters) -> DeclaredStates:
     muon_groups: list[dict[str, Any]] = []
     adamw_groups: list[dict[str, Any]] = []
     for group in parameters.groups:
-        others = []
+        adamw_parameters = []
         matrices_by_rate: dict[float, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in group["params"]:
             if is_layer_matrix(name, parameter):
                 rate = parameters.rates.get(name, muon_lr)
                 matrices_by_rate.setdefault(rate, []).append((name, parameter))
             else:
-                others.append((name, parameter))
+                adamw_parameters.append((name, parameter))
         for rate, matrices in matrices_by_rate.items():
             muon_groups.append({**group, "params": matrices, "lr": rate, "lr_ratio": rate / arguments.lr})
-        if others:
-            adamw_groups.append({**group, "params": others})
+        if adamw_parameters:
+            adamw_groups.append({**group, "params": adamw_parameters})
 
     # One of the two may have nothing to update, if only parts of the model train.
     optimizers: list[DeclaredStates] = []

@@ -93,13 +93,13 @@ class RunFolder:
         if not self.checkpoints:
             return False
         try:
-            last = read_trainer_json(self.checkpoints[max(self.checkpoints)])
+            newest = read_trainer_json(self.checkpoints[max(self.checkpoints)])
         except InputError:
             return False
-        state = last.state
-        if state.step >= last.num_steps:
+        state = newest.state
+        if state.step >= newest.num_steps:
             return True
-        early_stopping = last.arguments.get("early_stopping")
+        early_stopping = newest.arguments.get("early_stopping")
         if early_stopping is None:
             return False
         sources = [state.progress.source] if state.progress else []
