@@ -1,10 +1,14 @@
 """Write token datasets of preference pairs and of unpaired answers, and a tiny model that they are made with."""
 
+import csv
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.programs import tokenize_dataset
+from tests.support import short_runs
 from tests.support.programs import option_words
 from tests.support.tiny_model import write_tiny_model
 
@@ -14,6 +18,9 @@ TEMPLATE = (
 )
 ROW_LENGTH = 192
 _WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+LARGEST_LOG_PROBABILITY = 60.0
+"""Nats that an answer of the sources has at most before the model has learned."""
 
 
 def write_model(folder: Path) -> Path:
@@ -85,3 +92,34 @@ def tokenize(folder: Path, model: Path, sources: Sequence[Path], **options: obje
     }
     tokenize_dataset.main(option_words(arguments))
     return folder
+
+
+def whole_windows(tokens: Path, num_data_ranks: int, micro_batch_size: int) -> dict[str, object]:
+    """Return the options with which a window has all rows, so that it has the same answers however they are packed."""
+    num_rows = len(open_dataset(str(tokens)).train)
+    return {
+        "micro_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": math.ceil(num_rows / (num_data_ranks * micro_batch_size)),
+        "eval_batch_size": micro_batch_size,
+    }
+
+
+def training_argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
+    """Return the words of a run of three steps on answers; ``options`` has its objective."""
+    settings: dict[str, object] = {
+        "eval_at_start": "true",
+        "eval_iters": None,
+        "max_step": 3,
+        "number_epochs": 9,
+        "total_batch_size": None,
+        "save_step_interval": 2,
+        "eval_step_interval": 3,
+        "lr": 3e-3,
+    }
+    return short_runs.argv(model, tokens, run, **{**settings, **options})
+
+
+def read_table(run: Path) -> list[dict[str, str]]:
+    """Return the rows of a run's metrics.csv by column."""
+    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

@@ -1,6 +1,5 @@
 """KTO: its formula, and runs on unpaired answers that do not depend on packing, ranks or interruptions."""
 
-import csv
 import math
 import shutil
 from dataclasses import replace
@@ -23,12 +22,20 @@ from fabric_train.preflight.prepare import prepare
 from fabric_train.training.kto import KTO, kto_losses
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
-from tests.support.pair_datasets import ROW_LENGTH, tokenize, write_model, write_source, write_unpaired_source
+from tests.support.pair_datasets import (
+    LARGEST_LOG_PROBABILITY,
+    ROW_LENGTH,
+    read_table,
+    tokenize,
+    training_argv,
+    whole_windows,
+    write_model,
+    write_source,
+    write_unpaired_source,
+)
 from tests.support.rounding import num_sums_of_loss, rounding_tolerance
 
 ARGUMENTS = PreferenceArguments(objective="kto", dpo_beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.8)
-LARGEST_LOG_PROBABILITY = 60.0
-"""Nats that an answer of the sources has at most before the model has learned."""
 
 
 def sigmoid(x: float) -> float:
@@ -36,7 +43,7 @@ def sigmoid(x: float) -> float:
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.7])
-def test_the_loss_is_that_of_the_paper_and_of_trl(kl: float) -> None:
+def test_the_loss_is_that_of_the_paper(kl: float) -> None:
     log_ratios = [1.2, -0.4, 3.0, -2.5]
     labels = [True, True, False, False]
     losses = kto_losses(
@@ -167,30 +174,8 @@ def test_a_rank_without_rows_takes_part_in_the_backward_pass(model_dir: Path) ->
 
 
 def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
-    given: dict[str, object] = {
-        "objective": "kto",
-        "kto_undesirable_weight": 1.5,
-        "eval_at_start": "true",
-        "eval_iters": None,
-        "max_step": 3,
-        "number_epochs": 9,
-        "total_batch_size": None,
-        "lr": 3e-3,
-        "save_step_interval": 2,
-        "eval_step_interval": 3,
-    }
-    return short_runs.argv(model, tokens, run, **(given | options))
-
-
-def table(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def whole_windows(tokens: Path, ranks: int, rows: int) -> dict[str, object]:
-    """Return the options with which a window has all rows, so that it has the same answers however they are packed."""
-    accumulation = -(-len(open_dataset(str(tokens)).train) // (ranks * rows))
-    return {"micro_batch_size": rows, "gradient_accumulation_steps": accumulation, "eval_batch_size": rows}
+    kto: dict[str, object] = {"objective": "kto", "kto_undesirable_weight": 1.5}
+    return training_argv(model, tokens, run, **(kto | options))
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +190,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, 
 def test_first_loss_is_half_the_mean_weight_and_the_divergence_grows(
     straight: Path, packed: Path, reward_rounding: float
 ) -> None:
-    start, first, *_, last = table(straight)
+    start, first, *_, last = read_table(straight)
     dataset = open_dataset(str(packed))
     assert dataset.manifest is not None
     for row, prefix, split in ((start, "val", "validation"), (first, "train", "train")):
@@ -255,7 +240,7 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     window = whole_windows(tokens, ranks // math.prod(options.values()), rows)
     words = argv(model_dir, tokens, tmp_path / "run", parallelism=parallelism, devices=ranks, **options, **window)
     forked_runs.start(words, ranks).finish()
-    for row, other in zip(table(straight), table(tmp_path / "run"), strict=True):
+    for row, other in zip(read_table(straight), read_table(tmp_path / "run"), strict=True):
         columns = [name for name in row if name.startswith(("train_", "val_")) or name == "grad_norm"]
         values = [float(other[name] or "nan") for name in columns]
         expected = [float(row[name] or "nan") for name in columns]
@@ -284,10 +269,12 @@ def test_an_adapter_begins_at_its_base_and_apo_zero_has_no_divergence(
 ) -> None:
     options = {**whole_windows(packed, 1, 2), "adapter": "lora", "lora_rank": 4, "objective": "apo_zero_unpaired"}
     forked_runs.start(argv(model_dir, packed, tmp_path / "run", **options), 1).finish()
-    start, first, *_ = table(tmp_path / "run")
-    assert float(start["val_loss"]) == float(table(straight)[0]["val_loss"])
-    assert float(first["train_loss"]) == pytest.approx(float(table(straight)[1]["train_loss"]), abs=reward_rounding)
-    assert {row["train_kl"] for row in table(tmp_path / "run")[1:]} == {"0.0"}
+    start, first, *_ = read_table(tmp_path / "run")
+    assert float(start["val_loss"]) == float(read_table(straight)[0]["val_loss"])
+    assert float(first["train_loss"]) == pytest.approx(
+        float(read_table(straight)[1]["train_loss"]), abs=reward_rounding
+    )
+    assert {row["train_kl"] for row in read_table(tmp_path / "run")[1:]} == {"0.0"}
 
 
 def test_a_self_check_agrees_with_itself(

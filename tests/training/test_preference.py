@@ -1,6 +1,5 @@
 """Preference objectives: their formulas, and runs on pairs that do not depend on packing, ranks or interruptions."""
 
-import csv
 import json
 import math
 import shutil
@@ -29,7 +28,16 @@ from fabric_train.training.source_losses import sum_by_source
 from fabric_train.training.summary import warn_of_displacement
 from tests.support import short_runs
 from tests.support.forked_runs import ForkedRuns
-from tests.support.pair_datasets import ROW_LENGTH, tokenize, write_model, write_source
+from tests.support.pair_datasets import (
+    LARGEST_LOG_PROBABILITY,
+    ROW_LENGTH,
+    read_table,
+    tokenize,
+    training_argv,
+    whole_windows,
+    write_model,
+    write_source,
+)
 from tests.support.rounding import num_sums_of_loss, rounding_tolerance
 
 ARGUMENTS = {
@@ -207,10 +215,6 @@ def rounding(model_dir: Path) -> float:
     return rounding_tolerance(num_sums_of_loss(AutoConfig.from_pretrained(model_dir), ROW_LENGTH))
 
 
-LARGEST_LOG_PROBABILITY = 60.0
-"""Nats that an answer of the sources has at most before the model has learned."""
-
-
 @pytest.fixture(scope="module")
 def reward_rounding(rounding: float) -> float:
     """How much a reward and the loss may differ with the default beta: a reward is beta times a difference of sums."""
@@ -315,33 +319,7 @@ def test_a_rank_without_rows_takes_part_in_the_backward_pass(model_dir: Path) ->
 
 
 def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
-    settings: dict[str, object] = {
-        "objective": "dpo",
-        "eval_at_start": "true",
-        "eval_iters": None,
-        "max_step": 3,
-        "number_epochs": 9,
-        "total_batch_size": None,
-        "save_step_interval": 2,
-        "eval_step_interval": 3,
-        "lr": 3e-3,
-    }
-    return short_runs.argv(model, tokens, run, **{**settings, **options})
-
-
-def table(run: Path) -> list[dict[str, str]]:
-    with (run / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def whole_windows(tokens: Path, num_data_ranks: int, micro_batch_size: int) -> dict[str, object]:
-    """Return the options with which a window has all rows, so that it has the same pairs however they are packed."""
-    num_rows = len(open_dataset(str(tokens)).train)
-    return {
-        "micro_batch_size": micro_batch_size,
-        "gradient_accumulation_steps": math.ceil(num_rows / (num_data_ranks * micro_batch_size)),
-        "eval_batch_size": micro_batch_size,
-    }
+    return training_argv(model, tokens, run, **({"objective": "dpo"} | options))
 
 
 @pytest.fixture(scope="module")
@@ -354,11 +332,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, 
 
 @pytest.mark.numerical
 def test_the_first_loss_is_ln_2_and_the_reward_0(straight: Path, reward_rounding: float) -> None:
-    start, first, *_ = table(straight)
+    start, first, *_ = read_table(straight)
     for row, split in ((start, "val"), (first, "train")):
         assert float(row[f"{split}_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)
         assert float(row[f"{split}_margin"]) == pytest.approx(0, abs=reward_rounding)
-    assert float(table(straight)[-1]["train_loss"]) < 0.65
+    assert float(read_table(straight)[-1]["train_loss"]) < 0.65
 
 
 @pytest.mark.numerical
@@ -395,7 +373,7 @@ def test_losses_do_not_depend_on_packing_ranks_or_micro_batches(
     forked_runs.start(argv(model_dir, tokens, tmp_path / "run", **settings), ranks).finish()
 
     # then it has the same figures
-    for row, expected_row in zip(table(tmp_path / "run"), table(straight), strict=True):
+    for row, expected_row in zip(read_table(tmp_path / "run"), read_table(straight), strict=True):
         for column, cell in expected_row.items():
             if column not in COMPARED_COLUMNS and not column.startswith(("train_loss/", "val_")):
                 continue
@@ -466,7 +444,7 @@ def test_dropout_is_off_in_the_reference_and_on_in_training(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     forked_runs.start(argv(model, packed, tmp_path / "run", **whole_windows(packed, 1, 2), max_step=1), 1).finish()
-    start, first, *_ = table(tmp_path / "run")
+    start, first, *_ = read_table(tmp_path / "run")
     assert float(start["val_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)
     assert abs(float(first["train_loss"]) - math.log(2)) > 2 * reward_rounding
     # other tests expect one reference
@@ -493,8 +471,8 @@ def test_the_reference_of_an_adapter_is_its_base(
     adapted: Path, straight: Path, packed: Path, reward_rounding: float
 ) -> None:
     assert len(list((packed / "reference").iterdir())) == 1  # the one of the run of all weights is read
-    start, first, *_ = table(adapted)
-    assert float(start["val_loss"]) == float(table(straight)[0]["val_loss"])
+    start, first, *_ = read_table(adapted)
+    assert float(start["val_loss"]) == float(read_table(straight)[0]["val_loss"])
     assert float(first["train_loss"]) == pytest.approx(math.log(2), abs=reward_rounding)  # B of the adapter is 0
 
 
@@ -626,7 +604,7 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
     margin = beta * (ratios[:, 0] - ratios[:, 1]).mean()
     assert bool(margin) == (kind in OTHER_MODELS)
     tolerated = pytest.approx(margin, rel=1e-4, abs=beta * rounding * LARGEST_LOG_PROBABILITY)
-    assert float(table(tmp_path / "run")[1]["train_margin"]) == tolerated
+    assert float(read_table(tmp_path / "run")[1]["train_margin"]) == tolerated
 
     # and the checkpoint says which model it is
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
@@ -768,7 +746,7 @@ reference.set_up_model = lambda *words, **options: print("the reference is built
         assert len(list((folder / "reference").iterdir())) == 1
 
     # each source has its figures
-    rows = table(tmp_path / "run")
+    rows = read_table(tmp_path / "run")
     for source in sources:
         assert float(rows[1][f"train_loss/{source}"]) > 0  # the last window of an epoch has one row
         assert all(row[f"val_margin/{source}"] for row in rows)
