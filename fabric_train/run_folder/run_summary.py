@@ -139,7 +139,7 @@ def _describe(error: Exception) -> str:
 
 
 def _read_trainers(checkpoints_dir: Path, damage: list[str]) -> list[dict[str, Any]]:
-    """Return the content of each trainer.json that can be read, by step."""
+    """Return the content of each trainer.json, in the order of steps; add what cannot be read to ``damage``."""
     trainers = []
     for checkpoint in sorted(checkpoints_dir.glob("step-*")):
         if not _CHECKPOINT_NAME.fullmatch(checkpoint.name):

@@ -291,9 +291,12 @@ def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None
 
 
 def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
-    """Raise InputError, with a line for each fault, if pairs or unpaired answers are among others, or would be cut."""
+    """Raise InputError, with a line for each fault.
+
+    Faults are pairs or unpaired answers beside other kinds of data, and options that do not suit them.
+    """
     places = [*arguments.dataset, *(arguments.validation_dataset or ())]
-    example_names = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
+    place_by_kind = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
     if PREFERENCE in kinds:
         compared_kind = PREFERENCE
         noun = "preference pair"
@@ -303,10 +306,10 @@ def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
     else:
         return
     faults: list[str] = []
-    for kind, name in example_names.items():
+    for kind, place in place_by_kind.items():
         if kind != compared_kind:
-            compared_name = example_names[compared_kind]
-            faults.append(f"{compared_name} has {noun}s, {name} has {kind}: make a token dataset of each")
+            compared_place = place_by_kind[compared_kind]
+            faults.append(f"{compared_place} has {noun}s, {place} has {kind}: make a token dataset of each")
     if arguments.packing == "concat":
         faults.append(f"--packing concat cuts {noun}s at row ends: leave it out, which gives best_fit")
     if arguments.overlap:

@@ -253,15 +253,15 @@ def _read_segments(run: RunFolder, trainer: TrainerJson) -> list[RunSegment]:
 def _find_order_trainer(
     trunk: RunFolder, branch: BranchPoint, step_before_data: int, later_segment: RunSegment
 ) -> TrainerJson | None:
-    """Return the trainer.json of a checkpoint with the data order of the steps of ``trunk`` up to a branch point.
+    """Find a checkpoint that records the data order in which ``trunk`` trained up to ``branch``.
 
-    None if there is no such checkpoint any more.
+    Return its trainer.json, or None if there is no such checkpoint any more.
 
     Args:
         trunk: The run that was branched off.
         branch: The branch point.
-        step_before_data: The step after which the data order of these steps begins.
-        later_segment: The steps after the branch point.
+        step_before_data: The step after which that data order begins.
+        later_segment: The steps that the branching run took after the branch point.
     """
     # the checkpoint from which the branch started, if it is still there
     if branch.step in trunk.trainers:
@@ -271,7 +271,7 @@ def _find_order_trainer(
     if branch.continues_data and later_segment.order_trainer is not None:
         return later_segment.order_trainer
 
-    # the newest checkpoint of the run whose data begin after the same step
+    # the newest checkpoint of the trunk with data that begin after ``step_before_data``
     for trainer in reversed(trunk.trainers.values()):
         if data_starts_after(trainer.lineage) == step_before_data:
             return trainer

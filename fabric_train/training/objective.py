@@ -81,7 +81,7 @@ class WindowObjective(Objective, Protocol):
     def prepare_window(
         self, fabric: Fabric, model: Any, batches: Iterable[Batch], is_interrupted: Callable[[int], bool]
     ) -> Iterable[Batch] | None:
-        """Return the batches that ``count`` and ``loss`` get instead of a rank's batches of a window.
+        """Return replacements for this rank's batches of a window, which ``count`` and ``loss`` get instead.
 
         All ranks call this together before the first backward pass of a step, and before an evaluation, whose window is
         the whole split. It must not compute gradients.

@@ -30,7 +30,10 @@ class _NoCheckpoints(CheckpointManager):
 
 
 def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
-    """Train to ``last_step`` in a temporary folder of this rank, and return each step's metrics. All ranks call it."""
+    """Train to ``last_step`` and return each step's metrics; all ranks call this together.
+
+    The output folder of ``run`` is a temporary one of this rank.
+    """
     run = compare_with_reference(fabric, run, heartbeat)
     model, decayed_names = set_up_checked_model(fabric, run)
     if isinstance(run.data, Stream):

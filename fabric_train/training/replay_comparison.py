@@ -131,7 +131,7 @@ class Replay:
 
     @property
     def not_compared(self) -> list[str]:
-        """What metrics.csv says of these steps that is not compared, and why."""
+        """What is not compared of these steps, with the columns that metrics.csv lacks."""
         lines = []
         steps = [row.step for row in self.logged if row.val_loss is not None and row.step not in self.evaluations]
         if steps:
@@ -139,6 +139,7 @@ class Replay:
             if len(steps) > _MAX_SHOWN_STEPS:
                 listed += ", …"
             lines.append(f"validation losses of step {listed}, which no checkpoint has")
+        # Steps after that are split otherwise than in the run, and the rounding of these figures then differs.
         if self.has_pairs and math.isfinite(self.same_until):
             lines.append(f"after step {self.same_until}: {', '.join(_CANCELLING_COLUMNS)}")
         if _source_values(self.logged, "val_"):

@@ -223,10 +223,7 @@ def _has_label_and_chat(row: Row) -> bool:
 
 
 def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
-    """Read an answer with a label as a chat whose given messages are the prompt.
-
-    The prompt of a whole conversation ends before its last turn of the assistant.
-    """
+    """Read an answer with a label as a chat whose first ``num_prompt_messages`` messages are the prompt."""
     chat_format = _format_beside_label(columns.row)
     if chat_format is None:
         raise ValueError("no prompt and completion, and no messages")
@@ -234,12 +231,12 @@ def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
     chat = chat_format.read(columns, turns)
     assert isinstance(chat, Chat)  # none of these formats reads pairs
     prompt_length = chat.num_prompt_messages
-    if not prompt_length:
+    if not prompt_length:  # a whole conversation, whose last turn is the answer
         prompt_length = len(chat.messages) - 1
     answer = chat.messages[prompt_length:]
     if not answer or answer[0]["role"] != "assistant":
         raise ValueError("the conversation must end with the assistant's answer, which the label is for")
-    if not prompt_length:
+    if prompt_length == 0:
         raise ValueError("the answer has no prompt")
     return replace(chat, num_prompt_messages=prompt_length)
 

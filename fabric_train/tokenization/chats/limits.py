@@ -59,7 +59,10 @@ def limited_memory(num_bytes: int) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _open_statm(_process: int) -> int:
-    """Return a descriptor of the file with this process's size in pages; a forked process needs its own."""
+    """Return a descriptor of the file with this process's size in pages, which each rendering of a chat reads.
+
+    A forked process needs its own.
+    """
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -88,7 +88,7 @@ class ShownMessages:
         for key in keys:
             if shown[key] == thoughts:  # some data sets have them under several names
                 del shown[key]
-        shown_key = self._reasoning_key or source_key
+        shown_key = self._reasoning_key or source_key  # a template that shows no thoughts leaves them under their key
         shown[shown_key] = thoughts
         return shown
 
