@@ -39,9 +39,11 @@ PROGRAMS = {
         "-m fabric_train",
         ("training", "adapters", "preference", "mixture", "performance", "reliability", "launch", "report", "generate"),
     ),
-    "tokenize": Program("tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "launch", "publish")),
+    "tokenize": Program(
+        "tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "how-to/tokenize_on_many_machines", "publish")
+    ),
     "inspect": Program("-m fabric_train.inspection", ("tokenization", "cleaning")),
-    "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "launch")),
+    "merge": Program("-m fabric_train.tokenization.merge", ("tokenization", "how-to/tokenize_on_many_machines")),
     "publish": Program("-m fabric_train.export.publish", ("publish", "tokenization")),
     "vocabulary report": Program("-m fabric_train.vocabulary report", ("language",)),
     "vocabulary extend": Program("-m fabric_train.vocabulary extend", ("language",)),
@@ -62,7 +64,7 @@ PROGRAMS = {
 """By the names of ``fabric-train NAME``."""
 
 _EXPLAINED_IN = {
-    "accelerator": "launch#TPU and XLA",
+    "accelerator": "how-to/tpu#What is different",
     "decay_steps": "training#Steps and learning rate",
     "device_memory": "performance#The plan",
     "float8": "performance#Speed",

@@ -1,7 +1,7 @@
 """Train on one XLA device, a TPU core or XLA's CPU device, with Fabric's ``XLAFSDPStrategy``.
 
 torch-xla works with one release of torch only. So it has an environment of its own (install/xla-requirements.txt), and
-it is imported only when a run uses it. docs/launch.md describes what several devices would need.
+it is imported only when a run uses it. docs/contributing/launchers.md lists what several devices would need.
 """
 
 import importlib.util

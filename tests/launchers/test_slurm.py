@@ -309,7 +309,7 @@ def test_the_documented_lines_count_in_an_array_before_one_encodes(
     texts = [f"The header of all pages\nThis is page number {number}" for number in range(300)]
     (cluster.folder / "corpus").mkdir()
     write_jsonl(cluster.folder / "corpus" / "a.jsonl", texts)
-    document = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "how-to" / "tokenize_on_many_machines.md").read_text(encoding="utf-8")
     (recipe,) = (block for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL) if "AFTER=$counts" in block)
     replacements = {
         "cpu-settings.sh": str(settings),
