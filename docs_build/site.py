@@ -26,6 +26,8 @@ OUTSIDE = {
     "README.md": "project/readme.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
+    "SECURITY.md": "project/security.md",
+    "CODE_OF_CONDUCT.md": "project/code_of_conduct.md",
     "benchmarks/README.md": "project/benchmarks.md",
 }
 """The documents that are not in ``docs/``, and the pages that they are on the site."""

@@ -13,10 +13,11 @@ from fabric_train.cli.argument_types import shown_name, types_of
 from tests import foreign_tables
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOT_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 DOCUMENTS = [
     path
     for path in (
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+        *(ROOT / name for name in (*ROOT_DOCUMENTS, "benchmarks/README.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
     )
     if path.is_file()
