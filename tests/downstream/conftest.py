@@ -24,16 +24,18 @@ CHATS = 120
 INTRODUCTION = """\
 # Exports in other software
 
-`make test-downstream` uses exports in other software and writes this page. The model is SmolLM2-135M-Instruct after
-{steps} steps on chats, exported in bf16 by `fabric-train convert`, unless a line says something else. Each software has
-an environment of its own, on top of the project's own packages, with the pins of `tests/downstream/requirements/`.
-llama.cpp's converter comes from the source of llama-cpp-python. vLLM is its release for CPUs. Nothing was tried on a
-GPU.
+This page lists the software and versions that exports were used in, and what was compared. `make test-downstream` runs
+these checks and writes the page.
 
-{machine}
+Unless a line says otherwise, the model is SmolLM2-135M-Instruct after {steps} training steps on chats, exported in bf16
+by `fabric-train convert`. Each program has its own environment with pinned versions (`tests/downstream/requirements/`).
+llama.cpp's converter comes from the source of llama-cpp-python, and vLLM is its release for CPUs. Nothing was tried on
+a GPU.
 
-| software | version | checked | test |
-|---|---|---|---|
+Last run: {machine}
+
+| software | version | checked |
+|---|---|---|
 """
 
 
@@ -52,11 +54,11 @@ def rows() -> Iterator[list[tuple[str, ...]]]:
 
 
 @pytest.fixture
-def checked(request: pytest.FixtureRequest, rows: list[tuple[str, ...]]) -> Checked:
-    """Return ``checked(software, version, what)``, which adds a row for the test that calls it, at its end."""
+def checked(rows: list[tuple[str, ...]]) -> Checked:
+    """Return ``checked(software, version, what)``, which adds a row to the table; tests call it at their end."""
 
     def add(software: str, version: str, what: str) -> None:
-        rows.append((software, version, what, f"`tests/downstream/{request.path.name}`"))
+        rows.append((software, version, what))
 
     return add
 

@@ -115,7 +115,7 @@ def test_llama_cpp_makes_the_same_of_it(
     """Ids, logits, greedy text, the chat template, and a reply that ends at the end of the turn."""
     found = use_in_llama_cpp(llama_cpp, to_gguf(converter, export, tmp_path / "model.gguf"))
     assert_same(found, used, TOLERANCE)
-    what = f"GGUF in fp32 by its converter: logits within {TOLERANCE:g} of transformers; same text, reply and template"
+    what = f"fp32 GGUF: logits within {TOLERANCE:g} of transformers; same text, reply and chat template"
     checked("llama.cpp (llama-cpp-python)", found.version, what)
 
 
@@ -128,7 +128,8 @@ def test_llama_cpp_reads_the_tokenizer_and_positions_of_llama_3(
     assert found.ids[0] == LLAMA_3["bos_token_id"]
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert found.template == CHAT_TEMPLATE
-    what = f"GGUF of a small random Llama-3.1, untied: ids, and logits within {TOLERANCE:g} of transformers; template"
+    what = "GGUF of a small random Llama-3.1 with untied embeddings: same token ids and chat template; "
+    what += f"logits within {TOLERANCE:g} of transformers"
     checked("llama.cpp (llama-cpp-python)", found.version, what)
 
 
@@ -169,7 +170,8 @@ def test_llama_cpp_reads_a_vocabulary_that_was_extended(
     assert found.ids == expected.ids
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
     kind = "SmolLM2" if base == "smollm2_dir" else "a small random Llama-2"
-    what = f"GGUF of {kind} with 501 more tokens: ids of a text with them, and logits within {TOLERANCE:g}"
+    what = f"GGUF of {kind} extended by 501 tokens, on a text that uses them: same token ids; "
+    what += f"logits within {TOLERANCE:g} of transformers"
     checked("llama.cpp (llama-cpp-python)", found.version, what)
 
 
@@ -192,5 +194,6 @@ def test_llama_cpp_puts_an_adapter_on_its_base(
     found = use_in_llama_cpp(llama_cpp, base, lora)
     np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert (found.ids, found.text) == (expected.ids, expected.text)
-    what = f"an adapter by {LORA_CONVERTER} on its base in fp32: logits within {TOLERANCE:g} of peft; same text"
+    what = f"an adapter converted by `{LORA_CONVERTER}`, on its fp32 base: "
+    what += f"logits within {TOLERANCE:g} of peft; same text"
     checked("llama.cpp (llama-cpp-python)", found.version, what)

@@ -76,5 +76,5 @@ def test_lm_eval_scores_each_answer_as_plain_transformers_does(evaluated: Path, 
         document = sample["doc"]
         expected = [loglikelihood(model, tokenizer, document["question"], choice) for choice in document["choices"]]
         assert [float(score) for score, _ in sample["filtered_resps"]] == pytest.approx(expected, abs=TOLERANCE)
-    what = f"a task in local files: each answer's log probability within {TOLERANCE:g} of plain transformers"
+    what = f"a task from local files: each answer's log-probability within {TOLERANCE:g} of plain transformers"
     checked("lm_eval", results["lm_eval_version"], what)

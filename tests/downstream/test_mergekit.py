@@ -96,7 +96,7 @@ def test_each_method_gives_the_weights_of_mergekit(
     recipe["models"] = [{"model": paths[name], "parameters": settings[name]} for name in names]
     theirs, version = by_mergekit(python, tmp_path / "theirs", recipe)
     assert_equal(by_us(tmp_path / "ours", *words), theirs)
-    checked("mergekit", version, f"{KINDS[method]}: all weights within {TOLERANCE:g}")
+    checked("mergekit", version, f"`{KINDS[method]}`: all weights agree within {TOLERANCE:g}")
 
 
 def test_rows_of_an_extended_vocabulary_are_those_of_mergekit(
@@ -120,7 +120,8 @@ def test_rows_of_an_extended_vocabulary_are_those_of_mergekit(
     theirs, version = by_mergekit(python, tmp_path / "theirs", recipe)
     words = ["--method", "task_arithmetic", "--models", extended, chat, "--base", base]
     assert_equal(by_us(tmp_path / "ours", *words), theirs, len(tokenizer))
-    checked("mergekit", version, f"a chat vector for a model with two more tokens: all weights within {TOLERANCE:g}")
+    what = f"a chat vector added to a model with two extra tokens: all weights agree within {TOLERANCE:g}"
+    checked("mergekit", version, what)
 
 
 def test_dare_with_the_same_draws_gives_the_weights_of_mergekit(
@@ -146,4 +147,5 @@ def test_dare_with_the_same_draws_gives_the_weights_of_mergekit(
     theirs, version = by_mergekit(python, tmp_path / "theirs", recipe)
     words = ["--method", "dare", "--models", *(models / name for name in WEIGHTS), "--weights", *WEIGHTS.values()]
     assert_equal(by_us(tmp_path / "ours", *words, "--base", models / "base", "--density", density), theirs)
-    checked("mergekit", version, f"DARE's draws and scale, by its task_arithmetic: all weights within {TOLERANCE:g}")
+    what = f"DARE's draws and scale, reproduced by `task_arithmetic`: all weights agree within {TOLERANCE:g}"
+    checked("mergekit", version, what)

