@@ -1,7 +1,7 @@
 """Connect every rank to rank 0 by TCP, and describe ranks in a line; ``watchdog`` decides what follows from messages.
 
 A message is a line of JSON. No rank forwards messages, so no other rank's end delays a report. A thousand ranks cost
-rank 0 less than two percent of a core (docs/scale.md).
+rank 0 less than two percent of a core (docs/contributing/scale.md).
 """
 
 import json
