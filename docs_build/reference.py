@@ -65,12 +65,16 @@ PROGRAMS = {
 
 _EXPLAINED_IN = {
     "accelerator": "how-to/tpu#What is different",
+    "activation_checkpointing": "performance#Memory",
     "decay_steps": "training#Steps and learning rate",
     "device_memory": "performance#The plan",
     "float8": "performance#Speed",
+    "gradient_reduction": "performance#Memory",
     "isolate_documents": "tokenization#Rows",
     "max_length": "training#Without a token dataset",
     "micro_batch_size": "explanation/memory#What takes it",
+    "mlp_tile_size": "performance#Memory",
+    "network": "performance#The plan",
     "num_nodes": "launch#One run, one launcher",
     "seed": "",
     "shares": "mixture#Several token datasets",

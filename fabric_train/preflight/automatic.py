@@ -32,7 +32,7 @@ _CHOICES: list[dict[str, Any]] = [
 ]
 """What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
 
-# On an H200 (docs/performance.md, "Measured on a GPU"), the first compiled step took 7 s more and each later one a
+# On an H200 (docs/contributing/measurements.md, "One GPU"), the first compiled step took 7 s more and each later one a
 # fifth less; without compiling, MFU was 46 %. Evaluation and rows of several documents are compiled again, and not
 # every host is that fast.
 _SECONDS_TO_COMPILE = 30.0
