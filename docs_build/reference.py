@@ -76,6 +76,7 @@ _EXPLAINED_IN = {
     "mlp_tile_size": "performance#Memory",
     "network": "performance#The plan",
     "num_nodes": "launch#One run, one launcher",
+    "profile": "performance#Metrics",
     "seed": "",
     "shares": "mixture#Several token datasets",
     "train_data_dir": "training#From documents to a model on the hub",
