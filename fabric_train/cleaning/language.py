@@ -1,7 +1,7 @@
 """Identify the language of a text with py3langid, and drop documents and paragraphs in other languages.
 
 py3langid is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005); its package
-contains the model. ``docs/cleaning.md`` compares it with other identifiers.
+contains the model. ``docs/contributing/cleaning.md`` compares it with other identifiers.
 """
 
 import math

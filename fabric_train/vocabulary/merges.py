@@ -6,7 +6,7 @@ whose text is an old token that the old merges never make of it. It is no merge 
 
 A SentencePiece model is continued in the same way: it joins the pair whose piece has the best score, and the scores of
 new pieces are below all old ones. Its own trainer starts from letters; of 2,000 pieces that it learned from 1.5 MB of
-Catalan, 640 never came, because the old ones go first (docs/language.md).
+Catalan, 640 never came, because the old ones go first (docs/contributing/language.md).
 """
 
 import heapq
