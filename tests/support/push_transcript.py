@@ -1,7 +1,7 @@
 """Print what a push looks like to the user and to the hub: ``python -m tests.support.push_transcript``.
 
-The programs are run as a user runs them, with a tiny model, against the stand-in for the hub. docs/publish.md has the
-output.
+The programs are run as a user runs them, with a tiny model, against the stand-in for the hub. docs/publish.md shows
+parts of the output.
 """
 
 import os
