@@ -176,21 +176,23 @@ class TrainResult:
 def train(**arguments: Any) -> TrainResult:
     """Train a Hugging Face causal language model on a token dataset or texts, as ``fabric run fabric_train`` does.
 
-    One device trains in this process, as does a rank that a launcher has started. For several devices, the ranks are
-    processes of ``python -m fabric_train``: they import the modules that have registered objectives, optimizers,
-    metrics and loggers here. What the script itself has registered cannot be imported, and is refused.
-    Lines of the run are printed, and are in ``RUN/run.log``. A stop signal, such as Ctrl-C, ends the run after it has
-    saved, and the result says so; where nothing is to be saved, Ctrl-C raises KeyboardInterrupt.
+    On one device, or in a rank that a launcher has started, the training runs in this process. On several devices, this
+    process starts a process of ``python -m fabric_train`` for each rank. The ranks import the modules that have
+    registered objectives, optimizers, metrics and loggers here. A part that the script itself has registered cannot be
+    imported, so it is refused.
+
+    The log is printed and written to ``RUN/run.log``. A stop signal, such as Ctrl-C, saves a checkpoint and ends the
+    run, and the ``state`` of the result is "stopped". If there is nothing to save, Ctrl-C raises KeyboardInterrupt.
 
     Raises:
         InputError: the arguments, the data and the model do not fit together; nothing is written.
-        RunError: the training failed; checkpoints saved before stay.
+        RunError: the training failed; checkpoints that were saved before are kept.
     """
     try:
-        launcher = launcher_arguments()
-    except ValueError as error:
+        values_of_launcher = launcher_arguments()  # such as the number of devices
+    except ValueError as error:  # wrong variables of the launcher, a message each
         raise InputError(*error.args) from error
-    return run_train(build_arguments(TrainArguments, arguments, launcher))
+    return run_train(build_arguments(TrainArguments, arguments, values_of_launcher))
 
 
 def run_train(arguments: TrainArguments) -> TrainResult:
@@ -202,14 +204,14 @@ def run_train(arguments: TrainArguments) -> TrainResult:
 
     device = arguments.device
     with _restored_process():
-        # Several devices without a launcher: other processes train.
+        # Several devices without a launcher: other processes train. A plan needs only this one.
         if not arguments.planning.plan and find_launcher() is None:
             accelerator = strategy.resolve_accelerator(device.accelerator)
             if strategy.count_devices(device.devices, accelerator) > 1:
                 arguments = arguments_for_ranks(arguments)
                 exit_code = run_ranks(arguments, folders_for_ranks(arguments))
                 return _read_train_result(arguments, exit_code)
-        # One device, a rank of a launcher, or a plan: this process does it.
+        # One device, a rank of a launcher, or a plan.
         console = start_log()
         try:
             exit_code = run_training(arguments, console)

@@ -310,17 +310,18 @@ class ModelArguments:
         return (kind, factor) if factor > 1 else None
 
     def _check_sizes(self) -> list[str]:
-        """Return sizes of a new model that are missing, or do not fit together."""
-        if self.family is None:
+        """Return a message for each size of a new model that is missing or is not a multiple of another size."""
+        if self.family is None:  # a pretrained model has its sizes
             return []
         missing = [f"--{name}" for name in _REQUIRED_SIZES if getattr(self, name) is None]
-        if missing and self.from_scratch is None:
-            size_options = self._list_sizes()  # not empty: without --from_scratch, a size is what asks for a new model
-            return [f"{size_options[0]} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
-        if missing:
+        if missing and self.from_scratch is not None:
             return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
+        if missing:
+            # Without --from_scratch, a size asks for a new model: at least one is given.
+            given_size, *_ = self._list_sizes()
+            return [f"{given_size} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
 
-        assert self.hidden_width is not None
+        assert self.hidden_width is not None  # nothing in _REQUIRED_SIZES is missing
         assert self.num_heads is not None
         num_key_value_heads = self.num_key_value_heads or self.num_heads
         faults = []

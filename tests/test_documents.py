@@ -14,14 +14,16 @@ from tests import foreign_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-DOCUMENTS = [
-    path
-    for path in (
-        *(ROOT / name for name in (*ROOT_DOCUMENTS, "benchmarks/README.md")),
-        *sorted((ROOT / "docs").rglob("*.md")),
-    )
-    if path.is_file()
-]
+
+
+def _existing_documents() -> list[Path]:
+    paths = [ROOT / name for name in (*ROOT_DOCUMENTS, "benchmarks/README.md")]
+    paths += sorted((ROOT / "docs").rglob("*.md"))
+    return [path for path in paths if path.is_file()]
+
+
+DOCUMENTS = _existing_documents()
+USER_DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = (
     "fabric_train",
     "tests",
@@ -43,128 +45,154 @@ FOREIGN_OPTIONS = {
     "nodes", "nodelist", "no-kill", "kill-on-bad-exit", "gres", "ntasks",
     "dependency", "print", "write", "base", "outfile", "lora", "logdir", "backend-store-uri", "learning_rate",
 }  # fmt: skip
-"""Of other programs."""
+"""Options of other programs."""
 
-_TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
+_NAMED_TEST = re.compile(
+    r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<function>test_\w+)|(?P<only_file>(?:[\w-]+/)*test_\w+\.py)"
+)
+"""``test_x.py::test_y``, ``::test_y`` or ``test_x.py``."""
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+_LINK_TO_SECTION = re.compile(r"\]\(((?!\w+:)[^)#\s]*)#([^)\s]+)\)")
+_OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
+_COMMAND = re.compile(r"fabric-train ([a-z_-]+)( [^\n`;|\"]*)")
 
 
-def lines(*documents: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every line of some documents."""
+def name_of(path: Path) -> str:
+    """Return a path as a message shows it."""
+    return str(path.relative_to(ROOT))
+
+
+def read_lines(*documents: Path) -> Iterator[tuple[str, str]]:
+    """Yield every line of some documents as FILE:LINE and its text."""
     for path in documents:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            yield f"{path.relative_to(ROOT)}:{number}", line
+        for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{name_of(path)}:{line_number}", line
 
 
 @cache
 def names_of_tests(file: str) -> set[str] | None:
     """Return the test functions of a file, named relative to tests/ or to the root; None if there is no such file."""
-    path = next((path for path in (ROOT / "tests" / file, ROOT / file) if path.is_file()), None)
-    if path is None:
-        return None
-    return set(re.findall(r"^ *(?:async )?def (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    for path in (ROOT / "tests" / file, ROOT / file):
+        if path.is_file():
+            functions = re.findall(r"^ *(?:async )?def (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+            return set(functions)
+    return None
 
 
 def test_every_test_that_a_document_names_exists() -> None:
     missing = []
-    for place, line in lines(*DOCUMENTS):
+    for location, line in read_lines(*DOCUMENTS):
         file = "(no file named before it)"
-        for found in _TEST.finditer(line):
-            file = found["file"] or found["alone"] or file  # a bare ::test_x is in the file named last
-            names = names_of_tests(file)
-            if names is None:
-                missing.append(f"{place}: {file}" + (f"::{found['name']}" if found["name"] else ""))
-            elif found["name"] and found["name"] not in names:
-                missing.append(f"{place}: {file}::{found['name']}")
+        for named_test in _NAMED_TEST.finditer(line):
+            file = named_test["file"] or named_test["only_file"] or file  # a bare ::test_x is in the file named last
+            function = named_test["function"]
+            test = f"{file}::{function}" if function else file
+            functions = names_of_tests(file)
+            if functions is None or (function and function not in functions):
+                missing.append(f"{location}: {test}")
     assert not missing, "tests that do not exist:\n" + "\n".join(missing)
 
 
 def test_every_file_that_a_document_names_exists() -> None:
     subpackages = [path.name for path in (ROOT / "fabric_train").iterdir() if path.is_dir()]
-    ours = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*-]*")
-    modules = re.compile(rf"(?<![\w./-])(?:{'|'.join(subpackages)})/[\w/]*\.py")
+    path_in_project = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*-]*")
+    module_in_package = re.compile(rf"(?<![\w./-])(?:{'|'.join(subpackages)})/[\w/]*\.py")
     missing = []
-    for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        name = path.relative_to(ROOT)
-        for code in _CODE.findall(text):
-            for named in ours.findall(code):
-                if "NAME" not in named and not any(ROOT.glob(named.rstrip("./"))):  # NAME is a placeholder
-                    missing.append(f"{name}: {named}")
-            for named in modules.findall(code):
-                if "/test_" not in named and not (ROOT / "fabric_train" / named).is_file():
-                    missing.append(f"{name}: fabric_train/{named}")
+    for document in DOCUMENTS:
+        for code in _CODE.findall(document.read_text(encoding="utf-8")):
+            for path in path_in_project.findall(code):
+                pattern = path.rstrip("./")
+                is_placeholder = "NAME" in path
+                if not is_placeholder and not any(ROOT.glob(pattern)):
+                    missing.append(f"{name_of(document)}: {path}")
+            for module in module_in_package.findall(code):
+                is_test = "/test_" in module  # tests/ has folders with the names of the subpackages
+                if not is_test and not (ROOT / "fabric_train" / module).is_file():
+                    missing.append(f"{name_of(document)}: fabric_train/{module}")
     assert not missing, "files that do not exist:\n" + "\n".join(missing)
 
 
 def test_every_relative_link_leads_to_a_file() -> None:
-    missing = [
-        f"{path.relative_to(ROOT)}: {target}"
-        for path in DOCUMENTS
-        for target in _LINK.findall(path.read_text(encoding="utf-8"))
-        if not (path.parent / target).exists()
-    ]
+    missing = []
+    for document in DOCUMENTS:
+        for target in _LINK.findall(document.read_text(encoding="utf-8")):
+            if not (document.parent / target).exists():
+                missing.append(f"{name_of(document)}: {target}")
     assert not missing, "links that lead nowhere:\n" + "\n".join(missing)
 
 
-def slugs(path: Path) -> set[str]:
+def anchors_of(document: Path) -> set[str]:
     """Return the anchors that GitHub gives the headings of a document."""
-    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_link_to_a_section_leads_to_its_heading() -> None:
     missing = []
-    for path in DOCUMENTS:
-        for file, section in re.findall(r"\]\(((?!\w+:)[^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8")):
-            if (file.endswith(".md") or not file) and section not in slugs(path.parent / file if file else path):
-                missing.append(f"{path.relative_to(ROOT)}: {file}#{section}")
+    for document in DOCUMENTS:
+        for file, section in _LINK_TO_SECTION.findall(document.read_text(encoding="utf-8")):
+            target = document.parent / file if file else document  # without a file, a section of the same document
+            if target.suffix == ".md" and section not in anchors_of(target):
+                missing.append(f"{name_of(document)}: {file}#{section}")
     assert not missing, "sections that do not exist:\n" + "\n".join(missing)
 
 
+def options_in_code() -> set[str]:
+    """Return the options of all programs: the fields of every class that is named …Arguments."""
+    options = set()
+    for path in (*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if not re.search(r"^class \w+Arguments\b", source, re.MULTILINE):  # parsing every module would take seconds
+            continue
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.ClassDef) and statement.name.endswith("Arguments"):
+                options |= {shown_name(field) for field in fields_of(statement)}
+    return options
+
+
+def fields_of(definition: ast.ClassDef) -> Iterator[str]:
+    """Yield the names of a dataclass's fields."""
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
+
+
 def test_every_option_that_the_documents_name_exists() -> None:
-    sources = [
-        path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py"))
-    ]
-    with_arguments = [source for source in sources if re.search(r"^class \w+Arguments\b", source, re.MULTILINE)]
-    every = [node for source in with_arguments for node in ast.parse(source).body]
-    classes = [node for node in every if isinstance(node, ast.ClassDef) and node.name.endswith("Arguments")]
-    fields = [node for kind in classes for node in kind.body]
-    known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-    known = {shown_name(name) for name in known}
-    known |= FOREIGN_OPTIONS | {"config", "debug", "version"}
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    missing = [
-        f"{place}: --{option}"
-        for place, line in lines(*documents)
-        for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", line)
-        if option not in known
-    ]
+    known_options = options_in_code() | FOREIGN_OPTIONS | {"config", "debug", "version"}
+    missing = []
+    for location, line in read_lines(*USER_DOCUMENTS):
+        for option in _OPTION.findall(line):
+            if option not in known_options:
+                missing.append(f"{location}: --{option}")
     assert not missing, "options that no program has:\n" + "\n".join(missing)
 
 
 def test_every_command_in_documents_and_messages_has_the_options_of_its_program() -> None:
-    known: dict[str, set[str]] = {}
-    for name, arguments in ALL_ARGUMENTS.items():
-        options = known.setdefault(name.split()[0], {"config", "debug", "version", "help"})
+    options_by_program: dict[str, set[str]] = {}
+    for command_name, arguments in ALL_ARGUMENTS.items():  # a command such as "vocabulary report"
+        program = command_name.split()[0]
+        options = options_by_program.setdefault(program, {"config", "debug", "version", "help"})
         options.update(shown_name(option) for option in types_of(arguments))
+
     missing = []
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    for path in (*documents, *sorted((ROOT / "fabric_train").rglob("*.py"))):
+    for path in (*USER_DOCUMENTS, *sorted((ROOT / "fabric_train").rglob("*.py"))):
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-        text = re.sub(r'"\s*\n\s*f?"', "", text)  # a message on several lines
-        for program, words in re.findall(r"fabric-train ([a-z_-]+)( [^\n`;|\"]*)", text):
-            command = re.split(r" and |, |\. |\)", words)[0]
-            options = known.get(program.replace("-", "_"), set())
-            used = re.findall(r"(?<![\w-])--([a-z][\w-]*)", command) if options else []
-            missing += [f"{path.relative_to(ROOT)}: {program} --{option}" for option in used if option not in options]
+        text = re.sub(r'"\s*\n\s*f?"', "", text)  # join a message that is written on several lines
+        for program, words in _COMMAND.findall(text):
+            options = options_by_program.get(program.replace("-", "_"), set())
+            if not options:
+                continue  # a word after fabric-train that is no program
+            command = re.split(r" and |, |\. |\)", words)[0]  # without the rest of the sentence
+            for option in _OPTION.findall(command):
+                if option not in options:
+                    missing.append(f"{name_of(path)}: {program} --{option}")
     assert not missing, "options that these programs do not have:\n" + "\n".join(missing)
 
 
 @pytest.mark.parametrize("page", foreign_tables.PAGES)
 def test_the_tables_of_other_programs_are_those_of_foreign_names(page: str) -> None:
-    _, begins, written = foreign_tables.path_of(page).read_text(encoding="utf-8").partition(foreign_tables.BEGIN)
-    assert begins
-    assert written.strip() == foreign_tables.tables_of(page).strip(), "run python -m tests.foreign_tables --write"
+    _, marker, tables = foreign_tables.path_of(page).read_text(encoding="utf-8").partition(foreign_tables.BEGIN)
+    assert marker, "the page has no place for the tables"
+    assert tables.strip() == foreign_tables.tables_of(page).strip(), "run python -m tests.foreign_tables --write"

@@ -48,7 +48,14 @@ class OurSaves:
         description = Description(kind, "float32", DataOrder("", 1, 1, 0), {"model_name": ""}, {}, None, ())
         self._fabric = fabric
         self._checkpoints = CheckpointManager(
-            folder, fabric, model, optimizer, description, 1, asynchronous, lambda _: None
+            folder,
+            fabric=fabric,
+            model=model,
+            optimizer=optimizer,
+            description=description,
+            keep=1,
+            asynchronous=asynchronous,
+            on_saved=lambda _: None,
         )
 
     def save(self, step: int) -> None:

@@ -69,6 +69,7 @@ class CheckpointManager:
     def __init__(
         self,
         folder: Path,
+        *,
         fabric: Fabric,
         model: Any,
         optimizer: Any,

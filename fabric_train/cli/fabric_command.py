@@ -121,7 +121,7 @@ def _resolve_program(script: str) -> Path | None:
 
 
 def _run(words: list[str], script_index: int) -> NoReturn:
-    """Run ``fabric run`` on the script at ``words[script_index]``, or show the script's help."""
+    """Run ``fabric run`` on the script at ``words[script_index]``, or show the script's help; then exit."""
     script = words[script_index]
     script_words = words[script_index + 1 :]
     if {"--help", "-h", "--version"} & set(script_words):
@@ -129,56 +129,74 @@ def _run(words: list[str], script_index: int) -> NoReturn:
     keep_streams_writable()
 
     # Check what can be checked in this process, before torch is imported.
-    if "--accelerator=tpu" in words or "--accelerator tpu" in " ".join(words):  # Lightning would show a traceback
+    uses_tpu = "--accelerator=tpu" in words or "--accelerator tpu" in " ".join(words)
+    if uses_tpu:  # Lightning would show a traceback
         print_errors(
             "error: fabric run --accelerator tpu: one process uses a TPU; start python -m fabric_train --tpu true"
         )
         raise SystemExit(INPUT_ERROR)
     options, program_words = _parse_run_words(words)
-    if Path(script).resolve() == PACKAGE_DIR:
+    if Path(script).resolve() == PACKAGE_DIR:  # another clone's arguments may differ
         _check_arguments(program_words, options)
 
-    # Signals go to the ranks, and torchrun handles none of them.
+    _send_signals_to_ranks()
+    logging.disable(logging.ERROR)  # torchrun repeats what the failed ranks have reported
+    _keep_store_on_loopback(has_port="main_port" in options)
+    raise SystemExit(_launch())
+
+
+def _send_signals_to_ranks() -> None:
+    """Let this process pass the signals that stop a run on to the ranks, and torchrun handle none of them."""
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torchrun wants at least one
     for signal_number in _SIGNALS:
         if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(signal_number, _send_to_ranks)
-    logging.disable(logging.ERROR)  # torchrun repeats what the failed ranks have reported
 
-    # Replace Lightning's launch by one that serves the ranks' store on the loopback interface.
+
+def _keep_store_on_loopback(*, has_port: bool) -> None:
+    """Replace Lightning's launch by one that, on a single machine, keeps the ranks' store off the network.
+
+    Args:
+        has_port: whether the user has given ``--main-port``; by default the store is on a free port.
+    """
     from lightning.fabric import cli
-    from torch.distributed import DistNetworkError
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    launch = cli._torchrun_launch
+    launch_by_lightning = cli._torchrun_launch
 
-    def launch_locally(args: Namespace, script_args: list[str]) -> None:
-        """Launch; on a single machine, keep torchrun's store off the network, by default on a free port."""
+    def launch(args: Namespace, script_args: list[str]) -> None:
         store = None
         if args.num_nodes == 1:
             args.main_address = LOOPBACK
             try:
-                store = serve_on_loopback(args.main_port if "main_port" in options else 0)
+                store = serve_on_loopback(args.main_port if has_port else 0)
             except (OSError, OverflowError) as error:
                 raise _port_failure(error, args.main_port) from None
             args.main_port = store.port
-        launch(args, script_args)
+        launch_by_lightning(args, script_args)
         del store  # it must live until the ranks have ended
 
-    cli._torchrun_launch = launch_locally
+    cli._torchrun_launch = launch
+
+
+def _launch() -> int:
+    """Run Lightning's ``fabric run``, report why ranks failed unless they have, and return the exit code."""
+    from lightning.fabric import cli
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         with as_launcher():
             cli._main()
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode >= 0:  # the rank has reported the reason
-            raise SystemExit(failure.exitcode) from None
+            return failure.exitcode
         print_errors(f"error: rank {rank} was killed by {failure.signal_name()}; continue with --resume true")
-        raise SystemExit(FAILURE) from None
+        return FAILURE
     except DistNetworkError as error:
         print_errors(f"error: {str(error).splitlines()[0]}; give a free port with --main-port")
-        raise SystemExit(FAILURE) from None
-    raise SystemExit(0)
+        return FAILURE
+    return 0
 
 
 def _port_failure(error: OSError | OverflowError, port: object) -> SystemExit:

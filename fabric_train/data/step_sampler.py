@@ -245,7 +245,7 @@ class TrainBatches:
     num_workers: int
     pin_memory: bool
     data_starts_after: int = 0
-    """The step of the run after which the order begins: 0, or that of a checkpoint from which other data were read."""
+    """The run's step after which the order begins: 0, or the step of the checkpoint after which the data changed."""
     known_step: int = 0
     """The step of the checkpoint that the run resumed from."""
     known_hash: str = ""
@@ -253,29 +253,29 @@ class TrainBatches:
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the run's steps ``after_step + 1`` to ``last_step``."""
-        # the steps of the order are counted from where it begins, and not from the beginning of the run
+        # the order counts its steps from where it begins: its step 1 is the run's step ``data_starts_after + 1``
         order = self.order
-        begin = after_step - self.data_starts_after
-        end = last_step - self.data_starts_after
-        known_step = self.known_step - self.data_starts_after
+        after_order_step = after_step - self.data_starts_after
+        last_order_step = last_step - self.data_starts_after
+        known_order_step = self.known_step - self.data_starts_after
 
         # the hash of the rows before the first window; hashing them all again would take long
-        if 0 < known_step <= begin:
-            rows_hash = order.rows_hash(begin, known_step, self.known_hash)
+        if 0 < known_order_step <= after_order_step:
+            rows_hash = order.rows_hash(after_order_step, known_order_step, self.known_hash)
         else:
-            rows_hash = order.rows_hash(begin)
+            rows_hash = order.rows_hash(after_order_step)
 
         # the loader yields the micro-batches of all windows, one after the other
-        epoch = order.epoch_of(begin + 1)
+        epoch = order.epoch_of(after_order_step + 1)
         items = _ErrorsAsItems(self.rows)
-        row_batches = order.batches(begin, end)
+        row_batches = order.batches(after_order_step, last_order_step)
         batches = iter(WorkerLoader(items, self.num_workers, self.pin_memory, batch_sampler=row_batches))
-        for step in range(begin + 1, end + 1):
-            rows = order.rows_of(step)
-            next_epoch = order.epoch_of(step + 1)
-            rows_hash = order.rows_hash_after(step, rows, rows_hash)
+        for order_step in range(after_order_step + 1, last_order_step + 1):
+            rows = order.rows_of(order_step)
+            next_epoch = order.epoch_of(order_step + 1)
+            rows_hash = order.rows_hash_after(order_step, rows, rows_hash)
             yield Window(
-                step=self.data_starts_after + step,
+                step=self.data_starts_after + order_step,
                 epoch=epoch,
                 ends_epoch=next_epoch > epoch,
                 rows=rows,

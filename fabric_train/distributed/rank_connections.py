@@ -156,29 +156,44 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: Conn
                     f"within {_JOIN_SECONDS:g} s; see that no firewall is between the machines, and start the run again"
                 )
             for key, _ in events:
-                # a new connection
                 if key.fileobj is server:
-                    with suppress(BlockingIOError, ConnectionAbortedError):  # it has been closed again
-                        connection = server.accept()[0]
-                        unknown_rank = ConnectedRank(-1)
-                        unknown_rank.open(connection)
-                        selector.register(connection, selectors.EVENT_READ, unknown_rank)
+                    _accept_connection(server, selector)
                     continue
-
-                # the first message of a connection
-                unknown_rank = key.data
-                lines = unknown_rank.read_lines()
-                if lines == []:  # the line is not complete yet
-                    continue
-                selector.unregister(key.fileobj)
-                if lines is None or not lines[0].startswith(token.encode()):
-                    unknown_rank.close()
-                    continue
-                introduction = json.loads(lines[0].removeprefix(token.encode()))
-                rank = ConnectedRank(**introduction, connection=unknown_rank.connection)
-                ranks[rank.rank] = rank
-                rank.send(answer)
+                rank = _read_introduction(key, token, selector)
+                if rank is not None:
+                    ranks[rank.rank] = rank
+                    rank.send(answer)
     return ranks
+
+
+def _accept_connection(server: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Accept a connection, and let ``selector`` wait for its first message. Which rank it is, that message says."""
+    with suppress(BlockingIOError, ConnectionAbortedError):  # it has been closed again
+        connection = server.accept()[0]
+        unknown_rank = ConnectedRank(-1)
+        unknown_rank.open(connection)
+        selector.register(connection, selectors.EVENT_READ, unknown_rank)
+
+
+def _read_introduction(
+    key: selectors.SelectorKey, token: str, selector: selectors.BaseSelector
+) -> ConnectedRank | None:
+    """Read what has arrived on a connection that :func:`_accept_connection` has accepted.
+
+    Returns:
+        The rank, if its introduction is complete. None if the line is not complete yet, or if the connection has ended
+        or did not send the token; then it is closed.
+    """
+    unknown_rank: ConnectedRank = key.data
+    lines = unknown_rank.read_lines()
+    if lines == []:  # the line is not complete yet
+        return None
+    selector.unregister(key.fileobj)
+    if lines is None or not lines[0].startswith(token.encode()):
+        unknown_rank.close()
+        return None
+    introduction = json.loads(lines[0].removeprefix(token.encode()))
+    return ConnectedRank(**introduction, connection=unknown_rank.connection)
 
 
 def connect_to_rank_0(

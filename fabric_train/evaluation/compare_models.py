@@ -38,34 +38,37 @@ _BYTES_OF_LOSS = 4
 
 
 def compare_models(arguments: EvaluateArguments, *, prints: bool = True) -> None:
-    """Evaluate ``--models`` on ``--texts`` or ``--pairs``; write the results, and print a table.
+    """Evaluate ``--models`` on ``--texts`` or ``--pairs``; write the results, and print a table if ``prints``.
 
-    A folder with an evaluation is extended. An InputError comes before anything is written, a RunError if a model's
-    loss is not finite.
+    If ``--output_dir`` has an evaluation already, the results are added to it.
+
+    Raises:
+        InputError: the arguments, models and texts do not fit together; nothing is written.
+        RunError: a model's loss is not finite, or ``RUN/all`` has damaged checkpoints. The results of the other
+            checkpoints are written.
     """
     assert arguments.models is not None  # EvaluateArguments.faults
     assert arguments.output_dir is not None
     folder = Path(arguments.output_dir)
     check_output(folder)
-    earlier = loss_table.read_evaluated(folder)
-    models, damaged = find_models(arguments.models)
+    earlier_losses = loss_table.read_evaluated(folder)  # now, because a damaged file is refused
+    models, damaged_checkpoints = find_models(arguments.models)
     if arguments.pairs is not None:
         compare_pairs(arguments, models, LossCache(folder / FOLDER), prints=prints)
-        check_all_evaluated(damaged)
-        return
-    _compare_losses(arguments, models, earlier, folder, prints=prints)
-    check_all_evaluated(damaged)
+    else:
+        _compare_losses(arguments, models, earlier_losses, folder, prints=prints)
+    check_all_evaluated(damaged_checkpoints)
 
 
 def _compare_losses(
     arguments: EvaluateArguments,
     models: Sequence[ComparedModel],
-    earlier: loss_table.Evaluated,
+    earlier_losses: loss_table.Evaluated,
     folder: Path,
     *,
     prints: bool,
 ) -> None:
-    """Compute the losses of the models on texts, add them to the ``earlier`` ones in ``folder``, and print a table."""
+    """Compute the models' losses on texts, add them to the earlier losses in ``folder``, and print a table."""
     # read the texts as the tokens of each model
     texts = _open_texts(arguments, models, folder / FOLDER / "downloads")
     encoded_texts = _encode_texts(models, texts, arguments)
@@ -78,8 +81,8 @@ def _compare_losses(
     for text in encoded_texts[first_model.name]:
         for source in text.sources.tolist():
             documents.setdefault(text.source_names[source], []).append(text.identity)
-    loss_table.check_same_documents(earlier, weights, documents, folder)
-    outdated_models = loss_table.outdated_models(earlier, weights)
+    loss_table.check_same_documents(earlier_losses, weights, documents, folder)
+    outdated_models = loss_table.outdated_models(earlier_losses, weights)
     for name in outdated_models:
         print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
 
@@ -88,23 +91,23 @@ def _compare_losses(
     num_tokens = count_unscored_tokens(models, encoded_texts, cache)
     check_room(folder, _ROOM_OF_TABLES + _BYTES_OF_LOSS * num_tokens, "the loss of each token")
     losses = score_models(models, encoded_texts, cache, arguments.batch_tokens, num_tokens)
-    new: loss_table.Evaluated = {}
+    new_losses: loss_table.Evaluated = {}
     for model in models:
-        new[model.name] = loss_table.document_losses(
+        new_losses[model.name] = loss_table.document_losses(
             model.name, model.weights, encoded_texts[model.name], losses[model.name]
         )
 
-    # write the results, with those of other evaluations, which may have written in the meantime
+    # write the results together with the earlier ones, which are read again: another evaluation may have added some
     with wait_for_lock(folder / "evaluation.lock"):
-        earlier = loss_table.read_evaluated(folder)
-        loss_table.check_same_documents(earlier, weights, documents, folder)
-        evaluated = loss_table.join_evaluated(earlier, new)
+        earlier_losses = loss_table.read_evaluated(folder)
+        loss_table.check_same_documents(earlier_losses, weights, documents, folder)
+        evaluated = loss_table.join_evaluated(earlier_losses, new_losses)
         results = loss_table.compare_evaluated(evaluated, arguments.seed)
         loss_table.write_evaluated(folder, evaluated, results)
         loss_table.draw_losses(folder / "evaluation.png", list(evaluated), results)
     if outdated_models:
         for file_name in (CHANGES, PAGE):
-            (folder / file_name).unlink(missing_ok=True)  # may describe the former weights
+            (folder / file_name).unlink(missing_ok=True)  # it may describe the former weights
     if first_model is not last_model and first_model.tokenizer_id == last_model.tokenizer_id:
         changes = find_changes(
             first_model.name,

@@ -20,13 +20,13 @@ from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 
 
-def check_positions(trainer: TrainerJson) -> None:
+def check_positions(saved: TrainerJson) -> None:
     """Raise an InputError for an adapter whose run extended the positions, which its base's folder does not say."""
-    arguments = trainer.arguments
+    arguments = saved.arguments
     options = [f"--{name} {arguments[name]}" for name in ("rope_scaling", "rope_theta") if arguments.get(name)]
     if options:
         raise InputError(
-            f"{trainer.checkpoint}: its run had {' '.join(options)}, which the config.json of its base does not have, "
+            f"{saved.checkpoint}: its run had {' '.join(options)}, which the config.json of its base does not have, "
             "so peft would compute another model; export the whole model with --merge true"
         )
 
@@ -61,12 +61,12 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
         config["modules_to_save"] = [*config["modules_to_save"], *tied_modules]
 
     # a base that another run trained is not the one on the hub
-    trainer = source.trainer
+    saved = source.saved
     repository = None
     revision = None
-    if trainer.base_model and not trainer.stages:
-        repository = trainer.base_model.repository
-        revision = trainer.base_model.revision
+    if saved.base_model and not saved.stages:
+        repository = saved.base_model.repository
+        revision = saved.base_model.revision
     if facts.base_model not in (None, repository):  # --base_model names another one
         repository = facts.base_model
         revision = None

@@ -55,12 +55,12 @@ def convert(
     # report faults before anything is written
     checkpoint = source.checkpoint
     if source.is_adapter:
-        check_positions(source.trainer)
+        check_positions(source.saved)
         dtype = torch.float32
     check_not_inside(target, checkpoint)
     for averaged in source.averaged:
         check_not_inside(target, averaged.checkpoint)
-    source.trainer  # noqa: B018 - an InputError if it is damaged
+    source.saved  # noqa: B018 - an InputError if it is damaged
     read_manifest(checkpoint)
     hf_model.read_shape(str(checkpoint))
     if (checkpoint / "tokenizer").is_dir():

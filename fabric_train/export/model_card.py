@@ -69,7 +69,7 @@ class CardFacts:
 
 def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
     """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line."""
-    record = read_record(source.trainer, source.averaged, source.merges)
+    record = read_record(source.saved, source.averaged, source.merges)
     draw_card_picture(record, folder, facts)
     write_model_card(record, folder, facts)
     text = (folder / "README.md").read_text(encoding="utf-8")

@@ -208,7 +208,7 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     expected_logits = layered_forward(opened, shape.layer_classes, input_ids, lambda: None).logits
 
     # what peft computes
-    base = source.trainer.adapter_base
+    base = source.saved.adapter_base
     assert base is not None  # open_unmerged has found it
     base_model = load_onto_devices(open_base(shape, base, torch.float32))
     peft_model = add_adapter(base_model, folder, base.place)
@@ -271,7 +271,7 @@ def _tensor_difference(stored: StoredTensors, exported: StoredTensors, name: str
 
 
 def _compare_outputs(pair: _ModelPair) -> _OutputComparison:
-    """Run both models, whole if they fit in memory, else layer by layer."""
+    """Run both models: as a whole if they fit in memory, or else layer by layer."""
     # at most half of the memory for the weights: activations and the process itself take memory too
     if 2 * pair.stored_shape.num_parameters * pair.dtype.itemsize <= available_memory():
         return _compare_whole(pair)
@@ -287,28 +287,33 @@ def _compare_outputs(pair: _ModelPair) -> _OutputComparison:
 
 
 def _compare_whole(pair: _ModelPair) -> _OutputComparison:
-    """Run the checkpoint's model, then load the export as its users do and run it."""
+    """Compare the logits of both models, and check that transformers loads the export's weights bit for bit."""
+    # run the checkpoint's model
     stored_weights = {name: pair.stored_tensors.read(name).to(pair.dtype) for name in pair.stored_tensors}
     stored_model = load_weights.build_model(pair.stored_shape, stored_weights, pair.dtype)
     expected_logits = _logits(stored_model, pair.input_ids)
     del stored_weights, stored_model  # one model is in memory at a time
 
+    # load the export as its users do
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         pair.export_dir, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
-    exported_model, loading = loaded
-    state = exported_model.state_dict()
+    exported_model, loading_info = loaded
+    loaded_weights = exported_model.state_dict()
 
-    # weights under the names of the files, then those that have other names in memory
+    # Most weights have the same name in the export's files and in memory. For the others (such as experts, which are
+    # joined in memory), the checkpoint is compared, whose tensors have the names in memory.
     wrongly_loaded = []
     for name in pair.exported_tensors:
-        if name in state and not same_bits(state[name], pair.exported_tensors.read(name)):
+        if name in loaded_weights and not same_bits(loaded_weights[name], pair.exported_tensors.read(name)):
             wrongly_loaded.append(name)
     for name in set(pair.stored_tensors) - set(pair.exported_tensors):
-        if not same_bits(state[name], pair.stored_tensors.read(name).to(pair.dtype)):
+        if not same_bits(loaded_weights[name], pair.stored_tensors.read(name).to(pair.dtype)):
             wrongly_loaded.append(name)
-    wrongly_loaded += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
+    wrongly_loaded += map(str, loading_info["missing_keys"])
+    wrongly_loaded += map(str, loading_info["unexpected_keys"])
 
+    # run the export
     logits = _compare_values(expected_logits, _logits(exported_model, pair.input_ids))
     return _OutputComparison("whole model", layers=[], logits=logits, wrongly_loaded=wrongly_loaded)
 

@@ -29,7 +29,7 @@ class ExportSource:
     """The weights of the base that an adapter is merged into; None: an adapter is exported as an adapter."""
 
     @cached_property
-    def trainer(self) -> TrainerJson:
+    def saved(self) -> TrainerJson:
         """The trainer.json of ``checkpoint``; an InputError if it is damaged."""
         return read_trainer_json(self.checkpoint)
 
@@ -91,7 +91,7 @@ class ExportSource:
 
     def describe(self) -> str:
         """Return the step, the number of averaged checkpoints and the merge, in words."""
-        description = f"step {self.trainer.state.step}"
+        description = f"step {self.saved.state.step}"
         if self.averaged:
             description = f"average of {len(self.averaged)} checkpoints up to {description}"
         if self.merges:

@@ -256,24 +256,28 @@ def _align(
 
 
 def _check_sizes(model: ModelTensors, first_model: ModelTensors) -> None:
-    """Check that a model has the architecture and the shapes of the first one, and print settings that differ."""
+    """Raise an InputError unless a model has the first model's architecture and shapes; print differing settings."""
     config = model.shape_of_model.config
     first_config = first_model.shape_of_model.config
     if config.model_type != first_config.model_type:
         fault = f"it is a {config.model_type}, not a {first_config.model_type}"
         raise _cannot_be_merged(model, first_model, fault)
 
+    # the same tensors of the same shapes
     shapes = {name: list(model.shape(name)) for name in model}
     first_shapes = {name: list(first_model.shape(name)) for name in first_model}
     for name in sorted({*shapes, *first_shapes}):
-        shape = shapes.get(name, ["absent"])
+        shape = shapes.get(name, ["absent"])  # shown in the message
         first_shape = first_shapes.get(name, ["absent"])
-        # the number of rows may differ where each row belongs to a token
-        has_token_rows = name in first_model.rows_by_token and name in model.rows_by_token
-        begin = 1 if has_token_rows else 0
-        if shape[begin:] != first_shape[begin:]:
+        if name in model.rows_by_token and name in first_model.rows_by_token:
+            # each row belongs to a token, and rows are matched by token: their number may differ
+            is_same_shape = shape[1:] == first_shape[1:]
+        else:
+            is_same_shape = shape == first_shape
+        if not is_same_shape:
             raise _cannot_be_merged(model, first_model, f"{name} is {shape}, not {first_shape}")
 
+    # other settings may differ
     settings = config.to_dict()
     first_settings = first_config.to_dict()
     for name in sorted({*settings, *first_settings}.difference(_IGNORED_SETTINGS)):

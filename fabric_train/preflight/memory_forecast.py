@@ -509,7 +509,7 @@ def check_memory(run: PreparedRun) -> None:
 
 
 def faults_of_disk(request: RunRequest, num_checkpoints: int) -> list[str]:
-    """Return a line if the disk of --output_dir has no room for checkpoints of this run, else nothing."""
+    """Return a message if the disk of --output_dir has no room for ``num_checkpoints`` of the run, or nothing."""
     folder = Path(request.arguments.save.output_dir)
     model = request.largest
     _, states = bytes_of_states(model, request.arguments)

@@ -107,26 +107,32 @@ def _show_balance(run: PreparedRun) -> str:
 
 
 def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
-    """Return a line for what does not fit into a device, host memory or disk, and what to change."""
+    """Return a message for each of device memory, host memory and disk that is too small, with what to change."""
     faults = []
     if forecast.device_bytes > request.device_memory:
-        sizes = {**forecast.budget.most.parts, "the process itself": forecast.process}
-        size_list = ", ".join(f"{kind} {show_size(size)}" for kind, size in sizes.items() if size)
-        needed = show_size(forecast.device_bytes)
-        available = show_size(request.device_memory)
-        unit = "a device" if forecast.on_gpu else "a rank"
-        advice = change_that_fits(request)
-        faults.append(
-            f"the run needs {needed} on {unit}, which has {available}: {size_list}; {advice} ({DOES_NOT_FIT})"
-        )
-    if request.is_elsewhere:  # host memory and disk of the other machines are not known
+        faults.append(_fault_of_device(request, forecast))
+    if request.is_elsewhere:  # the run is planned for other machines, whose host memory and disk are not known
         return faults
+
     if request.on_gpu and forecast.host_bytes > machine_memory():
         needed = show_size(forecast.host_bytes)
         available = show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {available} of memory; give --async_save false")
-    # one checkpoint more while it is written
-    return [*faults, *faults_of_disk(request, request.num_checkpoints() + 1)]
+    # while a checkpoint is written, all that are kept are still on the disk
+    most_checkpoints = request.num_checkpoints() + 1
+    faults += faults_of_disk(request, most_checkpoints)
+    return faults
+
+
+def _fault_of_device(request: RunRequest, forecast: Forecast) -> str:
+    """Return the message for a run that does not fit into a device, with its bytes by kind and a change that fits."""
+    sizes = {**forecast.budget.most.parts, "the process itself": forecast.process}
+    size_list = ", ".join(f"{kind} {show_size(size)}" for kind, size in sizes.items() if size)
+    needed = show_size(forecast.device_bytes)
+    available = show_size(request.device_memory)
+    unit = "a device" if forecast.on_gpu else "a rank"
+    advice = change_that_fits(request)
+    return f"the run needs {needed} on {unit}, which has {available}: {size_list}; {advice} ({DOES_NOT_FIT})"
 
 
 def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:

@@ -235,8 +235,8 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
     from huggingface_hub import metadata_load
 
     metadata = metadata_load(target / "README.md") or {}
-    trainer = source.trainer.content
-    is_from_scratch = "base_model" in trainer and trainer["base_model"] is None
+    saved = source.saved.content
+    is_from_scratch = "base_model" in saved and saved["base_model"] is None
     expected_names = ["license", "language"]
     if not is_from_scratch:
         expected_names.insert(0, "base_model")

@@ -36,45 +36,49 @@ class ReportedRun(RunFolder):
     def lost_ranks(self) -> list[LogLine]:
         """The lines of run.log with which the watchdog ended a session that had lost a rank.
 
-        A report writes into the log what it finds there: only errors are events.
+        A report writes what it finds in the log into the same log, so only lines that begin with "error: " are events.
         """
         return [line for line in self.problems if line.text.startswith("error: ") and "lost" in line.text]
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """The events on the axis of steps: sessions, branches, phases, skipped steps, signals, the best step."""
+        """The events along the axis of steps: resumed sessions, branches, phases, skipped steps, signals, lost ranks
+        and the best step. None without a readable checkpoint."""
         try:
-            trainer = self.newest
+            saved = self.newest
         except InputError:
             return []
-        marks = [*self._marks_of_checkpoint(trainer), *self._marks_of_skipped_steps(trainer), *self._marks_of_log()]
+        marks = list(self._marks_of_checkpoint(saved))
+        if self.best_step:
+            marks.append(Mark(self.best_step, "best", f"best validation loss after step {self.best_step:,}"))
+        marks += self._marks_of_skipped_steps(saved)
+        marks += self._marks_of_log()
         return sorted(marks, key=lambda mark: mark.x)
 
-    def _marks_of_checkpoint(self, trainer: TrainerJson) -> Iterator[Mark]:
-        """Yield the sessions, branches and phases, and the best step."""
-        for session in trainer.sessions:
-            if session.after_step:  # the first session begins at step 0, which is no event
-                devices = f"{session.num_devices} × {session.device}"
-                yield Mark(session.after_step, "resume", f"after step {session.after_step:,} on {devices}")
-        for branch in trainer.lineage:
-            if branch.is_border_of(self.folder):
+    def _marks_of_checkpoint(self, saved: TrainerJson) -> Iterator[Mark]:
+        """Yield a mark for each resumed session, branch and phase that a checkpoint records."""
+        for session in saved.sessions:
+            if session.after_step == 0:  # the start of the run; only later sessions resumed it
+                continue
+            devices = f"{session.num_devices} × {session.device}"
+            yield Mark(session.after_step, "resume", f"after step {session.after_step:,} on {devices}")
+        for branch in saved.lineage:
+            if branch.is_border_of(self.folder):  # the run continued in its own folder, with other token datasets
                 first_step = branch.step + 1
                 yield Mark(first_step, "phase", f"a phase with other token datasets begins with step {first_step:,}")
             else:
                 yield Mark(branch.step, "branch", f"from {Path(branch.run).name} after step {branch.step:,}")
-        for phase in trainer.phase_rows:
+        for phase in saved.phase_rows:  # the same token datasets in other shares
             yield Mark(phase.first_step, "phase", f"a phase begins with step {phase.first_step:,}")
-        if self.best_step:
-            yield Mark(self.best_step, "best", f"best validation loss after step {self.best_step:,}")
 
-    def _marks_of_skipped_steps(self, trainer: TrainerJson) -> Iterator[Mark]:
+    def _marks_of_skipped_steps(self, saved: TrainerJson) -> Iterator[Mark]:
         """Yield the logged rows at which the number of skipped steps grew."""
         table = self.metrics
         row_indices = table.measured_rows("skipped_steps")
         if not len(row_indices):
             return
         # the column counts from the first step; a branch begins with the count of the run that it continues
-        num_skipped = table.columns["skipped_steps"][row_indices[0]] if trainer.lineage else 0
+        num_skipped = table.columns["skipped_steps"][row_indices[0]] if saved.lineage else 0
         for row_index in row_indices:
             if table.columns["skipped_steps"][row_index] > num_skipped:
                 step = int(table.steps[row_index])

@@ -113,36 +113,36 @@ def _rows_or_fault(build: Callable[[], Rows]) -> Rows:
 def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
     """Return what was trained, on what, for how long and by which code."""
     record = run.record
-    trainer = run.newest
+    saved = run.newest
 
     # the model
     origin = record.origin
     model = "random weights" if origin is None else origin.name
     if origin is not None and origin.revision:
         model += f" at {origin.revision[:SHOWN_DIGITS]}"
-    if trainer.adapter_base is not None:
-        model += f", with an adapter on {trainer.adapter_base.place}"
+    if saved.adapter_base is not None:
+        model += f", with an adapter on {saved.adapter_base.place}"
     rows: Rows = [("model", model)]
-    if trainer.trained_modules:
-        rows.append(("trained parts", trainer.trained_modules))
+    if saved.trained_modules:
+        rows.append(("trained parts", saved.trained_modules))
 
     # the training
-    num_planned = "" if math.isinf(trainer.num_steps) else f" of {trainer.num_steps:,.0f}"
+    num_planned = "" if math.isinf(saved.num_steps) else f" of {saved.num_steps:,.0f}"
     rows.append(("trained on", _describe_sources(record)))
     for kind in ("objective", "optimizer"):
-        rows.append((kind, trainer.component(kind).description))
-    rows.append(("steps", f"{trainer.state.step:,}{num_planned} in the newest checkpoint"))
-    rows.append(("tokens", trainer.state.num_tokens))
-    if trainer.sessions:
-        seconds = sum(session.seconds for session in trainer.sessions)
-        rows.append(("devices", card_facts.device_hours(trainer.sessions)))
+        rows.append((kind, saved.component(kind).description))
+    rows.append(("steps", f"{saved.state.step:,}{num_planned} in the newest checkpoint"))
+    rows.append(("tokens", saved.state.num_tokens))
+    if saved.sessions:
+        seconds = sum(session.seconds for session in saved.sessions)
+        rows.append(("devices", card_facts.device_hours(saved.sessions)))
         rows.append(("duration", f"{seconds / 3600:,.2f} h of training"))
         if price_per_hour is not None:
-            cost = price_per_hour * sum(session.device_hours for session in trainer.sessions)
+            cost = price_per_hour * sum(session.device_hours for session in saved.sessions)
             rows.append(("cost", f"{cost:,.2f} at {price_per_hour:g} for an hour of a device"))
 
     # the code
-    versions = dict(trainer.versions)
+    versions = dict(saved.versions)
     rows.append((f"code of {PROGRAM}", versions.pop(PROGRAM, "not recorded")))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return rows
@@ -335,12 +335,12 @@ def _lineage_section(run: ReportedRun) -> Iterator[Section]:
           - after step 100: b
             - after step 200: c
     """
-    trainer = run.newest
-    origin = trainer.base_model.name if trainer.base_model else "random weights"
-    lines = [f"- {code(name)}" for name in (origin, *(stage.run for stage in trainer.stages))]
+    saved = run.newest
+    origin = saved.base_model.name if saved.base_model else "random weights"
+    lines = [f"- {code(name)}" for name in (origin, *(stage.run for stage in saved.stages))]
 
     # from the first trunk to this run, one level deeper with each branch
-    trunks = [branch for branch in trainer.lineage if not branch.is_border_of(run.folder)]
+    trunks = [branch for branch in saved.lineage if not branch.is_border_of(run.folder)]
     names = [*(Path(branch.run).name for branch in trunks), run.name]
     lines.append(f"- {code(names[0])}")
     for depth, branch in enumerate(trunks, 1):
@@ -350,8 +350,8 @@ def _lineage_section(run: ReportedRun) -> Iterator[Section]:
         lines.append(f"{indent}- after step {step:,}: {code(name)}")
 
     body = "\n".join(lines)
-    if trainer.lineage:
-        rows = [card_facts.lineage_row(branch) for branch in trainer.lineage]
+    if saved.lineage:
+        rows = [card_facts.lineage_row(branch) for branch in saved.lineage]
         body += f"\n\n{table('branch of | after step | changed', rows)}"
     yield Section("lineage", "Lineage", body)
 

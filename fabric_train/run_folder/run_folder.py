@@ -65,13 +65,13 @@ class RunFolder:
         return saved_checkpoints(self.folder)
 
     @cached_property
-    def trainers(self) -> dict[int, TrainerJson]:
+    def saved_by_step(self) -> dict[int, TrainerJson]:
         """The trainer.json of each checkpoint that has an undamaged one, by step, the oldest first."""
-        trainers = {}
+        saved_by_step = {}
         for step, checkpoint in self.checkpoints.items():
             with suppress(InputError):
-                trainers[step] = read_trainer_json(checkpoint)
-        return trainers
+                saved_by_step[step] = read_trainer_json(checkpoint)
+        return saved_by_step
 
     @cached_property
     def newest(self) -> TrainerJson:

@@ -29,12 +29,12 @@ _CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run; None is not known."""
+    """The summary of one run; a value that is not known is None."""
 
     run: str
-    """Its folder."""
+    """The run's folder."""
     state: str
-    """As :func:`run_state.find_state` returns it."""
+    """What :func:`run_state.find_state` returns."""
     step: int | None
     num_steps: int | None
     best_by: str
@@ -46,9 +46,9 @@ class RunSummary:
     data: str | None
     model: str | None
     code: str | None
-    """Version and commit of its newest checkpoint."""
+    """Version and commit of the code that saved the newest checkpoint."""
     changed: float
-    """Seconds since 1970."""
+    """When the run last wrote a file, in seconds since 1970."""
     damage: tuple[str, ...]
     """A line for each file that cannot be read."""
     arguments: dict[str, Any]
@@ -73,38 +73,41 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def summarize_run(run_dir: Path) -> RunSummary:
-    """Return what the files of a run folder say. A damaged file is a line of ``damage``, and raises nothing."""
-    # What the files hold; a trainer.json is read without the checks of ``checkpoint.read_trainer_json``.
+    """Summarize a run from the files in its folder; a file that cannot be read becomes a line of ``damage``."""
+    # Read the files.
     damage: list[str] = []
     config: dict[str, Any] = _read_or_note(lambda: read_config(run_dir), {}, CONFIG, damage)
     rows: list[dict[str, float]] = _read_or_note(lambda: read_last_rows(run_dir), [], METRICS, damage)
-    trainers = _read_trainers(run_dir / _CHECKPOINTS, damage)
-    newest = trainers[-1] if trainers else {"arguments": {}}
-    arguments = config or newest["arguments"]
+    checkpoints = _read_checkpoints(run_dir / _CHECKPOINTS, damage)
+    newest_checkpoint = checkpoints[-1] if checkpoints else {"arguments": {}}
+    arguments = config or newest_checkpoint["arguments"]
 
-    # Values of a trainer.json may be damaged although the file can be read.
-    num_steps = _read_or_note(lambda: _plan_steps(arguments, newest), None, _CHECKPOINTS, damage)
+    # Compute the planned steps, the best loss and the version. This may fail too: a trainer.json is read without the
+    # checks of ``checkpoint.read_trainer_json``, so its values may be damaged.
+    num_steps = _read_or_note(lambda: _plan_steps(arguments, newest_checkpoint), None, _CHECKPOINTS, damage)
     best_by = str(arguments.get("best_by") or "all")
-    best = _read_or_note(lambda: _find_best(best_by, trainers, rows), None, _CHECKPOINTS, damage)
-    code = _read_or_note(lambda: newest.get("versions", {}).get("fabric-train"), None, _CHECKPOINTS, damage)
+    best = _read_or_note(lambda: _find_best(best_by, checkpoints, rows), None, _CHECKPOINTS, damage)
+    code = _read_or_note(lambda: newest_checkpoint.get("versions", {}).get("fabric-train"), None, _CHECKPOINTS, damage)
 
-    # How far the run is, and how fast.
-    steps = []
+    # Find how far the run is, and how fast. It logs more often than it saves, but metrics.csv may be missing.
+    reached_steps = []
     if rows:
-        steps.append(int(rows[-1]["step"]))
-    if trainers:
-        steps.append(newest["step"])
+        reached_steps.append(int(rows[-1]["step"]))
+    if checkpoints:
+        reached_steps.append(newest_checkpoint["step"])
     speeds = [row["tokens_per_second"] for row in rows if math.isfinite(row.get("tokens_per_second", math.nan))]
 
+    # Tell a run that has ended from one that was stopped before its last step.
     changed = _find_last_change(run_dir)
     state = find_state(run_dir, changed)
-    if state.startswith("stopped") and _has_ended(newest, num_steps):
+    if state.startswith("stopped") and _has_ended(newest_checkpoint, num_steps):
         state = "done"
+
     model_name = arguments.get("model_name")
     return RunSummary(
         run=str(run_dir),
         state=state,
-        step=max(steps, default=None),
+        step=max(reached_steps, default=None),
         num_steps=num_steps,
         best_by=best_by,
         best=best.value if best else None,
@@ -120,7 +123,7 @@ def summarize_run(run_dir: Path) -> RunSummary:
 
 
 def _read_or_note(read: Callable[[], T], default: T, file_name: str, damage: list[str]) -> T:
-    """Return what ``read`` returns; if it fails, add to ``damage`` why, and return the default."""
+    """Return the result of ``read``; if it fails, add the reason to ``damage`` and return ``default``."""
     try:
         return read()
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, csv.Error) as error:
@@ -129,7 +132,10 @@ def _read_or_note(read: Callable[[], T], default: T, file_name: str, damage: lis
 
 
 def _describe(error: Exception) -> str:
-    """Return the system's reason for a file that cannot be opened, also if an InputError has it; else "damaged"."""
+    """Return the system's reason if a file could not be opened, and "damaged" for any other error.
+
+    An InputError has the error of the system as its cause.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -138,30 +144,35 @@ def _describe(error: Exception) -> str:
     return "damaged"
 
 
-def _read_trainers(checkpoints_dir: Path, damage: list[str]) -> list[dict[str, Any]]:
-    """Return the content of each trainer.json, in the order of steps; add what cannot be read to ``damage``."""
-    trainers = []
+def _read_checkpoints(checkpoints_dir: Path, damage: list[str]) -> list[dict[str, Any]]:
+    """Return the content of each checkpoint's trainer.json, in the order of steps.
+
+    For each one that cannot be read, a line is added to ``damage``, unless the run has just removed the checkpoint.
+    """
+    contents = []
     for checkpoint in sorted(checkpoints_dir.glob("step-*")):
         if not _CHECKPOINT_NAME.fullmatch(checkpoint.name):
             continue
         faults: list[str] = []
-        trainer: dict[str, Any] = _read_or_note(
-            partial(_read_trainer, checkpoint / "trainer.json"), {}, "trainer.json", faults
-        )
-        if trainer:
-            trainers.append(trainer)
-        elif checkpoint.is_dir():  # it was not removed meanwhile
+        read = partial(_read_trainer_json, checkpoint / "trainer.json")
+        content: dict[str, Any] = _read_or_note(read, {}, "trainer.json", faults)
+        if content:
+            contents.append(content)
+        elif checkpoint.is_dir():
             damage += [f"{checkpoint.name}/{fault}" for fault in faults]
-    return trainers
+    return contents
 
 
-def _read_trainer(file: Path) -> dict[str, Any]:
+def _read_trainer_json(file: Path) -> dict[str, Any]:
     content = read_json(file, dict, "")
     return content | {"step": int(content["step"]), "arguments": dict(content["arguments"])}
 
 
 def _plan_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | None:
-    """Return the steps that a run has planned, as far as they are known without torch, see ``TrainerJson``."""
+    """Return the number of steps that a run has planned; None if no argument or data limit it.
+
+    ``TrainerJson.num_steps`` is the same, but its module imports pydantic, which would make a list of runs slow.
+    """
     data = checkpoint.get("data") or {}
     rows = None
     if "num_rows" in data and not data.get("phases"):
@@ -175,7 +186,7 @@ def _plan_steps(arguments: dict[str, Any], checkpoint: dict[str, Any]) -> int | 
 
 
 def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
-    """Return whether a checkpoint is the last step's, or early stopping ends the run there."""
+    """Return whether a checkpoint was saved after the last planned step, or early stopping ended the run there."""
     if num_steps is not None and checkpoint.get("step") == num_steps:
         return True
     early_stopping = str(checkpoint["arguments"].get("early_stopping") or "")
@@ -185,10 +196,15 @@ def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
 
 
 def _find_best(source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[dict[str, float]]) -> _Best | None:
-    """Return the best loss (or figure) of a source, in checkpoints and the last rows of metrics.csv.
+    """Return the best loss or figure among the checkpoints and the last rows of metrics.csv.
 
-    With ``--save_best``, the best of all rows has a checkpoint. Checkpoints that were validated on other rows than the
-    last one are left out.
+    Earlier rows are not needed with ``--save_best``, which keeps the checkpoint of the best one. Checkpoints that were
+    validated on other rows than the newest evaluated one are left out.
+
+    Args:
+        source: ``best_by``: "all", a source, or a figure, as FIGURE or FIGURE/SOURCE.
+        checkpoints: The content of each trainer.json, the newest last.
+        rows: The last rows of metrics.csv.
     """
     evaluations = [checkpoint["evaluation"] for checkpoint in checkpoints if checkpoint.get("evaluation")]
     comparable = [evaluation for evaluation in evaluations if evaluation.get("rows") == evaluations[-1].get("rows")]
@@ -232,7 +248,7 @@ def _find_last_change(run_dir: Path) -> float:
 
 
 def _describe_data(arguments: dict[str, Any]) -> str | None:
-    """Return the places of the data, joined."""
+    """Return the paths of the token datasets or the names of the streamed ones, joined; None if neither is given."""
     sources = arguments.get("streaming_dataset") or arguments.get("train_data_dir")
     if isinstance(sources, list):
         return ", ".join(str(source) for source in sources)

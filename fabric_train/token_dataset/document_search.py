@@ -2,12 +2,22 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from fabric_train.token_dataset.document_index import DocumentIndex, ShowSearched, SourceTable, chunks
 from fabric_train.token_dataset.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class TokensInRow:
+    """The tokens of some documents in one row."""
+
+    num_tokens: int
+    num_repeated: int
+    """How many of them are in an earlier row too: a piece may begin with the last tokens of the previous piece."""
 
 
 def num_records(index: DocumentIndex) -> int:
@@ -50,44 +60,47 @@ def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: S
     return found_documents
 
 
-def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched) -> dict[int, tuple[int, int]]:
-    """Return the rows that hold tokens of some documents.
+def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched) -> dict[int, TokensInRow]:
+    """Return the rows that hold tokens of some documents, in ascending order, and count these tokens.
 
     Args:
         index: the document index of a split.
         documents: the numbers of the documents.
         show: called with the number of records that were just searched.
-
-    Returns:
-        By row: the number of tokens of these documents, and how many of them the row repeats.
     """
-    # the rows in which the documents begin, and those that continue them
+    # find the rows in which the documents begin; a document that no row has is found after the last row
     rows = {_find_row(index.rows["documents"], document) for document in documents}
-    searched_documents = np.array(documents, dtype=np.uint64)
-    for first_continuation, continuations in chunks(index.continuations, show):
-        positions = np.flatnonzero(np.isin(continuations["document"], searched_documents))
-        for continuation in (first_continuation + positions).tolist():
-            rows.add(_find_row(index.rows["continuations"], continuation))
-    # a document that is in no row is found in the row after the last one
     rows.discard(index.num_rows)
 
-    # their tokens
-    sorted_rows = np.array(sorted(rows), dtype=np.int64)
-    pieces = index.pieces(sorted_rows)
+    # find the rows in which they continue
+    searched_documents = np.array(documents, dtype=np.uint64)
+    for first_continuation, continuations in chunks(index.continuations, show):
+        matches = np.flatnonzero(np.isin(continuations["document"], searched_documents))
+        for continuation in (first_continuation + matches).tolist():
+            rows.add(_find_row(index.rows["continuations"], continuation))
+
+    # sum their tokens by row; ``pieces.rows`` are indices of ``sorted_rows``
+    sorted_rows = sorted(rows)
+    pieces = index.pieces(np.array(sorted_rows, dtype=np.int64))
     is_searched = np.isin(pieces.documents, documents)
-    row_positions = pieces.rows[is_searched]  # in ``sorted_rows``
-    num_tokens = np.bincount(row_positions, pieces.lengths[is_searched], minlength=len(sorted_rows))
-    num_repeated = np.bincount(row_positions, pieces.repeated[is_searched], minlength=len(sorted_rows))
-    found_rows = {}
-    for position, row in enumerate(sorted_rows.tolist()):
-        found_rows[row] = (int(num_tokens[position]), int(num_repeated[position]))
-    return found_rows
+    row_indices = pieces.rows[is_searched]
+    token_sums = np.bincount(row_indices, pieces.lengths[is_searched], minlength=len(sorted_rows))
+    repeated_sums = np.bincount(row_indices, pieces.repeated[is_searched], minlength=len(sorted_rows))
+    tokens_by_row = {}
+    for row, num_tokens, num_repeated in zip(sorted_rows, token_sums, repeated_sums, strict=True):
+        tokens_by_row[row] = TokensInRow(int(num_tokens), int(num_repeated))
+    return tokens_by_row
 
 
-def _find_row(first_of_rows: np.ndarray, number: int) -> int:
-    """Return the row that has a document or continuation; ``first_of_rows`` has the number of each row's first one."""
+def _find_row(first_numbers: np.ndarray, number: int) -> int:
+    """Return the row to which a document or continuation belongs.
+
+    Args:
+        first_numbers: the number of the first document, or of the first continuation, of each row, ascending.
+        number: the number of the document or the continuation.
+    """
     # bisect reads only a few records; numpy's search may copy all
-    return bisect_right(first_of_rows, number) - 1
+    return bisect_right(first_numbers, number) - 1
 
 
 def rows_of_sources(index: DocumentIndex, manifest: Manifest) -> dict[str, list[range]] | None:

@@ -297,8 +297,8 @@ def _search_splits(
             continue
         origin = split.index.origin(numbers[0])  # copies have the same
         rows = []
-        for row, (num_tokens, num_repeated) in document_search.find_rows(split.index, numbers, advance).items():
-            rows.append(DocumentRow(row, num_tokens, num_repeated))
+        for row, tokens_in_row in document_search.find_rows(split.index, numbers, advance).items():
+            rows.append(DocumentRow(row, tokens_in_row.num_tokens, tokens_in_row.num_repeated))
         yield IndexedDocument(
             dataset=str(split.dataset.folder),
             split=split.name,

@@ -81,7 +81,7 @@ class RunSegment:
     """Infinite if the end of the run is not known."""
     data_starts_after: int
     """The step after which the data order begins."""
-    order_trainer: TrainerJson | None
+    order_saved_in: TrainerJson | None
     """The trainer.json of a checkpoint with the data order; None if the run has no checkpoint any more and later steps
     read other data."""
 
@@ -90,13 +90,13 @@ class RunSegment:
         checkpoints = self.run.checkpoints
         return {step: path for step, path in checkpoints.items() if self.first_step <= step <= self.last_step}
 
-    def trainer_of(self, step: int) -> TrainerJson:
-        """Return the trainer.json of the first readable checkpoint that contains a step, else of ``order_trainer``."""
-        for checkpoint_step, trainer in self.run.trainers.items():
+    def saved_of(self, step: int) -> TrainerJson:
+        """Return the trainer.json of the first readable checkpoint that contains a step, else of ``order_saved_in``."""
+        for checkpoint_step, saved in self.run.saved_by_step.items():
             if step <= checkpoint_step <= self.last_step:
-                return trainer
-        assert self.order_trainer is not None
-        return self.order_trainer
+                return saved
+        assert self.order_saved_in is not None
+        return self.order_saved_in
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ class RunHistory:
         checkpoint = find_checkpoint(path)
         # the newest one: phases that had not begun at an earlier checkpoint may have changed since
         run = RunFolder(run_of(checkpoint))
-        self.trainer = list(run.trainers.values())[-1] if run.trainers else read_trainer_json(checkpoint)
-        self.checkpoint = self.trainer.checkpoint
+        self.newest = list(run.saved_by_step.values())[-1] if run.saved_by_step else read_trainer_json(checkpoint)
+        self.checkpoint = self.newest.checkpoint
         self._data_dirs = data_dirs
         self._data_by_segment: dict[int, RunData] = {}  # by first step
-        self.segments = tuple(_read_segments(run, self.trainer))
+        self.segments = tuple(_read_segments(run, self.newest))
         last_segment = self.segments[-1]
-        self.num_done = max(self.trainer.state.step, *last_segment.checkpoints())
+        self.num_done = max(self.newest.state.step, *last_segment.checkpoints())
         num_planned = 0 if math.isinf(last_segment.last_step) else int(last_segment.last_step)
         self.num_planned = max(self.num_done, num_planned)
 
@@ -155,8 +155,8 @@ class RunHistory:
         start_checkpoints: dict[str | None, None] = {}  # in order, each once
         runs = {segment.run.folder: segment.run for segment in self.segments}
         for run in runs.values():
-            for trainer in run.trainers.values():
-                arguments = trainer.parse_content(_SavedRun).arguments
+            for saved in run.saved_by_step.values():
+                arguments = saved.parse_content(_SavedRun).arguments
                 if arguments.weights_only:
                     start_checkpoints[arguments.checkpoint] = None
         notes = []
@@ -176,10 +176,10 @@ class RunHistory:
         It is the newest one, with its sessions. Earlier versions did not list sessions, or not how they split a step;
         then it is the first checkpoint that contains the step.
         """
-        trainer = self.segment_of(step).trainer_of(step)
-        session = self.trainer.session_of(step)
+        saved = self.segment_of(step).saved_of(step)
+        session = self.newest.session_of(step)
         if session is None or not session.arguments:
-            return _count_ranks(trainer, _token_order(trainer)), trainer.checkpoint
+            return _count_ranks(saved, _token_order(saved)), saved.checkpoint
         arguments = _SavedArguments.model_validate(session.arguments)
         ranks = Ranks(
             num_data_ranks=session.num_devices // arguments.group_size,
@@ -196,39 +196,39 @@ class RunHistory:
 
     def _open_data(self, segment: RunSegment) -> RunData:
         """Open the token datasets of a segment, and check that its steps read them."""
-        trainer = segment.order_trainer
-        if trainer is None:
+        saved = segment.order_saved_in
+        if saved is None:
             raise InputError(
                 f"{segment.run.folder}: the run of the steps {segment.first_step} to {segment.last_step:g} has no "
                 "checkpoint any more, and the steps after it read other data; put one of its checkpoints back"
             )
-        order = _token_order(trainer)
+        order = _token_order(saved)
         has_data_of_last_segment = segment.data_starts_after == self.segments[-1].data_starts_after
-        datasets = _open_datasets(trainer, order, self._data_dirs if has_data_of_last_segment else None)
-        window_order = _build_window_order(order, datasets, _count_ranks(trainer, order), segment.data_starts_after)
+        datasets = _open_datasets(saved, order, self._data_dirs if has_data_of_last_segment else None)
+        window_order = _build_window_order(order, datasets, _count_ranks(saved, order), segment.data_starts_after)
 
         # the hash of all rows up to the checkpoint shows whether this version computes the same order
-        state = trainer.state
+        state = saved.state
         if state.rows_hash != window_order.rows_hash(state.step - segment.data_starts_after):
             raise InputError(
-                f"{trainer.checkpoint}: up to step {state.step} its run took other rows than this version computes; "
+                f"{saved.checkpoint}: up to step {state.step} its run took other rows than this version computes; "
                 "use the version of fabric_train and numpy that saved it"
             )
         return RunData(datasets, window_order)
 
 
-def _read_segments(run: RunFolder, trainer: TrainerJson) -> list[RunSegment]:
+def _read_segments(run: RunFolder, saved: TrainerJson) -> list[RunSegment]:
     """Return the segments of a run and of the runs that it branched off, the first steps first."""
-    lineage = trainer.lineage
+    lineage = saved.lineage
 
     # the run itself
     segments = [
         RunSegment(
             run=run,
             first_step=lineage[-1].step + 1 if lineage else 1,
-            last_step=trainer.num_steps,
+            last_step=saved.num_steps,
             data_starts_after=data_starts_after(lineage),
-            order_trainer=trainer,
+            order_saved_in=saved,
         )
     ]
 
@@ -244,13 +244,13 @@ def _read_segments(run: RunFolder, trainer: TrainerJson) -> list[RunSegment]:
             first_step=earlier_branches[-1].step + 1 if earlier_branches else 1,
             last_step=branch.step,
             data_starts_after=step_before_data,
-            order_trainer=_find_order_trainer(trunk, branch, step_before_data, later_segment),
+            order_saved_in=_find_saved_order(trunk, branch, step_before_data, later_segment),
         )
         segments.insert(0, segment)
     return segments
 
 
-def _find_order_trainer(
+def _find_saved_order(
     trunk: RunFolder, branch: BranchPoint, step_before_data: int, later_segment: RunSegment
 ) -> TrainerJson | None:
     """Find a checkpoint that records the data order in which ``trunk`` trained up to ``branch``.
@@ -264,34 +264,34 @@ def _find_order_trainer(
         later_segment: The steps that the branching run took after the branch point.
     """
     # the checkpoint from which the branch started, if it is still there
-    if branch.step in trunk.trainers:
-        return trunk.trainers[branch.step]
+    if branch.step in trunk.saved_by_step:
+        return trunk.saved_by_step[branch.step]
 
     # a branch that continued with the same data has the same order in its own checkpoints
-    if branch.continues_data and later_segment.order_trainer is not None:
-        return later_segment.order_trainer
+    if branch.continues_data and later_segment.order_saved_in is not None:
+        return later_segment.order_saved_in
 
     # the newest checkpoint of the trunk with data that begin after ``step_before_data``
-    for trainer in reversed(trunk.trainers.values()):
-        if data_starts_after(trainer.lineage) == step_before_data:
-            return trainer
+    for saved in reversed(trunk.saved_by_step.values()):
+        if data_starts_after(saved.lineage) == step_before_data:
+            return saved
     return None
 
 
-def _token_order(trainer: TrainerJson) -> DataOrder:
+def _token_order(saved: TrainerJson) -> DataOrder:
     """Return the data order of a run that read token datasets; an InputError for a stream."""
-    order = trainer.data
+    order = saved.data
     if isinstance(order, StreamOrder):
         raise InputError(
-            f"{trainer.checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be "
+            f"{saved.checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be "
             "computed from a step; tokenize the texts with fabric-train tokenize for runs that can be traced"
         )
     return order
 
 
-def _count_ranks(trainer: TrainerJson, order: DataOrder) -> Ranks:
+def _count_ranks(saved: TrainerJson, order: DataOrder) -> Ranks:
     """Count the ranks from the rows of a window, which all of them read together."""
-    arguments = trainer.parse_content(_SavedRun).arguments
+    arguments = saved.parse_content(_SavedRun).arguments
     rows_per_data_rank = arguments.micro_batch_size * arguments.gradient_accumulation_steps
     return Ranks(
         num_data_ranks=max(1, order.rows_per_window // rows_per_data_rank),
@@ -301,18 +301,18 @@ def _count_ranks(trainer: TrainerJson, order: DataOrder) -> Ranks:
 
 
 def _open_datasets(
-    trainer: TrainerJson, order: DataOrder, data_dirs: Sequence[str] | None
+    saved: TrainerJson, order: DataOrder, data_dirs: Sequence[str] | None
 ) -> TokenDataset | TokenMixture:
     """Open the token datasets that a run read, and check that they have not changed.
 
     Args:
-        trainer: The trainer.json of a checkpoint of the run.
+        saved: The trainer.json of a checkpoint of the run.
         order: Its data order.
         data_dirs: The folders of the token datasets, if they are no longer where the run read them.
     """
-    checkpoint = trainer.checkpoint
+    checkpoint = saved.checkpoint
     # the folders
-    saved_run = trainer.parse_content(_SavedRun)
+    saved_run = saved.parse_content(_SavedRun)
     saved_dirs = saved_run.arguments.train_data_dir or []
     if isinstance(saved_dirs, str):
         saved_dirs = [saved_dirs]

@@ -284,14 +284,14 @@ def build_loop(
     # The manager removes unfinished checkpoints of a run that was killed.
     checkpoint_manager = manager(
         run.folder / "checkpoints",
-        fabric,
-        model,
-        optimizer,
-        describe_run(run, fabric),
-        arguments.save.keep_checkpoints,
-        arguments.save.async_save,
-        record_save,
-        run.start.state.step,
+        fabric=fabric,
+        model=model,
+        optimizer=optimizer,
+        description=describe_run(run, fabric),
+        keep=arguments.save.keep_checkpoints,
+        asynchronous=arguments.save.async_save,
+        on_saved=record_save,
+        after_step=run.start.state.step,
     )
     # What takes a step, and what drives it.
     stepper = Stepper(

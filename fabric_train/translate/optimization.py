@@ -194,20 +194,22 @@ def _translate_schedule(translation: Translation) -> None:
     """Translate the schedule, its lowest learning rate and the decay of warmup_stable_decay."""
     file = translation.file
     names = file.names("lr_scheduler", "lr_scheduler_type", "lr_scheduler._component_")
-    schedule = str(file.get(*names) or "").rpartition(".")[2].lower()
+    schedule = str(file.get(*names) or "").rpartition(".")[2].lower()  # torchtune's has the path of its module
     options = _schedule_options(translation)
     power = translation.as_number("lr_scheduler_kwargs", options.get("power", 1.0))
-    half_wave = 1.0 if schedule == "cosine_with_restarts" else 0.5  # the num_cycles of a cosine that only falls
-    num_cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", half_wave))
-    has_counterpart = schedule in _SCHEDULES
-    if _SCHEDULES.get(schedule) == "cosine" and num_cycles != half_wave:
-        has_counterpart = False  # a cosine that rises again
+    # the number of cycles with which a cosine falls once and does not rise again, which is also its default
+    cycles_of_fall = 1.0 if schedule == "cosine_with_restarts" else 0.5
+    num_cycles = translation.as_number("lr_scheduler_kwargs", options.get("num_cycles", cycles_of_fall))
 
+    our_schedule = _SCHEDULES.get(schedule)
+    if our_schedule == "cosine" and num_cycles != cycles_of_fall:
+        our_schedule = None  # the cosine rises again, which ours does not
     if schedule == "polynomial" and power == 1.0:
-        translation.set_training("lr_schedule", "linear", *names)
+        our_schedule = "linear"
         options.setdefault("lr_end", 1e-7)  # the default of transformers
-    elif has_counterpart:
-        translation.set_training("lr_schedule", _SCHEDULES[schedule], *names)
+
+    if our_schedule is not None:
+        translation.set_training("lr_schedule", our_schedule, *names)
     elif schedule:
         translation.leave_out("lr_schedule is cosine, linear, constant, step, exponential or wsd; cosine here", *names)
         translation.notes.append(f"{names[0]}: {file.get(*names)}: there is no such schedule; the result has cosine")

@@ -16,7 +16,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.inspection import __main__ as inspect
 from fabric_train.inspection.report import make_report
 from fabric_train.programs import tokenize_dataset
-from fabric_train.token_dataset.document_search import files_named, find_documents, find_rows
+from fabric_train.token_dataset.document_search import TokensInRow, files_named, find_documents, find_rows
 from fabric_train.tokenization import merge as merging
 from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
@@ -156,7 +156,8 @@ def test_documents_of_a_row_are_named_by_pair_and_found(made: Path, rows: list[d
         assert one.num_tokens == one.origin.num_tokens
         files = files_named(dataset.train.index.sources, one.origin.file)[one.origin.file]
         documents = find_documents(dataset.train.index, files, one.origin.row, lambda _: None)
-        assert find_rows(dataset.train.index, documents, lambda _: None) == {0: (one.num_tokens, 0)}
+        rows_of_document = find_rows(dataset.train.index, documents, lambda _: None)
+        assert rows_of_document == {0: TokensInRow(one.num_tokens, num_repeated=0)}
 
 
 def test_bad_pairs_are_refused_or_left_out_and_long_ones_dropped_or_cut(

@@ -41,7 +41,7 @@ def test_the_newest_readable_checkpoint_is_read_if_a_later_one_is_damaged(run: P
     folder = RunFolder(run)
     assert folder.newest.checkpoint == run / "checkpoints" / "step-00000001"
     assert list(folder.checkpoints) == [1, 2]
-    assert list(folder.trainers) == [1]
+    assert list(folder.saved_by_step) == [1]
     assert not folder.has_ended
 
 
@@ -56,10 +56,10 @@ def test_a_damaged_file_is_an_error_for_the_strict_reader_alone(run: Path) -> No
 
 
 def test_further_fields_of_a_trainer_json_are_checked(run: Path) -> None:
-    trainer = RunFolder(run).newest
-    assert trainer.parse_content(WithPrecision).arguments.precision == "32-true"
+    saved = RunFolder(run).newest
+    assert saved.parse_content(WithPrecision).arguments.precision == "32-true"
     with pytest.raises(InputError, match=r"trainer\.json: damaged \(seed: Field required\); use another checkpoint"):
-        trainer.parse_content(WithSeed)
+        saved.parse_content(WithSeed)
 
 
 def test_neither_reader_imports_torch_and_the_tolerant_one_nothing_slow() -> None:

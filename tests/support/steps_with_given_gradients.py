@@ -79,10 +79,10 @@ def main() -> None:
     )
     manager = CheckpointManager(
         Path(arguments.save.output_dir),
-        fabric,
-        model,
-        optimizer,
-        description,
+        fabric=fabric,
+        model=model,
+        optimizer=optimizer,
+        description=description,
         keep=None,
         asynchronous=False,
         on_saved=lambda _: None,

@@ -4,8 +4,8 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -19,17 +19,24 @@ from fabric_train.vocabulary.words import LanguageTexts, hold_out, read_texts, w
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Twelve pages of a guide in Catalan and in English, their first 1,500 characters."""
+    """Twelve pages of a guide in Catalan and in English, the first 1,500 characters of each; a file by language."""
     folder = tmp_path_factory.mktemp("texts")
+    files = {}
     for language in ("ca", "en"):
         lines = real_data.guide(language).read_text(encoding="utf-8").splitlines()[:12]
         pages = [json.dumps({"text": json.loads(line)["text"][:1500]}) for line in lines]
-        (folder / f"{language}.jsonl").write_text("\n".join(pages), encoding="utf-8")
-    return {language: folder / f"{language}.jsonl" for language in ("ca", "en")}
+        files[language] = folder / f"{language}.jsonl"
+        files[language].write_text("\n".join(pages), encoding="utf-8")
+    return files
 
 
-def num_ids(tokenizer: Tokenizer, text: str) -> int:
+def count_ids(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def count_ids_of_word(tokenizer: Tokenizer, word: str) -> int:
+    """Return the number of ids of a word after a space."""
+    return count_ids(tokenizer, f"a {word}") - count_ids(tokenizer, "a")
 
 
 def test_the_figures_are_counts_of_the_tokenizers_ids(
@@ -39,48 +46,71 @@ def test_the_figures_are_counts_of_the_tokenizers_ids(
     texts: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # the report on two tokenizers: as JSON, as a picture and on the screen
     sources = [f"{language}={file}" for language, file in texts.items()]
-    words = ["--texts", *sources, "--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "tokens.png")]
-    main(["report", "--tokenizer", str(chatml_dir), str(small_spm_dir), *words])
+    json_file = tmp_path / "figures.json"
+    picture = tmp_path / "tokens.png"
+    outputs = ["--json", str(json_file), "--picture", str(picture)]
+    main(["report", "--tokenizer", str(chatml_dir), str(small_spm_dir), "--texts", *sources, *outputs])
     printed = capsys.readouterr().out
-    content = json.loads((tmp_path / "figures.json").read_text())
-    tokenizers = [Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (chatml_dir, small_spm_dir)]
-    for language_index, (language, file) in enumerate(texts.items()):
-        documents = [json.loads(line)["text"] for line in file.read_text().splitlines()]
-        num_words = sum(len(document.split()) for document in documents)
-        first_figures, second_figures = content["measured"][2 * language_index : 2 * language_index + 2]
-        for tokenizer, figures in zip(tokenizers, (first_figures, second_figures), strict=True):
-            num_tokens = sum(num_ids(tokenizer, document) for document in documents)
-            assert (figures["language"], figures["num_tokens"], figures["num_words"]) == (
-                language,
-                num_tokens,
-                num_words,
-            )
-            low, high = figures["tokens_per_word"]["interval"]
-            assert low < figures["tokens_per_word"]["value"] == num_tokens / num_words < high
-            assert figures["words_in_context"]["value"] == pytest.approx(8192 * num_words / num_tokens)
-            assert f"{num_tokens / num_words:.2f} ±" in printed
-        words_of_documents = " ".join(documents).split()
-        tokens_of_words = [
-            num_ids(tokenizers[0], f"a {word}") - num_ids(tokenizers[0], "a") for word in words_of_documents
-        ]
-        share = np.mean(np.array(tokens_of_words) >= 4)
-        assert first_figures["share_cut_in_many"]["value"] == pytest.approx(share)
-        assert first_figures["saving"] is None
-        saving = 1 - second_figures["num_tokens"] / first_figures["num_tokens"]
-        assert second_figures["saving"]["value"] == pytest.approx(saving)
+    content = json.loads(json_file.read_text())
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert content["recommendation"][0] in printed
-    assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+
+    # the figures by language, and within a language in the order of the tokenizers
+    figures_by_language: dict[str, list[dict[str, Any]]] = {}
+    for figures in content["measured"]:
+        figures_by_language.setdefault(figures["language"], []).append(figures)
+    assert list(figures_by_language) == list(texts)
+
+    tokenizers = [Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (chatml_dir, small_spm_dir)]
+    for language, file in texts.items():
+        documents = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        words = [word for document in documents for word in document.split()]
+
+        # what is counted for each tokenizer
+        for tokenizer, figures in zip(tokenizers, figures_by_language[language], strict=True):
+            num_tokens = sum(count_ids(tokenizer, document) for document in documents)
+            assert figures["num_tokens"] == num_tokens
+            assert figures["num_words"] == len(words)
+            tokens_per_word = num_tokens / len(words)
+            assert figures["tokens_per_word"]["value"] == tokens_per_word
+            low, high = figures["tokens_per_word"]["interval"]
+            assert low < tokens_per_word < high
+            assert f"{tokens_per_word:.2f} ±" in printed
+            assert figures["words_in_context"]["value"] == pytest.approx(8192 / tokens_per_word)
+
+        # words that the first tokenizer cuts into four pieces or more
+        first_figures, second_figures = figures_by_language[language]
+        num_cut_words = sum(count_ids_of_word(tokenizers[0], word) >= 4 for word in words)
+        assert first_figures["share_cut_in_many"]["value"] == pytest.approx(num_cut_words / len(words))
+
+        # the second tokenizer is compared with the first
+        saving = 1 - second_figures["num_tokens"] / first_figures["num_tokens"]
+        assert first_figures["saving"] is None
+        assert second_figures["saving"]["value"] == pytest.approx(saving)
 
 
-def measured(tokenizer: str, tokens: int, saving: Estimate | None) -> TokenizerFigures:
-    """Return the figures of a tokenizer that needs ``tokens`` for 100 words."""
-    figure = Estimate(tokens / 100, None)
-    return TokenizerFigures("ca", tokenizer, 20, 100, tokens, True, figure, figure, figure, figure, saving)
+def figures_of(tokenizer: str, num_tokens: int, saving: Estimate | None) -> TokenizerFigures:
+    """Return the figures of a tokenizer that needs ``num_tokens`` for 100 words of Catalan."""
+    estimate = Estimate(num_tokens / 100, None)
+    return TokenizerFigures(
+        language="ca",
+        tokenizer=tokenizer,
+        num_documents=20,
+        num_words=100,
+        num_tokens=num_tokens,
+        spaces=True,
+        tokens_per_word=estimate,
+        bytes_per_token=estimate,
+        share_cut_in_many=estimate,
+        words_in_context=estimate,
+        saving=saving,
+    )
 
 
 @pytest.mark.parametrize(
-    "tokens, interval, advice",
+    "num_tokens, interval, advice",
     [
         (127, (0.02, 0.04), "keep A: 1.31 → 1.27 with B saves 3.1% (2.0% to 4.0%)"),
         (140, None, "keep A: no other needs fewer tokens"),
@@ -90,19 +120,25 @@ def measured(tokenizer: str, tokens: int, saving: Estimate | None) -> TokenizerF
     ],
 )
 def test_the_advice_follows_from_the_saving_and_its_interval(
-    tokens: int, interval: tuple[float, float] | None, advice: str
+    num_tokens: int, interval: tuple[float, float] | None, advice: str
 ) -> None:
-    first = measured("A", 131, None)
-    other = measured("B", tokens, Estimate(1 - tokens / 131, interval))
-    (line,) = report.recommend([first, other])
+    first_figures = figures_of("A", num_tokens=131, saving=None)
+    saving = Estimate(1 - num_tokens / 131, interval)
+    second_figures = figures_of("B", num_tokens, saving)
+    (line,) = report.recommend([first_figures, second_figures])
     assert line.startswith(f"ca: {advice}")
 
 
 def test_the_advice_on_one_tokenizer_follows_from_its_tokens_per_word() -> None:
-    lines = [report.recommend([measured("A", tokens, None)])[0] for tokens in (150, 190, 250)]
-    assert [re.search("few$|neither few|many", line) is not None for line in lines] == [True] * 3
-    assert lines[0].startswith("ca: keep A")
-    assert "no threshold" in report.recommend([replace(measured("A", 150, None), spaces=False)])[0]
+    verdicts = {150: "ca: keep A", 190: "neither few nor many", 250: "which is many"}  # by tokens for 100 words
+    for num_tokens, verdict in verdicts.items():
+        (line,) = report.recommend([figures_of("A", num_tokens, saving=None)])
+        assert verdict in line
+
+    # the thresholds are for languages whose words are between spaces
+    figures = replace(figures_of("A", num_tokens=150, saving=None), spaces=False)
+    (line,) = report.recommend([figures])
+    assert "no threshold" in line
 
 
 def test_words_stand_between_spaces_and_characters_without_spaces_count_alone() -> None:
@@ -111,36 +147,44 @@ def test_words_stand_between_spaces_and_characters_without_spaces_count_alone() 
 
 
 def test_a_tenth_is_held_out_and_nothing_is_lost() -> None:
+    # of many documents, whole ones
     documents = tuple(f"document {number}" for number in range(500))
     kept, held_out = hold_out(LanguageTexts("ca", documents))
     assert sorted([*kept, *held_out]) == sorted(documents)
     assert 30 < len(held_out) < 70
-    single_document = "".join(f"line {number}\n" for number in range(500))
-    kept, held_out = hold_out(LanguageTexts("ca", (single_document,)))  # by lines
-    assert len("".join(kept)) + len("".join(held_out)) == len(single_document)
+
+    # of a single document, lines
+    document = "".join(f"line {number}\n" for number in range(500))
+    kept, held_out = hold_out(LanguageTexts("ca", (document,)))
+    assert len("".join(kept)) + len("".join(held_out)) == len(document)
     assert 30 < len(held_out) < 70
 
 
 def test_a_large_text_is_sampled_from_all_over_it(tmp_path: Path) -> None:
-    lines = (json.dumps({"text": f"{number:06d} " * 100}) for number in range(4000))
-    (tmp_path / "large.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    (read,) = read_texts([f"ca={tmp_path / 'large.jsonl'}"], "text", "1MB", 3)
-    assert 900_000 < read.num_bytes <= 1_000_000
-    assert "of 2.9 MB were read" in read.note
-    numbers = np.array([int(document[:6]) for document in read.documents])
-    assert len(np.unique(numbers // 400)) == 10
-    (again,) = read_texts([f"ca={tmp_path / 'large.jsonl'}"], "text", "1MB", 3)
-    (of_another_seed,) = read_texts([f"ca={tmp_path / 'large.jsonl'}"], "text", "1MB", 4)
-    assert again == read
-    assert of_another_seed != read
+    # 4,000 documents, each of which begins with its number
+    file = tmp_path / "large.jsonl"
+    lines = [json.dumps({"text": f"{number:06d} " * 100}) for number in range(4000)]
+    file.write_text("\n".join(lines), encoding="utf-8")
+
+    def sample(seed: int) -> LanguageTexts:
+        (language_texts,) = read_texts([f"ca={file}"], "text", "1MB", seed)
+        return language_texts
+
+    sampled = sample(seed=3)
+    assert 900_000 < sampled.num_bytes <= 1_000_000
+    assert "of 2.9 MB were read" in sampled.note
+    tenths = {int(document[:6]) // 400 for document in sampled.documents}
+    assert len(tenths) == 10
+    assert sample(seed=3) == sampled
+    assert sample(seed=4) != sampled
 
 
 def test_columns_beside_the_text_are_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [{"text": "one two", "title": "A"}, {"text": "three", "id": 1}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (read,) = read_texts([f"ca={file}"], "text", "1MB", 0)
-    assert read.note == f"ca: columns of {file} not used: id, title"
+    (language_texts,) = read_texts([f"ca={file}"], "text", "1MB", 0)
+    assert language_texts.note == f"ca: columns of {file} not used: id, title"
 
 
 @pytest.mark.parametrize(
