@@ -1,6 +1,6 @@
 """Fabric Train: continued pretraining and fine-tuning of Llama-3 on Lightning Fabric and FSDP.
 
-``import fabric_train`` has the programs as functions, which ``api.py`` defines and which are imported when they are
+``import fabric_train`` gives the programs as functions, which ``api.py`` defines and which are imported when they are
 first used. ``__init__.pyi`` has their arguments for editors and type checkers. The tables of objectives, optimizers,
 metrics and loggers are here too, for modules that register some.
 """

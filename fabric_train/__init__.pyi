@@ -67,7 +67,7 @@ def tokenize(
     """Turn documents, chats or preference pairs into a token dataset, as ``tokenize_dataset.py`` does.
 
     ``dataset`` may also be an iterable of mappings, such as ``{"text": ...}`` or ``{"messages": [...]}``. It is read
-    once, into the file ``OUTPUT_DIR.jsonl``, which is then the source: it is in the manifest by name and hash, and
+    once and written to ``OUTPUT_DIR.jsonl``, which becomes the source: the manifest has its name and hash, and
     documents are traced to its lines. If the tokenization fails, the file is removed.
 
     Raises:
@@ -214,15 +214,17 @@ def train(
 ) -> TrainResult:
     """Train a Hugging Face causal language model on a token dataset or texts, as ``fabric run fabric_train`` does.
 
-    One device trains in this process, as does a rank that a launcher has started. For several devices, the ranks are
-    processes of ``python -m fabric_train``: they import the modules that have registered objectives, optimizers,
-    metrics and loggers here. What the script itself has registered cannot be imported, and is refused.
-    Lines of the run are printed, and are in ``RUN/run.log``. A stop signal, such as Ctrl-C, ends the run after it has
-    saved, and the result says so; where nothing is to be saved, Ctrl-C raises KeyboardInterrupt.
+    On one device, or in a rank that a launcher has started, the training runs in this process. On several devices, this
+    process starts a process of ``python -m fabric_train`` for each rank. The ranks import the modules that have
+    registered objectives, optimizers, metrics and loggers here. A part that the script itself has registered cannot be
+    imported, so it is refused.
+
+    The log is printed and written to ``RUN/run.log``. A stop signal, such as Ctrl-C, saves a checkpoint and ends the
+    run, and the ``state`` of the result is "stopped". If there is nothing to save, Ctrl-C raises KeyboardInterrupt.
 
     Raises:
         InputError: the arguments, the data and the model do not fit together; nothing is written.
-        RunError: the training failed; checkpoints saved before stay."""
+        RunError: the training failed; checkpoints that were saved before are kept."""
 
 def convert(
     *,
@@ -248,7 +250,7 @@ def convert(
 
     Raises:
         InputError: the arguments or the checkpoints cannot be used.
-        RunError: an export does not match its checkpoint, or a push failed. Of several, the others are finished."""
+        RunError: an export does not match its checkpoint, or a push failed. Other exports are finished."""
 
 def evaluate(
     *,
@@ -267,14 +269,14 @@ def evaluate(
     batch_size: int = 8,
     config: StrPath | None = None,
 ) -> dict[str, Any]:
-    """Compare models by their loss on texts, or evaluate models or each checkpoint of a run, as ``evaluate.py`` does.
+    """Compare models by their loss on texts, or run tasks on models or a run's checkpoints, as ``evaluate.py`` does.
 
-    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
-    has. With ``tasks``, the rows of ``scores.csv`` are under "scores".
+    Return the content of ``OUTPUT_DIR/evaluation.json``, which has figures by model and source. With ``pairs``, return
+    the content of ``pairs.json`` instead; with ``tasks``, the rows of ``scores.csv`` under the key "scores".
 
     Raises:
         InputError: the arguments, the models and the texts do not fit together; nothing is written.
-        RunError: a model's loss is not finite, or a checkpoint cannot be evaluated; the others are."""
+        RunError: a model's loss is not finite, or a checkpoint cannot be evaluated. The others are evaluated."""
 
 def generate(
     *,
@@ -299,14 +301,14 @@ def generate(
 ) -> list[str]:
     """Continue a prompt, answer it as a chat, or write texts for many prompts, as ``generate.py`` does.
 
-    Return the new text after each prompt. ``prompts`` may also be a list: each one a text, or a mapping with
-    ``messages``. Then, as with a file, ``output`` may be left out.
+    Return the new text after each prompt. ``prompts`` may also be a list of texts, or of mappings with ``messages``.
+    With ``prompts``, ``output`` may be left out.
 
     Raises:
         InputError: the arguments, the prompts and the model do not fit together."""
 
 def load_run(path: StrPath) -> Run:
-    """Read a run folder: also a copy, an old run, or one that still trains. A checkpoint, RUN/best, means its run.
+    """Read a run folder: also a copy, an old run, or one that is still training. A checkpoint, RUN/best, means its run.
 
     Raises:
-        InputError: the folder is no run, or a file of it is damaged."""
+        InputError: the folder is not a run, or one of its files is damaged."""

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> None:
-    """Check what a rank with these words and variables checks before it imports torch.
+    """Do the checks that a rank with these words and variables does before it imports torch.
 
     Raises:
         InputError: the arguments are wrong, or they name wrong folders or files.
@@ -68,7 +68,7 @@ def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train; with ``--eval_only`` evaluate, with ``--plan`` print what the run would take."""
+    """Train. With ``--eval_only``, evaluate; with ``--plan``, print the memory and disk that the run would need."""
     stop_signals.listen()
     console = start_log()
     code = run_training(parse(TrainArguments, argv), console)
@@ -181,8 +181,8 @@ def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> 
         import_folders: Where the ranks find the modules of ``--extensions``.
 
     Raises:
-        InputError: A rank has refused the arguments or the input; with the lines of the error.
-        RunError: A rank has failed; with the lines of the error.
+        InputError: A rank has refused the arguments or the input; it has the lines that the rank printed.
+        RunError: A rank has failed; it has the lines that the rank printed.
     """
     errors: list[str] = []
     with TemporaryDirectory() as folder, as_launcher():
@@ -239,7 +239,7 @@ def write_run_report(folder: Path) -> "WrittenPage":
 
 
 def _report_nothing_left(run: "PreparedRun") -> None:
-    """Say that a run has ended already, and log to its trackers what they lack."""
+    """Report that a run has already ended, and log to its trackers the steps that they lack."""
     from fabric_train.training.logger import LoggedRun
     from fabric_train.training.trackers import complete_trackers
 

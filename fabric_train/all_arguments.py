@@ -1,4 +1,4 @@
-"""The dataclass of every program's arguments, by what ``fabric-train`` calls it."""
+"""List the dataclass of each program's arguments, by the name that ``fabric-train`` has for the program."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""The programs as functions: ``tokenize``, ``train``, ``convert``, ``evaluate`` and ``generate``; and ``load_run``.
+"""The programs as Python functions: ``tokenize``, ``train``, ``convert``, ``evaluate``, ``generate``; and ``load_run``.
 
-They take the arguments of the command lines by name, return results, raise exceptions and never exit the process. The
-command lines parse, call the functions here that take an object of arguments, and print what these return.
+Each function takes the arguments of its command line as keywords, returns a result, raises exceptions and never exits
+the process. The command lines call functions that take parsed arguments, such as ``run_train``, and print the result.
 """
 
 import csv
@@ -43,12 +43,12 @@ ARGUMENTS: dict[str, type] = {
     "evaluate": EvaluateArguments,
     "generate": GenerateArguments,
 }
-"""The arguments of each function: its command line's."""
+"""The class with each function's arguments, which are those of its command line."""
 
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Give the caller back what a program changes in its process: environment, path, warnings, garbage collection."""
+    """Restore what a program changes in this process: environment, import path, warnings, garbage collection."""
     environment = dict(os.environ)
     import_path = list(sys.path)
     collects_garbage = gc.isenabled()
@@ -69,19 +69,19 @@ def _restored_process() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenizeResult:
-    """A token dataset, or with ``shard`` a slice of one, which has no manifest yet."""
+    """The token dataset that was written. With ``shard``, it is a slice of one, which has no manifest yet."""
 
     path: Path
     manifest: "Manifest | None"
-    """What ``manifest.json`` has: sources, tokenizer, settings, ledger."""
+    """The content of ``manifest.json``: sources, tokenizer, settings, ledger."""
     notes: tuple[str, ...] = ()
-    """What the user should read, such as losses of documents; of a slice, its summary."""
+    """Notes for the user, such as how many documents were lost; for a slice, its summary."""
     url: str | None = None
-    """With ``push_to_hub``: the page there."""
+    """The page on the hub, with ``push_to_hub``."""
 
     @property
     def ledger(self) -> "Ledger":
-        """The documents and tokens that were read, left out and packed, which balance."""
+        """The number of documents and tokens that were read, left out and packed; nothing is unaccounted for."""
         if self.manifest is None:
             raise InputError(f"{self.path} is a slice: the merged slices have a ledger")
         return self.manifest.ledger
@@ -91,7 +91,7 @@ def tokenize(**arguments: Any) -> TokenizeResult:
     """Turn documents, chats or preference pairs into a token dataset, as ``tokenize_dataset.py`` does.
 
     ``dataset`` may also be an iterable of mappings, such as ``{"text": ...}`` or ``{"messages": [...]}``. It is read
-    once, into the file ``OUTPUT_DIR.jsonl``, which is then the source: it is in the manifest by name and hash, and
+    once and written to ``OUTPUT_DIR.jsonl``, which becomes the source: the manifest has its name and hash, and
     documents are traced to its lines. If the tokenization fails, the file is removed.
 
     Raises:
@@ -113,7 +113,7 @@ def _is_sequence_of_names(dataset: object) -> bool:
 
 
 def _tokenize_documents(documents: Iterable[Any], arguments: Mapping[str, Any]) -> TokenizeResult:
-    """Write documents into a file beside the token dataset, and tokenize it."""
+    """Write documents to a file next to the token dataset, and tokenize that file."""
     output_dir = arguments.get("output_dir")
     if not isinstance(output_dir, str | os.PathLike) or not os.fspath(output_dir):
         build_arguments(TokenizeArguments, {**arguments, "dataset": ["documents"]})  # says what is wrong with it
@@ -130,7 +130,7 @@ def _tokenize_documents(documents: Iterable[Any], arguments: Mapping[str, Any]) 
 
 
 def run_tokenize(arguments: TokenizeArguments) -> TokenizeResult:
-    """Write the token dataset or the slice that ``arguments`` describe, unless it is finished and only pushed."""
+    """Write the token dataset or the slice that ``arguments`` describe; a finished token dataset is only pushed."""
     path = Path(arguments.output_dir)
     with _restored_process():
         if arguments.shard is not None:
@@ -158,19 +158,19 @@ class TrainResult:
     """How a training ended."""
 
     folder: Path
-    """The run: ``output_dir``."""
+    """The run folder, ``output_dir``."""
     state: Literal["done", "stopped", "checked"]
-    """"stopped" by a signal, after saving: ``resume=True`` continues. "checked" if ``plan`` was given."""
+    """"stopped": a signal ended the run after saving; ``resume=True`` continues it. "checked": ``plan`` was given."""
     step: int
-    """The optimizer step that the newest checkpoint was saved after."""
+    """The optimizer step after which the newest checkpoint was saved."""
     train_loss: float | None = None
-    """Of that step, in nats per token."""
+    """The training loss of ``step``, in nats per token."""
     val_loss: float | None = None
-    """After that step, or with ``eval_only`` the result; None if it was not evaluated then."""
+    """The validation loss after ``step``, or the result of ``eval_only``; None if that step was not evaluated."""
     checkpoint: Path | None = None
-    """The newest one."""
+    """The newest checkpoint."""
     best: Path | None = None
-    """The one with the lowest validation loss."""
+    """The checkpoint with the lowest validation loss."""
 
 
 def train(**arguments: Any) -> TrainResult:
@@ -196,7 +196,7 @@ def train(**arguments: Any) -> TrainResult:
 
 
 def run_train(arguments: TrainArguments) -> TrainResult:
-    """Train in this process, or in ranks that it starts, and return how it ended."""
+    """Train in this process, or in ranks that it starts, and return how the training ended."""
     from fabric_train.distributed import strategy
     from fabric_train.distributed.signals import stop_signals
     from fabric_train.training.rank_extensions import arguments_for_ranks, folders_for_ranks
@@ -224,7 +224,7 @@ def run_train(arguments: TrainArguments) -> TrainResult:
 
 
 def _forget_process_group() -> None:
-    """Destroy what a run that failed has left of its process group of one rank."""
+    """Destroy the process group of one rank that a failed run has left behind."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -232,7 +232,7 @@ def _forget_process_group() -> None:
 
 
 def _read_train_result(arguments: TrainArguments, exit_code: int) -> TrainResult:
-    """Return how a training ended, from the files that it has written."""
+    """Read how a training ended from the files that it has written."""
     from fabric_train import checkpoint as checkpoints
 
     run_dir = Path(arguments.save.output_dir)
@@ -268,25 +268,25 @@ class Run:
 
     folder: Path
     arguments: dict[str, Any]
-    """As in ``config.yaml``."""
+    """The arguments in ``config.yaml``."""
     metrics: dict[str, list[float | None]]
-    """The columns of ``metrics.csv``, also of the runs that it branched off: ``pandas.DataFrame(run.metrics)``.
+    """The columns of ``metrics.csv``, after the steps of runs that it branched off: ``pandas.DataFrame(run.metrics)``.
 
-    Rows have rising steps; None is an empty cell.
+    Rows are in the order of steps; an empty cell is None.
     """
     checkpoints: dict[int, Path]
-    """By step, the oldest first."""
+    """The checkpoint folders by step, the oldest first."""
     best: Path | None
     """The checkpoint with the lowest validation loss."""
     report: Path | None
-    """Its ``report.html``, if it has been written."""
+    """The run's ``report.html``, if it has been written."""
 
 
 def load_run(path: "str | os.PathLike[str]") -> Run:
-    """Read a run folder: also a copy, an old run, or one that still trains. A checkpoint, RUN/best, means its run.
+    """Read a run folder: also a copy, an old run, or one that is still training. A checkpoint, RUN/best, means its run.
 
     Raises:
-        InputError: the folder is no run, or a file of it is damaged.
+        InputError: the folder is not a run, or one of its files is damaged.
     """
     from fabric_train.checkpoint import best_checkpoint
     from fabric_train.report.write import PAGE
@@ -322,25 +322,25 @@ class Export:
 
     path: Path
     source: str
-    """The checkpoint in words."""
+    """A description of the checkpoint."""
     verification: "VerificationReport"
-    """What a process of its own has compared with the checkpoint, and the differences that it found."""
+    """The differences that a separate process found between the export and the checkpoint."""
     is_new: bool
-    """False if an earlier call has made it."""
+    """False if an earlier call has written it."""
     url: str | None = None
-    """With ``push_to_hub``: the page there."""
+    """The page on the hub, with ``push_to_hub``."""
 
 
 @dataclass(frozen=True)
 class ConvertResult:
-    """The exports of a conversion; ``path`` is ``output_dir``."""
+    """The exports of one conversion; ``path`` is ``output_dir``."""
 
     path: Path
     exports: list[Export]
 
     @property
     def verification(self) -> "VerificationReport":
-        """Of the only export."""
+        """The verification of the only export."""
         (export,) = self.exports
         return export.verification
 
@@ -350,7 +350,7 @@ def convert(**arguments: Any) -> ConvertResult:
 
     Raises:
         InputError: the arguments or the checkpoints cannot be used.
-        RunError: an export does not match its checkpoint, or a push failed. Of several, the others are finished.
+        RunError: an export does not match its checkpoint, or a push failed. Other exports are finished.
     """
     convert_arguments = build_arguments(convert_to_hf.ConvertArguments, arguments)
     with _restored_process():
@@ -376,14 +376,14 @@ def convert(**arguments: Any) -> ConvertResult:
 
 
 def evaluate(**arguments: Any) -> dict[str, Any]:
-    """Compare models by their loss on texts, or evaluate models or each checkpoint of a run, as ``evaluate.py`` does.
+    """Compare models by their loss on texts, or run tasks on models or a run's checkpoints, as ``evaluate.py`` does.
 
-    Return what ``OUTPUT_DIR/evaluation.json`` has: figures by model and source; with ``pairs``, what ``pairs.json``
-    has. With ``tasks``, the rows of ``scores.csv`` are under "scores".
+    Return the content of ``OUTPUT_DIR/evaluation.json``, which has figures by model and source. With ``pairs``, return
+    the content of ``pairs.json`` instead; with ``tasks``, the rows of ``scores.csv`` under the key "scores".
 
     Raises:
         InputError: the arguments, the models and the texts do not fit together; nothing is written.
-        RunError: a model's loss is not finite, or a checkpoint cannot be evaluated; the others are.
+        RunError: a model's loss is not finite, or a checkpoint cannot be evaluated. The others are evaluated.
     """
     evaluate_arguments = build_arguments(EvaluateArguments, arguments)
     if evaluate_arguments.output_dir:
@@ -414,8 +414,8 @@ def evaluate(**arguments: Any) -> dict[str, Any]:
 def generate(**arguments: Any) -> list[str]:
     """Continue a prompt, answer it as a chat, or write texts for many prompts, as ``generate.py`` does.
 
-    Return the new text after each prompt. ``prompts`` may also be a list: each one a text, or a mapping with
-    ``messages``. Then, as with a file, ``output`` may be left out.
+    Return the new text after each prompt. ``prompts`` may also be a list of texts, or of mappings with ``messages``.
+    With ``prompts``, ``output`` may be left out.
 
     Raises:
         InputError: the arguments, the prompts and the model do not fit together.
@@ -443,7 +443,7 @@ def generate(**arguments: Any) -> list[str]:
 
 
 def _prompt_lines(prompts: Iterable[Any]) -> Iterator[str]:
-    """Yield the lines of a file of prompts."""
+    """Yield prompts as the lines of a file for ``--prompts``."""
     for number, prompt in enumerate(prompts, 1):
         row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         try:

@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """Check this machine for what usually stops or slows a run: ``python -m fabric_train.doctor [--json]``.
 
-Driver, GPUs, limits, network, folders and disk, in a container or not. Each check looks at the machine as a run would
-meet it and imports neither torch nor transformers, so all of them together take about a second.
+It checks the driver, GPUs, limits, network, folders and disk, in a container too. Each check looks at the machine as a
+run would meet it, and none imports torch or transformers, so all of them together take about a second.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ from fabric_train.distributed.memory import control_groups
 
 _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
-"""NVIDIA's oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
+"""The oldest driver for each major version of CUDA (CUDA Toolkit release notes, minor version compatibility)."""
 
 # Below the first number a run may be slow or stop, below the second it does not work.
 _USUAL_SHARED_MEMORY = 2**30
@@ -97,15 +97,15 @@ class _FolderNeed:
     """A folder that runs write into."""
 
     folder: str | Path | None
-    """None if nothing names it."""
+    """None if no variable or option names the folder."""
     usual_bytes: float
-    """Bytes that runs usually need there."""
+    """The bytes that runs usually need in the folder."""
     level: Level
-    """The level of a finding that it cannot be written to."""
+    """The level of the finding if the folder cannot be written to."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print one line for each check, or all of them as JSON; exit with 1 if a fault would stop a run."""
+    """Print one line for each check, or all results as JSON; exit with 1 if a fault would stop a run."""
     arguments = parse_arguments(DoctorArguments, argv)
     findings = dict(check_node(arguments.output_dir))
     counts = Counter[str](finding.level for finding in findings.values())
@@ -171,7 +171,7 @@ def check_node(output_dir: str | None) -> Iterator[tuple[str, Finding]]:
 
 
 def _list_folders(output_dir: str | None) -> dict[str, _FolderNeed]:
-    """Return the folders that runs write into, by the name of the variable or option that decides them."""
+    """Return the folders that runs write into, by the variable or option that sets them."""
     environment = os.environ
     home = Path(os.path.expanduser("~"))  # Path.home fails for a user without a home
     cache_dir = environment.get("XDG_CACHE_HOME") or home / ".cache"
@@ -289,7 +289,7 @@ def _count_gpus() -> int:
 
 
 def _check_shared_memory(num_gpus: int) -> Finding:
-    """Data workers and NCCL share memory through /dev/shm; with too little of it they die of a bus error."""
+    """Check /dev/shm, through which data workers and NCCL share memory: if it is full, they die of a bus error."""
     fix = "docker run --ipc=host or --shm-size=8g; otherwise: mount -o remount,size=8g /dev/shm"
     try:
         disk = os.statvfs("/dev/shm")
@@ -308,7 +308,7 @@ def _check_shared_memory(num_gpus: int) -> Finding:
 
 
 def _check_locked_memory(infiniband: list[str]) -> Finding:
-    """InfiniBand registers memory, which counts as locked; CUDA's pinned memory does not."""
+    """Check the limit of locked memory, which counts InfiniBand's registered memory, but not CUDA's pinned memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     observation = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
     status = Path("/proc/self/status").read_text()
@@ -335,7 +335,7 @@ def _check_open_files() -> Finding:
 
 
 def _check_processes(num_ranks: int) -> Finding:
-    """Check the limits of processes and threads, of the control group and of the user; the lower one counts."""
+    """Check the limit of processes and threads: the lower one of the control group's and the user's."""
     limits: list[tuple[int, str]] = []  # with what they are for
     for group_dir in control_groups("pids"):
         file = group_dir / "pids.max"
@@ -359,7 +359,7 @@ def _check_processes(num_ranks: int) -> Finding:
 
 
 def _check_interfaces() -> Finding:
-    """Check that interfaces which variables choose are up, and that NCCL has no choice among several."""
+    """Check that the network interfaces in variables are up, and that NCCL does not have to choose among several."""
     addresses = _list_interfaces()
     description = ", ".join(f"{interface} {address}" for interface, address in addresses.items())
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -380,7 +380,7 @@ def _check_interfaces() -> Finding:
 
 
 def _check_host_name() -> Finding:
-    """gloo listens on the address of the host's name, so other machines must be able to reach that."""
+    """Check that other machines can reach the address of the host's name, on which gloo listens."""
     host = socket.gethostname()
     interfaces = list(_list_interfaces())
     if not interfaces:
@@ -399,7 +399,7 @@ def _check_host_name() -> Finding:
 
 
 def _resolve(host: str) -> list[str]:
-    """Return the addresses of a host name that are known within two seconds."""
+    """Return the addresses that a host name resolves to within two seconds."""
     addresses: list[str] = []
 
     def resolve() -> None:
@@ -414,7 +414,7 @@ def _resolve(host: str) -> list[str]:
 
 
 def _check_infiniband(devices: list[str]) -> Finding:
-    """NCCL needs libibverbs and the device files; without them it falls back to TCP, several times slower."""
+    """Check for libibverbs and the device files; without them, NCCL falls back to TCP, several times slower."""
     if not devices:
         return Finding("ok", "none")
     names = ", ".join(devices)
@@ -429,7 +429,7 @@ def _check_infiniband(devices: list[str]) -> Finding:
 
 
 def _list_interfaces() -> dict[str, str]:
-    """Return an address of each network interface that is up, except loopback; IPv4 if it has one."""
+    """Return an address of each network interface that is up, except loopback: an IPv4 address if it has one."""
     interfaces = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -452,9 +452,9 @@ def _list_interfaces() -> dict[str, str]:
 def _matches_interface(patterns: str, interfaces: list[str], *, has_prefixes: bool) -> bool:
     """Return whether the value of a variable chooses one of the interfaces.
 
-    In gloo's variable, ``eth0,ib0`` names two interfaces. In NCCL's (``has_prefixes``), ``eth,ib`` chooses all whose
-    names begin with one of these words, ``=eth0,ib0`` those with these names, and ``^docker`` or ``^=docker0`` all
-    except those that the rest of the value would choose.
+    In gloo's variable, ``eth0,ib0`` names two interfaces. In NCCL's variable (``has_prefixes``), ``eth,ib`` chooses all
+    interfaces whose names begin with one of these words, and ``=eth0,ib0`` those with exactly these names. With a ``^``
+    before it, as in ``^docker`` or ``^=docker0``, either form chooses all other interfaces.
     """
     is_exclusion = patterns.startswith("^")
     has_equals_sign = patterns.startswith(("=", "^="))
@@ -471,7 +471,7 @@ def _matches_interface(patterns: str, interfaces: list[str], *, has_prefixes: bo
 
 
 def _check_folder(folder: Path, usual_bytes: float, level: Level) -> Finding:
-    """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
+    """Write a file to a folder, or to its nearest existing parent, and check the free space on that disk.
 
     For ``usual_bytes`` and ``level`` see ``_FolderNeed``.
     """

@@ -28,7 +28,7 @@ class LaunchFilesArguments:
 
 
 def main() -> None:
-    """Copy the folders, and print which files there are now."""
+    """Copy the folders, and print the names of the new files."""
     arguments = parse_arguments(LaunchFilesArguments)
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)

@@ -134,14 +134,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report(comparison: "ReplayComparison") -> None:
-    """Show the result; end the program with ``FAILURE`` if something differs."""
+    """Print the result; exit with ``FAILURE`` if something differs."""
     show(comparison.describe())
     if not comparison.holds:
         raise SystemExit(FAILURE)
 
 
 def _read_config(run_dir: Path, extensions: Sequence[str]) -> TrainArguments:
-    """Read the arguments of a run; only ``extensions`` are imported for the parts that it has registered."""
+    """Read the arguments of a run, and import only ``extensions`` for the run's registered parts."""
     config = run_dir / CONFIG
     if not config.is_file():
         reason = "no run folder, it has no config.yaml" if run_dir.is_dir() else missing_folder(run_dir)

@@ -28,7 +28,7 @@ from fabric_train.run_folder.run_summary import RunSummary, find_runs, summarize
 _COLOURS = {"running": "bold green", "running?": "green", "failed": "bold red", "stopped": "yellow"}
 _DESCENDING = ("step", "speed", "changed")
 _OPTIONAL_COLUMNS = ("data", "model", "tokens/s", "changed")
-"""The columns that a narrow terminal does not show, in the order in which they are left out."""
+"""The columns that a narrow terminal leaves out, in this order."""
 _REDIRECTED_WIDTH = 200  # of a table in redirected output, which rich would cut to 80
 _COLUMN_GAP = 2
 
@@ -89,7 +89,7 @@ def _matches(run: RunSummary, words: Sequence[str]) -> bool:
 
 
 def _sort_key(run: RunSummary, column: str) -> tuple[bool, Any]:
-    """Return what sorts the runs: those without a value come last."""
+    """Return the sort key of a run; runs without a value come last."""
     value = getattr(run, column)
     if value is None:
         return True, 0
@@ -103,7 +103,7 @@ def _sort_key(run: RunSummary, column: str) -> tuple[bool, Any]:
 
 
 def _check_columns(columns: Sequence[str], runs: Sequence[RunSummary]) -> None:
-    """Raise an InputError for each column that is an argument of no run."""
+    """Raise an InputError that names each column that is not an argument of any run."""
     argument_names = set[str]()
     for run in runs:
         argument_names.update(run.arguments)
@@ -122,7 +122,7 @@ def _to_json(run: RunSummary) -> dict[str, Any]:
 
 
 def _print_table(runs: Sequence[RunSummary], folder: Path, columns: Sequence[str] | None) -> None:
-    """Print a row for each run. Columns for which a terminal has no room are named below the table instead."""
+    """Print a row for each run; if the terminal is too narrow for a column, name the column below the table."""
     console = open_console(width=None if sys.stdout.isatty() else _REDIRECTED_WIDTH)
     rows = [_build_cells(run, folder, columns) for run in runs]
     names = list(rows[0])
@@ -187,7 +187,7 @@ def _build_cells(run: RunSummary, folder: Path, columns: Sequence[str] | None) -
 
 
 def _format_argument(value: Any) -> str:
-    """Return an argument's value as a command line takes it; '' for null."""
+    """Return an argument's value as it is written on a command line; "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

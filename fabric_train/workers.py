@@ -1,4 +1,4 @@
-"""Worker processes that apply one function to many items, and that end when their parent process ends.
+"""Apply one function to many items in worker processes, which end when their parent process ends.
 
 ``concurrent.futures`` is not used: it forks while its own threads run, which can hang on Python 3.10. A fork before any
 thread starts gives every process the loaded tokenizer and the imported modules without a copy.
@@ -27,7 +27,7 @@ _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" el
 
 
 class Worker(Generic[Item, Result]):
-    """A process that applies ``function`` to the items it is sent."""
+    """A process that applies ``function`` to the items that it is sent."""
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
         self.connection, process_connection = _CONTEXT.Pipe()
@@ -36,7 +36,7 @@ class Worker(Generic[Item, Result]):
         process_connection.close()  # the process has a copy
 
     def send(self, item: Item) -> None:
-        """Send the next item, also while the process computes or sends a result; the process keeps it until then.
+        """Send the next item. The process may still compute or send a result: it takes the item afterwards.
 
         Raises:
             ChildProcessError: the process was killed.
@@ -77,7 +77,7 @@ class Worker(Generic[Item, Result]):
 class WorkerPool(Generic[Item, Result]):
     """A context manager of ``num_proc`` processes that apply ``function`` to items.
 
-    ``describe`` names what a process reads for an item, in the error if the process is killed meanwhile.
+    ``describe`` names what a process reads for an item, for the error if the process is killed meanwhile.
     """
 
     def __init__(self, function: Callable[[Item], Result], num_proc: int, describe: Callable[[Item], str]) -> None:
@@ -99,8 +99,8 @@ class WorkerPool(Generic[Item, Result]):
     def run(self, items: Iterator[Item], tick_seconds: float) -> Iterator[tuple[Item, Result] | None]:
         """Yield items with their results in the order in which they finish.
 
-        Yields None too: once after the first items are sent, and whenever ``tick_seconds`` pass without a result. Items
-        are taken in order, as processes become free; none of them is None.
+        It also yields None: once after the first items are sent, and whenever ``tick_seconds`` pass without a result.
+        Items are taken in order, as processes become free. No item may be None.
 
         Raises:
             Exception: the exception that the function raised.
@@ -142,7 +142,7 @@ class WorkerPool(Generic[Item, Result]):
 
     @contextmanager
     def _naming(self, item: Item) -> Iterator[None]:
-        """Name what was read for an item in the error of a process that was killed."""
+        """Add to the error of a killed process what it was reading for the item."""
         try:
             yield
         except ChildProcessError as error:
@@ -150,7 +150,7 @@ class WorkerPool(Generic[Item, Result]):
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
-    """Answer each item that comes through the pipe with the result of ``function`` and None, or None and its exception.
+    """Answer each item from the pipe with the result of ``function`` and None, or with None and the exception.
 
     This is the main function of a worker process.
     """
@@ -173,9 +173,9 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
 
 
 def _receive(pipe: Connection, items: "queue.SimpleQueue[Any]") -> None:
-    """Put what comes through the pipe into ``items``.
+    """Move the items from the pipe to the queue ``items``, in a thread.
 
-    With a pipe that is read only between two items, both ends could be sending, and each wait for the other to read.
+    If the process read the pipe only between two items, both ends could be sending, each waiting for the other to read.
     """
     while True:
         try:

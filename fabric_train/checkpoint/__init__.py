@@ -1,4 +1,4 @@
-"""Checkpoints: save, find, check and restore them. A folder with its final name is a complete checkpoint.
+"""Save, find, check and restore checkpoints. A folder with its final name is a complete checkpoint.
 
 Open ``manager.py`` first for how a checkpoint is written, and ``discovery.py`` for how one is chosen. The files are:
 

@@ -1,7 +1,7 @@
 """Find the base model of an adapter, and build it, alone or with the adapter.
 
-A checkpoint has no copy of the base. It names it, and has a hash of its weights (``base_weights``), which shows whether
-a base was changed, or was moved unchanged.
+A checkpoint has no copy of the base model. It records the base's name and a hash of its weights (``base_weights``),
+which tells a base that has changed from one that has only moved.
 """
 
 import copy
@@ -34,13 +34,13 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     The first rank of each machine compares the weights.
 
     Args:
-        name: Hub name or folder of the base of a new adapter; for a checkpoint's adapter, the folder to which its base
+        name: Hub name or folder of a new adapter's base; for a checkpoint's adapter, the folder to which its base
             has moved.
-        checkpoint: The checkpoint that has the adapter. If it has none, it is itself the base of a new adapter.
-        option: The option with which the user gives ``name``.
+        checkpoint: The checkpoint with the adapter. If it has none, it is itself the base of a new adapter.
+        option: The option that sets ``name``, for messages.
 
     Raises:
-        InputError: the base of the checkpoint is missing, or has other weights.
+        InputError: the checkpoint's base is missing, or has other weights.
     """
     # a new adapter
     if checkpoint is None or not is_adapter(checkpoint):
@@ -87,7 +87,7 @@ def _base_at(name: str) -> AdapterBase:
 def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
     """Return a note if the adapter of ``--init_adapter`` was trained on another base than ``base``.
 
-    An adapter of a checkpoint has a hash of its base's weights; any other adapter may only name its base.
+    A checkpoint records a hash of the base's weights; any other adapter may only name its base.
     """
     saved = None
     if (adapter_dir / "trainer.json").is_file():
@@ -107,7 +107,7 @@ def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
 
 
 def _is_same_model(base_name: str, model_name: str) -> bool:
-    """Return whether the base that an adapter's configuration names is a model, or the model's origin on the hub."""
+    """Return whether the base named in an adapter's configuration is this model, or its origin on the hub."""
     if base_name == model_name or os.path.realpath(base_name) == os.path.realpath(model_name):
         return True
     origin, _ = find_origin(model_name)
@@ -115,10 +115,10 @@ def _is_same_model(base_name: str, model_name: str) -> bool:
 
 
 def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaModel:
-    """Build the base of an adapter in ``dtype``, without the adapter; ``shape`` may have one.
+    """Build the base of an adapter in ``dtype``, without the adapter that ``shape`` may have.
 
-    If the adapter trains the head apart from the embedding, and the base has them tied, the head is built as a weight
-    of its own, which is read from the embedding's.
+    If the base ties the head to the embedding and the adapter trains them apart, the head is built as a separate
+    weight, which is read from the embedding's.
     """
     base_shape = replace(shape, source=base.place)  # the adapter's configuration, the base's files
     tied_names = _names_of_untied_head(shape, base)
@@ -141,7 +141,7 @@ def _open_model(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
 
 
 def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str]:
-    """Return {name of the head's weight: name of the embedding's} if only the base has them tied; otherwise {}."""
+    """Return {name of the head's weight: name of the embedding's} if only the base ties them; otherwise {}."""
     if shape.adapter is None or shape.config.tie_word_embeddings or not shape.adapter.train_also:
         return {}
     base_model: Any = build_on_meta(read_shape(base.place), torch.float32)
@@ -157,7 +157,7 @@ def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str
 
 
 class _RenamedWeights:
-    """Weights of which some are read under other names; see ``Weights``."""
+    """Weights that read some tensors under other names; see ``Weights``."""
 
     def __init__(self, weights: Weights, stored_names: dict[str, str]) -> None:
         self._weights = weights
@@ -185,15 +185,15 @@ def open_adapted(
     """Build a base model with an adapter.
 
     Args:
-        shape: Of the model with the adapter.
+        shape: The shape of the model with the adapter.
         base: The base of the adapter.
-        dtype: Of the base's weights.
-        seed: For the weights of a new adapter.
+        dtype: The dtype of the base's weights.
+        seed: The seed for the weights of a new adapter.
         adapter_dir: Folder of the adapter; None for a new one.
 
     Returns:
-        The model on the meta device with its weights; if the base's weights cannot be read in parts, the model in
-        memory, without further weights.
+        The model on the meta device with its weights. If the base's weights cannot be read in parts, the model in
+        memory, with nothing more to read.
     """
     assert shape.adapter is not None
     stored = None

@@ -1,4 +1,4 @@
-"""The files of an adapter: adapter_model.safetensors and adapter_config.json, which peft reads.
+"""Read and check the files of an adapter, adapter_model.safetensors and adapter_config.json, which peft reads.
 
 The adapter is the same on all ranks, and is written once, in one file. ``adapter_base`` finds and opens its base.
 """
@@ -33,33 +33,33 @@ if TYPE_CHECKING:
     from fabric_train.arguments import AdapterArguments
 
 PREFIX = "base_model.model."
-"""Beginning of peft's names, before the name in transformers' model."""
+"""The prefix that peft puts before a name in transformers' model."""
 TIED = "tied"
-"""The key in the file's metadata for second names of tied weights: peft takes embedding and head for two modules."""
+"""The metadata key for the second names of tied weights, because peft treats embedding and head as two modules."""
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter; it may be a checkpoint of a run."""
+    """Return whether a folder has an adapter; a checkpoint of a run may have one too."""
     return (folder / CONFIG).is_file() and not (folder / "model.safetensors").is_file()
 
 
 def is_exported_adapter(folder: Path) -> bool:
-    """Return whether a folder has an adapter and is no checkpoint of a run."""
+    """Return whether a folder has an adapter and is not a checkpoint of a run."""
     return is_adapter(folder) and not (folder / "trainer.json").is_file()
 
 
 def can_be_taken_off(folder: Path) -> bool:
-    """Return whether peft can remove an adapter from its model again: it only adds matrices to those of its base."""
+    """Return whether peft can remove an adapter from its model: if it only adds matrices to the base's."""
     config = read_json(folder / CONFIG, dict, SAVE_ADVICE)
     is_lora = config.get("peft_type") == "LORA"
     return is_lora and not config.get("modules_to_save") and not uncomputed_settings(config)
 
 
 def check_keeps_documents_apart(folder: Path) -> None:
-    """Check that an adapter does not depend on a row as a whole: then its documents would change each other.
+    """Check that an adapter does not depend on the full row, in which documents would then change one another.
 
     Raises:
-        InputError: peft computes the adapter for a whole row.
+        InputError: peft computes the adapter from a full row.
     """
     if depends_on_documents(read_json(folder / CONFIG, dict, SAVE_ADVICE)):
         raise InputError(
@@ -80,7 +80,7 @@ def check_files(folder: Path) -> None:
 
 
 def read_base_name(folder: Path) -> str:
-    """Return the name or folder of the model that an adapter was trained on; raise an InputError if there is none."""
+    """Return the name or folder of the model that an adapter was trained on; raise an InputError if it names none."""
     name = read_json(folder / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise InputError(f"{folder / CONFIG}: it names no base model; give it by --base_model")
@@ -88,7 +88,7 @@ def read_base_name(folder: Path) -> str:
 
 
 def peft_config(model: nn.Module, base: AdapterBase) -> dict[str, Any]:
-    """Return the content of adapter_config.json for a model with an adapter, as peft's ``LoraConfig`` has it."""
+    """Return the content of adapter_config.json for a model with an adapter, as the fields of peft's ``LoraConfig``."""
     adapted_names = {name for name, _ in adapted_layers(model)}
     adapter = next(layer.adapter for _, layer in adapted_layers(model))
 
@@ -122,7 +122,7 @@ def read_adapter(folder: Path) -> Adapter:
     """Return the settings in an adapter_config.json.
 
     Raises:
-        InputError: it is damaged, or the adapter is of a kind that is not computed here.
+        InputError: it is damaged, or this program cannot compute this kind of adapter.
     """
     config = read_lora_config(folder)
 
@@ -145,7 +145,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def trained_adapter(checkpoint: Path) -> Adapter:
-    """Return the settings of a checkpoint's adapter, with the base's weights in 4 bits if the run had them so.
+    """Return the settings of a checkpoint's adapter, which also say whether the run had the base's weights in 4 bits.
 
     Raises:
         InputError: the adapter cannot be read, or bitsandbytes is missing.
@@ -157,7 +157,7 @@ def trained_adapter(checkpoint: Path) -> Adapter:
 
 
 class AdapterTensors:
-    """The tensors of an adapter_model.safetensors by the names in transformers' model; see ``StoredTensors``."""
+    """The tensors in an adapter_model.safetensors, under their names in transformers' model; see ``StoredTensors``."""
 
     def __init__(self, folder: Path) -> None:
         check_weights(folder)
@@ -188,7 +188,7 @@ class AdapterTensors:
 
 
 def choose_adapter(arguments: "AdapterArguments") -> Adapter | None:
-    """Return the adapter that the arguments ask for: a new one, or that of ``--init_adapter``; None for no adapter.
+    """Return the adapter that the arguments ask for: a new one, or the one in ``--init_adapter``; None for no adapter.
 
     Raises:
         InputError: another argument contradicts the adapter of ``--init_adapter``.
@@ -228,15 +228,15 @@ def choose_adapter(arguments: "AdapterArguments") -> Adapter | None:
 
 
 def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: Path) -> None:
-    """Check that the tensors of an adapter's file have the names and shapes of the parameters that train.
+    """Check that the tensors in an adapter's file have the names and shapes of the parameters that train.
 
     Args:
-        tensors: Of the adapter's file.
+        tensors: The tensors in the adapter's file.
         trained: Shapes of the parameters that train, by name.
-        folder: Of the adapter, for the message.
+        folder: The adapter's folder, for the message.
 
     Raises:
-        InputError: they have not.
+        InputError: they differ.
     """
     stored_shapes = {name: tensors.shape(name) for name in tensors}
     names = sorted({*stored_shapes, *trained})

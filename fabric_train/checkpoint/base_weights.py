@@ -1,8 +1,8 @@
-"""Identify the weights of an adapter's base by a hash of all of their bytes; a checkpoint has no copy of them.
+"""Identify the weights of an adapter's base by a hash of all their bytes, because a checkpoint has no copy of them.
 
-The tensors are hashed by their names, so the hash does not depend on the number and the format of the files. XXH3 takes
-a fraction of the time in which a disk reads the bytes. A new run hashes its base in the background, while the model is
-read and the first steps are taken: the first checkpoint needs the result.
+Tensors are hashed by name, so the hash does not depend on the number and the format of the files. XXH3 takes a fraction
+of the time that a disk needs to read the bytes. A new run hashes its base in the background, while the model is read
+and the first steps are taken: the first checkpoint needs the result.
 
 Hashing a base again for each checkpoint that names it would take seconds every time. So a checkpoint also records the
 sizes and times of the files that were hashed. As long as these are the same, the bytes are taken to be the same.
@@ -27,20 +27,20 @@ from fabric_train.model.pickled_weights import find_pickles
 from fabric_train.model.weight_files import StoredTensors, open_weights
 
 _PREFIX = "xxh3_128:"
-"""Beginning of a hash of all bytes; earlier versions hashed the first and the last row of each tensor."""
+"""The prefix of a hash of all bytes; earlier versions hashed the first and the last row of each tensor."""
 _COMPUTED_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
-"""Buffers in older files; transformers computes them, and does not save them any more."""
+"""The names of buffers in older files, which transformers now computes and no longer saves."""
 _TIED_HEAD = "lm_head.weight"
 _BLOCK_BYTES = 1 << 24
 _NUM_THREADS = 2
 _SETTLED_SECONDS = 2.0
-"""A file that was changed more recently may be changed again without a new time: file systems have coarse clocks."""
+"""A file that changed more recently may change again without a new time, because file systems have coarse clocks."""
 
 
 def fingerprint(tensors: StoredTensors) -> str:
     """Return a hash of the names, dtypes, shapes and all bytes of a model's tensors.
 
-    A tied head does not change the hash, whether it is stored or not. Buffers that transformers computes do not count.
+    A tied head does not change the hash, whether it is stored or not. Buffers that transformers computes are left out.
     """
     # in the order of the names, so the hash does not depend on the files
     names = [name for name in sorted(tensors) if not _COMPUTED_BUFFER.search(name)]
@@ -84,7 +84,7 @@ def _hash_tensor(tensors: StoredTensors, name: str) -> str:
 
 
 def _fingerprint_of_rows(tensors: StoredTensors) -> str:
-    """Return the hash that earlier versions saved: of the first and the last row of each tensor."""
+    """Return the hash that earlier versions saved, computed from the first and the last row of each tensor."""
     hasher = xxhash.xxh3_128()
     for name in sorted(tensors):
         shape = tensors.shape(name)
@@ -105,17 +105,17 @@ def _bytes_of(block: torch.Tensor) -> memoryview:
 
 
 def has_fingerprint(tensors: StoredTensors, saved: str) -> bool:
-    """Return whether tensors have a fingerprint that some version of this program has saved."""
+    """Return whether tensors have a certain fingerprint, which any version of this program may have saved."""
     if saved.startswith(_PREFIX):
         return fingerprint(tensors) == saved
     return _fingerprint_of_rows(tensors) == saved
 
 
 def open_base_weights(model_name: str) -> StoredTensors:
-    """Open the stored tensors of a base: a hub name, a folder, or a checkpoint of a run.
+    """Open the stored tensors of a base, which is a hub name, a folder, or a checkpoint of a run.
 
     Raises:
-        InputError: there are none, or they cannot be read.
+        InputError: there are no tensors, or they cannot be read.
     """
     if (Path(model_name) / "trainer.json").is_file():
         return open_weights(Path(model_name))
@@ -128,10 +128,10 @@ def open_base_weights(model_name: str) -> StoredTensors:
 def same_weights(base: AdapterBase, saved: AdapterBase) -> AdapterBase | None:
     """Compare the weights of a base with those that a checkpoint has recorded.
 
-    Its files are read only if their sizes or times have changed.
+    The files are read only if their sizes or times have changed.
 
     Returns:
-        The base, with its hash as far as it is known; None if its weights are not those of ``saved``.
+        The base, with its hash if that is known; None if its weights differ from those of ``saved``.
     """
     assert saved.fingerprint is not None
     # the files that were hashed, unchanged: nothing is read
@@ -145,13 +145,13 @@ def same_weights(base: AdapterBase, saved: AdapterBase) -> AdapterBase | None:
 
 
 def start_hashing(base: AdapterBase) -> "Future[AdapterBase]":
-    """Begin to hash the weights of a base in the background, unless that has begun; return the base with its hash."""
+    """Hash the weights of a base in the background, if that has not begun yet; return the future base with its hash."""
     return _start_hashing(base, _describe_files(base.place))
 
 
 @functools.cache
 def _start_hashing(base: AdapterBase, files: tuple[HashedFile, ...]) -> "Future[AdapterBase]":
-    """Begin to hash a base once in this process, and again only if its ``files`` have changed."""
+    """Begin to hash a base, once in this process unless its ``files`` change."""
     future: Future[AdapterBase] = Future()
     # a daemon: a run that ends before its first checkpoint does not wait for it
     threading.Thread(target=_hash_base, args=(base, files, future), daemon=True, name="hash of the base").start()
@@ -159,7 +159,7 @@ def _start_hashing(base: AdapterBase, files: tuple[HashedFile, ...]) -> "Future[
 
 
 def hashed(base: AdapterBase) -> AdapterBase:
-    """Return a base with the hash of its weights, and wait for it.
+    """Wait for the hash of a base's weights, and return the base with it.
 
     Raises:
         InputError, OSError: a file cannot be read.
@@ -170,7 +170,7 @@ def hashed(base: AdapterBase) -> AdapterBase:
 
 
 def hashed_or_noted(base: AdapterBase) -> AdapterBase:
-    """Return a base with its hash; if its files cannot be read any more, print a note and return it without."""
+    """Return a base with its hash; if its files can no longer be read, print a note and return it without a hash."""
     try:
         return hashed(base)
     except (InputError, OSError) as error:
@@ -193,7 +193,7 @@ def _hash_base(base: AdapterBase, files: tuple[HashedFile, ...], future: "Future
 
 
 def _is_settled(file: HashedFile) -> bool:
-    """Return whether the last change of a file is old enough that another one would have a later time."""
+    """Return whether a file last changed so long ago that another change would have a later time."""
     newest_change = max(file.modified_ns, file.changed_ns)
     return time.time_ns() - newest_change > _SETTLED_SECONDS * 1e9
 

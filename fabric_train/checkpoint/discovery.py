@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
 Damages = Mapping[Path, str]
-"""Known damage to the content of checkpoints, by real path."""
+"""Damage to the content of checkpoints that is already known, by real path."""
 _REMOVED = ".removed"
 _REPLACED = ".replaced"
 _MAX_LISTED = 4  # checkpoints in an error
@@ -38,8 +38,8 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
 
     - a checkpoint,
     - a run folder: its newest undamaged checkpoint,
-    - a name in a run folder (or in its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the
-      newest undamaged checkpoint; ``RUN/best``, the undamaged one with the lowest validation loss (of the source of
+    - a short name in a run folder (or in its ``checkpoints/``), if no file or folder has this name: ``RUN/latest``, the
+      newest undamaged checkpoint; ``RUN/best``, the undamaged one with the lowest validation loss (of the source in
       ``--best_by``); ``RUN/step-500``, the one of that step.
 
     Args:
@@ -89,13 +89,13 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
 
 
 def check_exists(path: Path) -> None:
-    """Raise an InputError if no file, folder or checkpoint of a run has this name. Needs no torch."""
+    """Raise an InputError if no file, folder or checkpoint of a run has this name; without importing torch."""
     if not (os.path.lexists(path) or is_short_name(path) or means_all(path)):
         find_checkpoint(path)  # says where checkpoints are
 
 
 def check_model_exists(name: str) -> None:
-    """Raise an InputError if a name can be no hub name, and no folder or checkpoint has it. Needs no torch."""
+    """Raise an InputError if a name is no folder or checkpoint and cannot be a hub name; without importing torch."""
     path = Path(name)
     if not (os.path.lexists(path) or is_short_name(path)):
         check_model_folder(name)
@@ -137,31 +137,31 @@ def split_branch(branch: str) -> tuple[Path, str]:
 
 
 def saved_checkpoints(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by step, the oldest first; damaged ones too."""
+    """Return the checkpoints of a run by step, the oldest first, including damaged ones."""
     return {_step_of(checkpoint): checkpoint for checkpoint in _list_checkpoints(run)}
 
 
 def is_short_name(path: Path) -> bool:
-    """Return whether a path is no file or folder, but a name for a checkpoint of the run folder above it."""
+    """Return whether a path does not exist, and names a checkpoint of the run folder above it."""
     if os.path.lexists(path) or not _SHORT_NAME.fullmatch(path.name):
         return False
     return bool(_list_checkpoints(path.parent))
 
 
 def means_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint with its optimizer, a run with checkpoints, or a name for one of these."""
+    """Return whether a path is a checkpoint with its optimizer, a run with checkpoints, or a short name for one."""
     is_checkpoint = (path / "trainer.json").exists() and (path / "optimizer").is_dir()
     is_run = not (path / "config.json").is_file() and bool(_list_checkpoints(path))
     return is_checkpoint or is_run or is_short_name(path)
 
 
 def means_all(path: Path) -> bool:
-    """Return whether a path is no file or folder, but ``RUN/all``: every checkpoint of the run folder above it."""
+    """Return whether a path does not exist, and is ``RUN/all``: every checkpoint of the run folder above it."""
     return not os.path.lexists(path) and path.name == "all" and bool(_list_checkpoints(path.parent))
 
 
 def describe_choice(path: Path, checkpoint: Path) -> str | None:
-    """Return a line that says which checkpoint ``path`` means; None if it is the checkpoint itself."""
+    """Return a line that says which checkpoint ``path`` means; None if ``path`` is the checkpoint itself."""
     if os.path.realpath(path) == os.path.realpath(checkpoint):
         return None
     name = path.name if is_short_name(path) else "latest"
@@ -189,14 +189,14 @@ def deciding_loss(saved: TrainerJson) -> str:
 
 
 def _direction_of_best(saved: TrainerJson) -> str:
-    """Return "lowest", or "highest" if a higher value of the deciding figure is better."""
+    """Return "highest" if a higher value of the deciding figure is better, and otherwise "lowest"."""
     evaluation = saved.state.evaluation
     is_higher_better = evaluation is not None and evaluation.sign_of(saved.best_by) < 0
     return "highest" if is_higher_better else "lowest"
 
 
 def find_whole_checkpoint(path: Path) -> Path:
-    """Find a checkpoint with :func:`find_checkpoint`, weights checked; print notes on damaged ones that are skipped."""
+    """Find a checkpoint as :func:`find_checkpoint` does, and check its weights; print notes on skipped ones."""
     # checking all weights takes long: check the checkpoint that is chosen, and choose again if it is damaged
     damages: dict[Path, str] = {}
     checkpoint = find_checkpoint(path)
@@ -213,7 +213,7 @@ def find_whole_checkpoint(path: Path) -> Path:
 
 
 def whole_checkpoints(run: Path) -> Iterator[Path]:
-    """Yield the undamaged checkpoints of a run, weights checked, the newest first; print a note on each damaged one."""
+    """Yield the checkpoints of a run with undamaged content, the newest first; print a note on each damaged one."""
     for checkpoint in reversed(_list_checkpoints(run)):
         fault = find_fault(checkpoint)
         if fault is None:
@@ -321,7 +321,7 @@ def _first_undamaged(checkpoints: Iterable[Path], damages: Damages | None = None
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
-    """Return the lowest ``cost_of`` a source, or "all", in undamaged checkpoints up to a step, else infinity."""
+    """Return the lowest ``cost_of`` a source (or "all") in undamaged checkpoints up to a step; infinity without any."""
     saved_by_path = _read_saved(path for path in _list_checkpoints(run) if _step_of(path) <= last_step)
     losses = _comparable_losses(saved_by_path, source)
     # checking a checkpoint takes long: begin with the lowest loss
@@ -343,9 +343,9 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
 
 
 def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
-    """Return on all ranks which file does not have the content that was written, or None.
+    """Return on all ranks which file's content differs from what was written, or None.
 
-    Every rank must call it; each reads its share.
+    Every rank must call this, and reads its share.
     """
     from fabric_train.distributed.ranks import first_text
 
@@ -354,7 +354,7 @@ def wrong_content(checkpoint: Path, fabric: "Fabric") -> str | None:
 
 
 def _list_checkpoints(run: Path) -> list[Path]:
-    """Return all checkpoints of a run folder (or of its ``checkpoints/``) by step, damaged ones too."""
+    """Return all checkpoints of a run folder (or of its ``checkpoints/``) by step, including damaged ones."""
     # ``run`` may be the folder of the checkpoints itself
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not folder.is_dir():
@@ -368,7 +368,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _read_saved(checkpoints: Iterable[Path]) -> dict[Path, TrainerJson]:
-    """Return the trainer.json of each checkpoint, without those that cannot be read."""
+    """Return each trainer.json that can be read, by checkpoint."""
     saved_by_path: dict[Path, TrainerJson] = {}
     for checkpoint in checkpoints:
         with suppress(InputError):
@@ -377,7 +377,7 @@ def _read_saved(checkpoints: Iterable[Path]) -> dict[Path, TrainerJson]:
 
 
 def _sort_by_loss(saved_by_path: Mapping[Path, TrainerJson]) -> list[Path]:
-    """Return the checkpoints with a finite loss, of the source that the newest one names, the lowest first.
+    """Return the checkpoints with a finite loss, the lowest first; the newest checkpoint names the deciding source.
 
     ``saved_by_path`` is in ascending order of steps.
     """
@@ -391,7 +391,8 @@ def _sort_by_loss(saved_by_path: Mapping[Path, TrainerJson]) -> list[Path]:
 def _comparable_losses(saved_by_path: Mapping[Path, TrainerJson], source: str) -> dict[Path, float]:
     """Return the finite ``cost_of`` a source in each checkpoint that was evaluated on the rows of the last evaluation.
 
-    ``saved_by_path`` is in ascending order of steps. A checkpoint without an evaluation has at most the loss of "all".
+    ``saved_by_path`` is in ascending order of steps. A checkpoint without an evaluation can only have the loss of
+    "all".
     """
     evaluations = [saved.state.evaluation for saved in saved_by_path.values() if saved.state.evaluation]
     losses = {}
@@ -406,7 +407,7 @@ def _comparable_losses(saved_by_path: Mapping[Path, TrainerJson], source: str) -
 
 
 def _real_path(path: Path) -> Path:
-    """Return a path without links; unlike ``Path.resolve``, also if they form a circle."""
+    """Return a path without links; unlike ``Path.resolve``, it does not fail if links form a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -425,14 +426,14 @@ def find_fault(checkpoint: Path, damages: Damages | None = None) -> str | None:
 def prune(newest: Path, keep: int | None, undamaged: set[Path]) -> None:
     """Remove all checkpoints except the ``keep`` newest ones and the one with the lowest validation loss.
 
-    Interim checkpoints are not among the ``keep`` newest. Damaged ones are neither counted nor removed. Those of later
-    steps than ``newest`` are damaged, since a run continues from the newest undamaged one. A check takes long, so only
-    those checkpoints are checked on which the choice depends, and kept ones only once.
+    Interim checkpoints do not count among the ``keep`` newest. Damaged ones are neither counted nor removed, and this
+    includes all with a later step than ``newest``, since a run continues from the newest undamaged one. A check takes
+    long, so a checkpoint is checked only if the choice depends on it, and a kept one only once.
 
     Args:
         newest: The checkpoint that was just saved; it stays.
-        keep: How many checkpoints stay; None keeps all that are not interim.
-        undamaged: Checkpoints that are known to be undamaged; those that are checked and kept are added.
+        keep: How many checkpoints are kept; None keeps all that are not interim.
+        undamaged: Checkpoints known to be undamaged; each checkpoint that is checked and kept is added.
     """
     saved_by_path = _read_saved(path for path in _list_checkpoints(newest.parent) if _step_of(path) <= _step_of(newest))
     undamaged.add(newest)
@@ -466,7 +467,7 @@ def replace_checkpoint(temporary: Path, target: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Remove unfinished and removed checkpoints that killed runs have left.
 
-    A checkpoint that was set aside, and whose replacement did not get its name any more, gets its name back.
+    If a checkpoint was set aside and its replacement was never completed, it gets its name back.
     """
     if not folder.is_dir():
         return

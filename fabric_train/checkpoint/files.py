@@ -32,7 +32,7 @@ class FilePiece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of bytes."""
+        """The number of bytes."""
         return self.end - self.begin
 
 
@@ -106,7 +106,7 @@ def hash_file(path: Path) -> list[FilePiece]:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Check the files of a checkpoint quickly: sizes of all, and the contents of those without tensors.
+    """Check a checkpoint quickly: the size of every file, and the content of files without tensors.
 
     Returns:
         Which file is missing or damaged, or None.
@@ -143,12 +143,12 @@ def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, o
 
     Args:
         checkpoint: Folder of the checkpoint.
-        rank: Number of this process among ``num_ranks``, each of which checks its share of the bytes.
-        num_ranks: Number of processes that check this checkpoint.
+        rank: Number of this process among ``num_ranks`` processes, which each check a share of the bytes.
+        num_ranks: Number of processes that check this checkpoint together.
         optimizer: Also check the states of the optimizer.
 
     Returns:
-        Which file does not have the content that was written, or None.
+        Which file's content differs from what was written, or None.
     """
     pieces: list[tuple[str, FilePiece]] = []
     for name, file in _read_checksums(checkpoint).items():

@@ -1,7 +1,7 @@
-"""Losses of an evaluation: of all tokens and of each source, and the best one so far.
+"""The losses of an evaluation, for all tokens and for each source, and the best loss so far.
 
-trainer.json stores the fields of these classes under their names, so that a field such as ``further``, ``of_pairs`` or
-``whole`` cannot be renamed: checkpoints of earlier versions have it.
+trainer.json stores the fields of these classes by name, so a field such as ``further``, ``of_pairs`` or
+``whole`` cannot be renamed: earlier versions have saved it.
 """
 
 import math
@@ -15,21 +15,21 @@ from fabric_train.cli.argument_types import HIGHER_IS_BETTER
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of ``num_tokens`` supervised tokens, or of so many pairs."""
+    """The loss of ``num_tokens`` supervised tokens, or of as many preference pairs or unpaired answers."""
 
     nats: float
-    """Sum of the losses."""
+    """The sum of the losses."""
     num_tokens: NonNegativeInt
     num_bytes: float | None = None
-    """UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None without a document index."""
+    """The UTF-8 bytes of the tokens' text (``token_dataset.place_pieces``); None without a document index."""
     further: dict[str, float | None] = field(default_factory=dict)
-    """Other figures by name, of ``training.evaluation.METRICS`` and of the objective."""
+    """Other figures by name: those in ``training.evaluation.METRICS`` and the objective's."""
     of_pairs: bool = False
-    """Whether this is a loss of preference pairs: then ``num_tokens`` is the number of pairs."""
+    """Whether this is a loss of preference pairs; ``num_tokens`` is then the number of pairs."""
     of_answers: bool = False
-    """Whether it is one of unpaired answers instead: then ``num_tokens`` is the number of answers."""
+    """Whether this is a loss of unpaired answers; ``num_tokens`` is then the number of answers."""
     has_own_unit: bool = False
-    """Whether the loss is that of a registered objective, which need not be in nats."""
+    """Whether the loss comes from a registered objective, which need not be in nats."""
 
     @property
     def is_likelihood(self) -> bool:
@@ -38,7 +38,7 @@ class TokenLoss:
 
     @property
     def unit(self) -> str:
-        """The unit of which :attr:`loss` is a mean."""
+        """The unit over which :attr:`loss` is a mean."""
         if self.of_answers:
             return "answer"
         return "pair" if self.of_pairs else "token"
@@ -54,13 +54,13 @@ class TokenLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, which can be compared between tokenizers; None if not in nats, or without bytes."""
+        """Bits per byte of text, comparable between tokenizers; None if not in nats, or if the bytes are not known."""
         if not (self.num_bytes and self.is_likelihood):
             return None
         return self.nats / (math.log(2) * self.num_bytes)
 
     def figures(self) -> dict[str, float | None]:
-        """Return loss, perplexity and bits_per_byte (only loss if it is not in nats), and :attr:`further`, by name."""
+        """Return :attr:`further` and the loss, by name; for a loss in nats also perplexity and bits_per_byte."""
         figures: dict[str, float | None] = {"loss": self.loss}
         if self.is_likelihood:
             figures["perplexity"] = self.perplexity
@@ -70,7 +70,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The losses of a validation after ``step``: of all tokens, and of each source that has some."""
+    """The losses of a validation after ``step``, for all tokens and for each source that has tokens."""
 
     whole: TokenLoss
     """The loss of all tokens."""
@@ -83,13 +83,13 @@ class Evaluation:
 
     @property
     def parts(self) -> dict[str, TokenLoss]:
-        """The loss of each source by its name, if there are several, and of all tokens as ``all``."""
+        """The loss of all tokens as ``all``, and if there are several sources, the loss of each by its name."""
         losses = dict(self.sources) if len(self.sources) > 1 else {}
         losses["all"] = self.whole
         return losses
 
     def is_comparable(self, evaluation: "Evaluation") -> bool:
-        """Return whether another evaluation has the same rows, as far as that is known."""
+        """Return whether another evaluation has the same rows, or may have them because its rows are not known."""
         return self.rows is None or evaluation.rows is None or self.rows == evaluation.rows
 
     def loss_of(self, source: str) -> float | None:
@@ -103,7 +103,7 @@ class Evaluation:
         return token_loss.further.get(figure) if token_loss else None
 
     def sign_of(self, source: str) -> int:
-        """Return -1 if a higher value of what :meth:`loss_of` returns is better, else 1."""
+        """Return -1 if a higher value of :meth:`loss_of` is better, and otherwise 1."""
         is_figure = source not in self.sources and self.whole.of_pairs
         figure = source.partition("/")[0]
         return -1 if is_figure and figure in HIGHER_IS_BETTER else 1
@@ -117,7 +117,7 @@ class LossProgress:
     best: float | None = None
     best_step: NonNegativeInt = 0
     num_since: NonNegativeInt = 0
-    """Evaluations since then."""
+    """The number of evaluations since the best one."""
 
     def after(self, evaluation: Evaluation) -> "LossProgress":
         """Return the progress after another evaluation."""
@@ -139,7 +139,7 @@ def perplexity(loss: float) -> float:
 def compare_evaluations(
     first_evaluation: Evaluation, evaluation: Evaluation
 ) -> Iterator[tuple[str, TokenLoss | None, TokenLoss]]:
-    """Yield the name of each source, or "all", its loss in the first evaluation (None if it had none), and its loss."""
+    """Yield for each source, and "all", its name, its loss in the first evaluation or None, and its loss now."""
     for name, loss in evaluation.parts.items():
         first_loss = first_evaluation.whole if name == "all" else first_evaluation.sources.get(name)
         yield name, first_loss, loss

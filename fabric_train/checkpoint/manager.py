@@ -55,10 +55,10 @@ class _PendingSave:
     temporary: Path
     """The folder that all ranks write into."""
     num_bytes: int
-    """Size of the tensors, of all ranks."""
+    """The bytes of the tensors of all ranks."""
     writer: RankWriter
     sharded: dict[str, list[Entry]]
-    """The tensors of each sharded part of the checkpoint."""
+    """The tensors in each part of the checkpoint that is sharded."""
     is_written: bool = False
     """Whether all ranks have written their parts, and rank 0 is completing the checkpoint."""
 
@@ -82,15 +82,15 @@ class CheckpointManager:
         """Set up the manager, and remove unfinished checkpoints from ``folder``.
 
         Args:
-            folder: Where checkpoints are saved; only this run uses it.
+            folder: The folder for checkpoints, which only this run uses.
             fabric: The run's Fabric.
             model: The model that Fabric has set up.
             optimizer: Its optimizer, which Fabric has set up.
-            description: Of the run; it is written into each checkpoint.
-            keep: How many of the newest checkpoints stay, in addition to the best; None keeps all.
-            asynchronous: Training continues while a checkpoint is written.
+            description: The description of the run that is written to each checkpoint.
+            keep: How many of the newest checkpoints are kept in addition to the best one; None keeps all.
+            asynchronous: Whether training continues while a checkpoint is written.
             on_saved: Called on every rank with each complete checkpoint.
-            after_step: The run starts after this step.
+            after_step: The step after which the run starts.
         """
         self.folder = folder
         self._keep = keep
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._process_name, self._lowest_loss = fabric.broadcast((this_process(), lowest))
 
     def path(self, state: TrainerState) -> Path:
-        """Return the path of the checkpoint of a state, which need not exist."""
+        """Return the path of a state's checkpoint, which need not exist."""
         return self.folder / f"step-{state.step:08d}"
 
     @property
@@ -127,12 +127,12 @@ class CheckpointManager:
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
-        """Return whether a state's loss, of the source of ``--best_by``, is the best. One rank may ask alone."""
+        """Return whether a state's loss, of the source in ``--best_by``, is the best so far. One rank may call this."""
         loss = state.cost_of(self._best_by)
         return loss is not None and loss < self._lowest_before(state)
 
     def _lowest_before(self, state: TrainerState) -> float:
-        """Return the lowest saved cost on the rows of the state's evaluation; infinite for the first evaluation."""
+        """Return the lowest saved cost on the rows that the state evaluated; infinite for the first evaluation."""
         is_first_evaluation = state.first_evaluation is not None and state.first_evaluation.step == state.step
         return math.inf if is_first_evaluation else self._lowest_loss
 
@@ -147,14 +147,14 @@ class CheckpointManager:
     ) -> Path:
         """Begin to write a checkpoint, after finishing a pending save.
 
-        In an asynchronous save, the model may change after :meth:`wait_until_copied`, and :meth:`advance` completes the
-        checkpoint. Then old ones are removed.
+        After an asynchronous save begins, the model may change after :meth:`wait_until_copied`. :meth:`advance`
+        completes the checkpoint. Then old ones are removed.
 
         Args:
             state: Counters and losses of the run.
             cursors: The stream's positions after the last window, see ``StreamBatch``, or a checkpoint of the same step
                 that has them.
-            waits: The checkpoint is complete when this returns, even if saves are asynchronous.
+            waits: Return only when the checkpoint is complete, even if saves are asynchronous.
             interim: See ``TrainerJson``.
             scheduled: See ``TrainerJson``.
 

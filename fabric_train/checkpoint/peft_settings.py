@@ -1,7 +1,7 @@
-"""Read the settings of a peft adapter without torch. Those that are not computed here must have peft's default.
+"""Read the settings of a peft adapter without torch. Settings that this program ignores must have peft's default.
 
-Their defaults are in a table here, since peft need not be installed to train. A setting that is not in the table, such
-as one that a later version of peft adds, has its default if it is off (null, false or empty).
+The defaults are in a table here, since peft need not be installed to train. A setting that is not in the table, such as
+one that a later version of peft adds, counts as default if it is off (null, false or empty).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _READ_SETTINGS = {
     "use_dora",
     "modules_to_save",
 }
-"""The settings in ``LoraConfig`` and ``modules_to_save``, with any value that they accept."""
+"""The settings that are read: the fields of ``LoraConfig``, and ``modules_to_save``. Their type limits the values."""
 
 _SETTINGS_WITHOUT_EFFECT = {
     # names and versions
@@ -46,7 +46,7 @@ _SETTINGS_WITHOUT_EFFECT = {
     "lorap_emb_lr",
     "lorap_lr_ratio",
 }
-"""The adapter computes the same without these."""
+"""The settings that do not change what the adapter computes."""
 
 _COMPUTED_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -54,11 +54,11 @@ _COMPUTED_VALUES: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "task_type": (None, "CAUSAL_LM"),
 }
-"""The values that are computed here, of settings whose default is not off."""
+"""The only values that are computed here, for settings whose default is not off."""
 
 
 class LoraConfig(BaseModel, extra="allow", frozen=True):
-    """The values of an adapter_config.json, with the names in peft's ``LoraConfig``; others are in ``model_extra``."""
+    """The values in an adapter_config.json, by their names in peft's ``LoraConfig``; others are in ``model_extra``."""
 
     peft_type: str
     r: Annotated[int, Field(gt=0)]
@@ -73,7 +73,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
     """Read the settings of the adapter in a folder, and check that its weights are there.
 
     Raises:
-        InputError: a file is missing or damaged, or the adapter is of a kind that is not computed here.
+        InputError: a file is missing or damaged, or this program cannot compute this kind of adapter.
     """
     file = folder / CONFIG
     config = read_json(file, LoraConfig, SAVE_ADVICE)
@@ -97,7 +97,7 @@ def check_weights(folder: Path) -> None:
 
 
 def uncomputed_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the settings in the content of an adapter_config.json that are not computed here, with their values."""
+    """Return the settings of an adapter_config.json that this program cannot compute, with their values."""
     settings = []
     for name, value in config.items():
         if name in _READ_SETTINGS or name in _SETTINGS_WITHOUT_EFFECT or _is_computed(name, value):
@@ -107,12 +107,12 @@ def uncomputed_settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def depends_on_documents(config: Mapping[str, Any]) -> bool:
-    """Return whether an adapter looks for its tokens in a whole row (aLoRA), which may hold several documents."""
+    """Return whether an adapter looks for its tokens in the full row (aLoRA), which may hold several documents."""
     return bool(config.get("alora_invocation_tokens"))
 
 
 def _is_computed(name: str, value: Any) -> bool:
-    """Return whether a value of a setting is computed here: one of the table, else only a value that means off."""
+    """Return whether a setting's value is computed here: a value in the table, or else one that means off."""
     if name in _COMPUTED_VALUES:
         for computed_value in _COMPUTED_VALUES[name]:
             # 1 and 0 equal True and False in Python, not in JSON

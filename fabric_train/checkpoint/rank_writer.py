@@ -1,4 +1,4 @@
-"""Write this rank's part of a checkpoint's files, and join the hashes of all ranks into checksums.json.
+"""Write this rank's part of a checkpoint, and join the hashes of all ranks into checksums.json.
 
 The ranks hash the pieces of each file with XXH3-128 while they write them.
 """
@@ -42,7 +42,7 @@ class Write:
 class Staging:
     """Host buffers into which a save copies the tensors before training changes them.
 
-    All saves use the same buffers. For a GPU they are pinned, and copies run on a stream of their own.
+    All saves use the same buffers. For a GPU they are pinned, and copies run on a separate stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Staging:
         self._state_is_final: torch.cuda.Event | None = None
 
     def mark(self) -> None:
-        """Record an event on the GPU; the save contains the state at this point."""
+        """Record an event on the GPU: the save has the state at this point."""
         if self._stream is not None:
             self._state_is_final = torch.cuda.current_stream(self._device).record_event()
 
@@ -165,9 +165,9 @@ class RankWriter:
         Args:
             folder: The unfinished checkpoint, the same on all ranks.
             rank: This rank.
-            writes: What this rank writes of the tensors.
-            staging: Buffers to copy the tensors to first; None writes them directly.
-            write_texts: Writes the files without tensors into ``folder``; rank 0 calls it.
+            writes: This rank's parts of the tensors.
+            staging: Buffers into which the tensors are copied first; None writes them directly.
+            write_texts: Writes the files without tensors to ``folder``; rank 0 calls it.
             first_rows: See :func:`write_rank_hashes`.
         """
         self._folder = folder
@@ -189,7 +189,7 @@ class RankWriter:
             torch.cuda.current_stream().wait_event(self._copy_event)
 
     def abandon(self) -> None:
-        """Make ``run`` end soon with an error."""
+        """Make :meth:`run` end soon with an error."""
         self._is_abandoned = True
 
     def run(self) -> None:
@@ -269,7 +269,7 @@ def write_rank_hashes(
         folder: The unfinished checkpoint.
         rank: The rank.
         files: The hashes of what the rank has written, by the file's path in the checkpoint.
-        first_rows: What ``tensors.first_rows`` returns, by the sharded part of the checkpoint.
+        first_rows: The result of ``tensors.first_rows`` for each sharded part of the checkpoint.
 
     Returns:
         The file with the hashes.

@@ -1,4 +1,4 @@
-"""Read the cursors of a stream from stream.json of a checkpoint: the position of each lane."""
+"""Read the cursors of a stream, which are the positions of its lanes, from a checkpoint's stream.json."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ class _StreamJson:
 
 
 def read_cursors(checkpoint: Path) -> list[LaneCursor]:
-    """Return the cursors of all lanes of the checkpoint's stream; an InputError if stream.json is damaged."""
+    """Return the cursors of all lanes; raise an InputError if the checkpoint's stream.json is damaged."""
     file = checkpoint / "stream.json"
     order = read_trainer_json(checkpoint).stream
     cursors = read_json(file, _StreamJson, ADVICE).cursors

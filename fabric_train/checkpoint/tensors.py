@@ -1,4 +1,4 @@
-"""Describe this rank's part of weights and optimizer states and its position in the files, and read it back.
+"""Describe this rank's part of the weights and optimizer states and its position in the files, and read it back.
 
 Nothing is gathered or copied. A rank's part of a tensor is always one contiguous range of the flattened tensor: a range
 of FSDP1's flat vector, some rows with FSDP2, or all of it.
@@ -49,30 +49,30 @@ class LocalTensor:
 
     name: str
     shape: torch.Size
-    """Shape of the full tensor."""
+    """The shape of the full tensor."""
     dtype: torch.dtype
     begin: int
-    """Index of the part's first element in the flattened full tensor."""
+    """The index of the part's first element in the flattened full tensor."""
     segments: tuple[torch.Tensor, ...]
-    """Flat tensors that are this rank's part when they are joined; empty if the rank has no part."""
+    """Flat tensors that together are this rank's part, in order; empty if the rank has no part."""
     num_copies: int
-    """Number of ranks that have the same part."""
+    """The number of ranks that have the same part."""
     copy: int
-    """Index of this rank among them."""
+    """The index of this rank among the ranks that have the same part."""
     flat_shard: FlatShard | None = None
-    """FSDP1's shard, whose part may begin or end within a row; None for all others."""
+    """FSDP1's shard, which may begin or end within a row; None for all other tensors."""
 
     @property
     def numel(self) -> int:
-        """Number of elements of this rank's part."""
+        """The number of elements in this rank's part."""
         return sum(segment.numel() for segment in self.segments)
 
 
 def local_weights(model: Any) -> list[LocalTensor]:
-    """Return this rank's part of what a checkpoint has of a set-up model.
+    """Return this rank's part of the tensors that a checkpoint stores for a model that Fabric has set up.
 
-    With an adapter these are the parameters that train, under peft's names. Otherwise they are all parameters and
-    persistent buffers, tied weights once.
+    With an adapter, these are the parameters that train, under peft's names. Otherwise they are all parameters and
+    persistent buffers, with tied weights once.
     """
     shards = flat_shards(model)
     has_adapter = next(adapted_layers(model), None) is not None
@@ -92,9 +92,9 @@ def local_weights(model: Any) -> list[LocalTensor]:
 
 
 def local_optimizer_state(model: Any, optimizer: DeclaredStates) -> list[LocalTensor]:
-    """Return this rank's part of the states that the optimizer declares, all of one state before the next.
+    """Return this rank's part of the states that the optimizer declares, grouped by state.
 
-    They are zero for a parameter that has not had a gradient.
+    The states of a parameter that has not had a gradient are zero.
     """
     shards = flat_shards(model)
     tensors_by_state: dict[str, list[LocalTensor]] = {}
@@ -148,7 +148,7 @@ def _local_state(
 
 @dataclass(frozen=True)
 class _MissingElements:
-    """Elements that another rank sends, to complete the last row of a tensor's part."""
+    """Elements that another rank sends to complete the last row of a part."""
 
     tensor_index: int
     num_elements: int
@@ -160,9 +160,9 @@ class _MissingElements:
 
 
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
-    """Make every part begin and end at a row of its tensor. A row goes to the rank that has its first element.
+    """Make every part begin and end at a row of its tensor: each row moves to the rank that has its first element.
 
-    The other ranks send their elements of the row. They are sent from ``device``, since NCCL does not take the tensors
+    The other ranks send it their elements of the row. They send from ``device``, since NCCL does not accept the tensors
     that ``--cpu_offload`` keeps on the host. All ranks call this together.
     """
     outgoing: dict[int, list[torch.Tensor]] = {}  # by receiving rank
@@ -204,14 +204,14 @@ def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[Loca
 
 
 def _elements_to_next_row(position: int, row_size: int) -> int:
-    """Return how many elements lie between a position in a flattened tensor and the next row border; 0 at a border."""
+    """Return the number of elements from a position in a flattened tensor to the next row border; 0 at a border."""
     return -position % row_size
 
 
 def _append_elements(
     tensors: list[LocalTensor], missing_elements: Sequence[_MissingElements], message: torch.Tensor
 ) -> None:
-    """Append the elements in a message, uint8 [bytes], to the parts that lack them, in the order of both."""
+    """Append the elements in a message, uint8 [bytes], to the parts that lack them; both are in the same order."""
     for missing in missing_elements:
         segment = message[: missing.num_bytes].clone().view(missing.dtype)  # a copy, since a view needs aligned bytes
         message = message[missing.num_bytes :]
@@ -220,7 +220,7 @@ def _append_elements(
 
 
 def _later_owners(shard: FlatShard, num_elements: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranks after this one that have the next ``num_elements`` elements, each with its number of them."""
+    """Yield the ranks after this one that have the next ``num_elements`` elements, and how many each of them has."""
     rank = shard.rank
     while num_elements:
         rank += 1
@@ -243,7 +243,7 @@ def _exchange_elements(
         outgoing: The elements to send, by receiving rank.
         incoming: The elements to receive, by sending rank.
         group: The ranks that take part; None if this rank has no tensor of FSDP1.
-        device: Where messages are sent from and received.
+        device: The device that messages are sent from and received on.
 
     Returns:
         The received messages, uint8 [bytes], by sending rank.
@@ -313,9 +313,9 @@ def _row_placements(placements: Sequence[Placement]) -> Sequence[Placement]:
 
 
 def _flat_rows(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves.
+    """Return the rows that this rank saves from a flat tensor that is sharded like ``parameter``.
 
-    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts, all together. Tensors
+    If tensor parallelism has sharded it by columns, all ranks of the mesh exchange their parts. Tensors
     that ``--cpu_offload`` keeps in host memory are exchanged on the device, one at a time.
     """
     if not isinstance(parameter, DTensor):
@@ -368,7 +368,7 @@ def _copies(tensor: DTensor) -> tuple[int, int]:
 
 
 def _whole_tensor(name: str, tensor: torch.Tensor) -> LocalTensor:
-    """Describe a tensor of which every rank has all elements."""
+    """Describe a tensor that every rank has in full."""
     return LocalTensor(
         name=name,
         shape=tensor.shape,
@@ -383,7 +383,7 @@ def _whole_tensor(name: str, tensor: torch.Tensor) -> LocalTensor:
 def rank_writes(
     part: str, tensors: list[LocalTensor], fabric: Fabric, state_dict_type: str
 ) -> tuple[list[Write], list[int]]:
-    """Return what this rank writes of a part of the checkpoint.
+    """Return what this rank writes for one part of the checkpoint.
 
     Args:
         part: "model", "adapter" or "optimizer".
@@ -401,7 +401,7 @@ def rank_writes(
 
 
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
-    """Return this rank's writes into the only file of ``part``, see :func:`rank_writes`; rank 0 writes the header."""
+    """Return this rank's writes to the only file of ``part``, see :func:`rank_writes`; rank 0 writes the header."""
     file = _FULL_FILES[part]
     entries = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, offsets = safetensors_header(entries, {"format": "pt"})
@@ -415,7 +415,7 @@ def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]
 
 
 def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
-    """Return this rank's writes into its own file of ``part``; its parts of ``tensors`` are whole rows."""
+    """Return this rank's writes to its own file of ``part``; its parts of ``tensors`` must be whole rows."""
     owned = select_owned(tensors)
     if not owned:
         return []
@@ -435,7 +435,7 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
 
 
 def first_rows(tensors: list[LocalTensor]) -> list[int]:
-    """Return the first row of what this rank writes of each tensor, for ``write_shard_index``; ``NO_ROWS`` if none."""
+    """Return the first row that this rank writes of each tensor, for ``write_shard_index``; ``NO_ROWS`` if none."""
     first_row_by_name = {}
     for tensor in select_owned(tensors):
         offsets, _ = _row_block(tensor)
@@ -444,7 +444,7 @@ def first_rows(tensors: list[LocalTensor]) -> list[int]:
 
 
 def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
-    """Return the tensors whose parts this rank writes; ranks that have the same part share the bytes evenly."""
+    """Return the tensors whose parts this rank writes. Ranks that have the same part divide the tensors by bytes."""
     loads_by_num_copies: dict[int, list[int]] = {}  # bytes that each of the copies writes so far
     # every rank computes this for all tensors, in the same order, so all agree without a message
     owned = []
@@ -458,7 +458,7 @@ def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
 
 
 def _consecutive_writes(file: str, offset: int, segments: Sequence[torch.Tensor]) -> list[Write]:
-    """Return the writes of tensors that follow each other in a file from ``offset`` on."""
+    """Return the writes for tensors that follow one another in a file, beginning at ``offset``."""
     writes = []
     for segment in segments:
         writes.append(Write(file, offset, segment))
@@ -467,7 +467,7 @@ def _consecutive_writes(file: str, offset: int, segments: Sequence[torch.Tensor]
 
 
 def _row_block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
-    """Return the offsets in the full tensor of this rank's rows, and the shape of these rows."""
+    """Return the offsets of this rank's rows in the full tensor, and their shape."""
     if not tensor.shape:
         return [], []
     row_shape = tensor.shape[1:]
@@ -483,7 +483,8 @@ def safetensors_header(
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file, and the offset of each tensor in the file.
 
-    Tensors keep their order, so that a flat vector of FSDP1 is contiguous; but larger dtypes come first, to be aligned.
+    Tensors keep their order, so that a flat vector of FSDP1 is contiguous, except that larger dtypes come first for
+    alignment.
 
     Args:
         entries: Name, dtype and shape of each tensor.
@@ -511,7 +512,7 @@ def safetensors_header(
 def restore_optimizer(
     checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any, new_parameters: Collection[str] = ()
 ) -> None:
-    """Restore this rank's states of the optimizer, and the gradient scaler.
+    """Restore this rank's optimizer states, and the gradient scaler.
 
     The checkpoint may have been saved by another number of ranks and with another parallelism.
 
@@ -520,7 +521,7 @@ def restore_optimizer(
         fabric: The run's Fabric.
         model: The model that Fabric has set up.
         optimizer: Its optimizer, which Fabric has set up.
-        new_parameters: Names of parameters that the checkpoint's step did not train, so that they have no states yet.
+        new_parameters: Names of parameters that the checkpoint's step did not train and that have no states yet.
 
     Raises:
         InputError: a state is missing, or has another shape.
@@ -546,7 +547,7 @@ def restore_optimizer(
 def _read_state(
     tensors: CheckpointTensors, parameter_name: str, state: State, parameter: nn.Parameter, shards: dict[int, FlatShard]
 ) -> torch.Tensor:
-    """Read a state of a parameter: this rank's part if it is sharded like the parameter, else all of it."""
+    """Read a parameter's state: this rank's part if it is sharded like the parameter, and otherwise all of it."""
     name = f"{parameter_name}.{state.name}"
     if state.shape is not None:
         expected_shape = state.shape

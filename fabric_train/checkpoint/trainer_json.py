@@ -1,4 +1,4 @@
-"""Read trainer.json: the state and the description of a run in one of its checkpoints."""
+"""Read trainer.json, which has the state and the description of a run in each checkpoint."""
 
 import json
 import os
@@ -22,14 +22,14 @@ T = TypeVar("T")
 FORMAT = 2
 OWN_RUN = "."
 PROGRAM = "fabric-train"
-"""The name in ``versions`` of the code that trained, with its commit; earlier versions did not record it."""
+"""The key in ``versions`` for this program's version and commit, which earlier versions did not record."""
 ADVICE = "use another checkpoint"
 _LEFT_OUT = ("further", "of_pairs", "of_answers", "has_own_unit")
-"""Fields of ``TokenLoss`` that are written only if they are set."""
+"""The fields of ``TokenLoss`` that are written only if they are set."""
 
 
 def to_content(record: Any) -> dict[str, Any]:
-    """Return a dataclass as trainer.json has it: without those fields of ``_LEFT_OUT`` that are empty."""
+    """Return a dataclass as it is written to trainer.json, where empty fields in ``_LEFT_OUT`` are left out."""
 
     def drop_empty(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in pairs if value or name not in _LEFT_OUT}
@@ -43,39 +43,39 @@ class TrainerState:
 
     step: NonNegativeInt = 0
     epoch: NonNegativeInt = 0
-    """Of the last step."""
+    """The epoch of the last step."""
     num_tokens: NonNegativeInt = 0
     num_samples: NonNegativeInt = 0
     skipped_steps: NonNegativeInt = 0
-    """Steps with a loss or gradient that was not finite."""
+    """The number of steps that were skipped because the loss or the gradient was not finite."""
     steps_without_targets: NonNegativeInt = 0
-    """Steps in which the objective counted nothing, such as no supervised token, so the optimizer took no step."""
+    """The number of steps without an update, because the objective counted nothing, such as no supervised token."""
     rows_hash: str | None = None
-    """Hash of the consumed rows, see ``WindowOrder.rows_hash``; None for a stream."""
+    """The hash of the consumed rows, see ``WindowOrder.rows_hash``; None for a stream."""
     rows_of_sources: list[NonNegativeInt] | None = None
-    """Number of consumed rows of each token dataset of a mixture."""
+    """The number of consumed rows of each token dataset in a mixture."""
     counted_of_sources: dict[str, NonNegativeInt] | None = None
-    """Supervised tokens (or pairs, or unpaired answers) that all steps consumed of each source, also of other data
-    before a phase or a branch; None if there are no losses by source."""
+    """The supervised tokens (or pairs, or unpaired answers) that the steps have consumed of each source, also of other
+    data before a phase or branch; None if there are no losses by source."""
     train_loss: float | None = None
     val_loss: float | None = None
-    """None if the step had no evaluation, like ``evaluation``."""
+    """None, like ``evaluation``, if the step was not evaluated."""
     evaluation: Evaluation | None = None
     first_evaluation: Evaluation | None = None
-    """The first one of the rows that the run evaluates now, for a branch the first one of its trunk."""
+    """The first evaluation of the rows that the run evaluates now; for a branch, it may be one of its trunk."""
     progress: LossProgress | None = None
-    """Of ``--early_stopping``."""
+    """The progress of the loss that ``--early_stopping`` watches."""
     unlogged: dict[str, int | float | str | None] | None = None
-    """The step's metrics by column of metrics.csv, if a signal came before its evaluation was complete."""
+    """The step's metrics by column of metrics.csv, if a signal interrupted its evaluation."""
 
     def loss_of(self, source: str) -> float | None:
-        """Return the last step's validation loss of a source, or of all tokens for "all"; None if it has none."""
+        """Return the last step's validation loss for a source, or for "all" tokens; None if there is none."""
         if source == "all":
             return self.val_loss
         return self.evaluation.loss_of(source) if self.evaluation else None
 
     def cost_of(self, source: str) -> float | None:
-        """Return what :meth:`loss_of` returns, negated if a higher value is better: so the lowest is the best."""
+        """Return :meth:`loss_of`, negated if a higher value is better, so that the lowest cost is the best."""
         loss = self.loss_of(source)
         if loss is None or self.evaluation is None:
             return loss
@@ -91,30 +91,31 @@ class BranchPoint:
     with other data, so that the folder can be moved."""
     step: PositiveInt
     continues_data: bool
-    """Whether the rows after ``step`` are the next ones of the same data order; else they are the first of another."""
+    """Whether the rows after ``step`` are the next ones of the same data order, or the first ones of a new order."""
     changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     """The old and the new value of each changed argument."""
 
     def is_border_of(self, run: Path) -> bool:
-        """Return whether the run in a folder itself continued with other data here."""
+        """Return whether the run in a folder continued here with other data, instead of branching off another run."""
         return self.run == os.path.abspath(run)
 
 
 @dataclass(frozen=True)
 class PhaseSchedule:
-    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of the run's."""
+    """A learning-rate schedule that replaces the run's from ``first_step`` to ``last_step``."""
 
     first_step: PositiveInt
     last_step: PositiveInt
     num_steps: PositiveInt
-    """Length of the schedule: longer than the steps if it is cut short, shorter if the rate stays at its last value."""
+    """The length of the schedule. It may be longer than the steps and be cut short, or shorter and stay at its last
+    rate."""
     arguments: dict[str, Any]
     """The values of ``optim.learning_rate.RATE_ARGUMENTS``."""
 
 
 @dataclass(frozen=True)
 class PhaseParts:
-    """The patterns of what trains in the steps from ``first_step`` to ``last_step``, in place of ``--train_only``."""
+    """The patterns that replace ``--train_only`` from ``first_step`` to ``last_step``."""
 
     first_step: PositiveInt
     last_step: PositiveInt
@@ -123,7 +124,7 @@ class PhaseParts:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a run in each of its checkpoints, sufficient to export, generate or resume."""
+    """The description of a run in each of its checkpoints, which is enough to export, generate or resume."""
 
     state_dict_type: str
     weights_dtype: str
@@ -133,10 +134,10 @@ class Description:
     base_model: ModelOrigin | None
     """None for random weights."""
     attachments: tuple[Path, ...]
-    """Files and folders that are copied into each checkpoint: the tokenizer, the token dataset's manifest, the base
+    """The files and folders that are copied to each checkpoint: the tokenizer, the token dataset's manifest, the base
     model's licence."""
     schedule_steps: PositiveInt | None = None
-    """Length of the learning-rate schedule."""
+    """The length of the learning-rate schedule, in steps."""
     lineage: tuple[BranchPoint, ...] = ()
     """The branch points from the first run to this one."""
     phase_schedules: tuple[PhaseSchedule, ...] = ()
@@ -146,13 +147,13 @@ class Description:
     trains."""
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
-    """The sources of a mixture as ``--shares`` names them, in the order of their rows."""
+    """The sources of a mixture by their names in ``--shares``, in the order of their rows."""
     mixture_tokens: tuple[dict[str, NonNegativeInt], ...] = ()
-    """The tokens of each of these sources, by the source of documents."""
+    """The tokens of each mixture source, by the source of the documents in it."""
     sessions: tuple[TrainingSession, ...] = ()
-    """The sessions from the first step to the present one, also of the run that a branch comes from."""
+    """The sessions from the first step to now, including those of the runs that this run branched off."""
     stages: tuple[TrainingStage, ...] = ()
-    """The runs before this one in their order; each began with the weights of the previous one."""
+    """The runs before this one, in order; each began with the weights of the previous one."""
     adapter_base: AdapterBase | None = None
     """None without an adapter."""
     reference: ReferenceModel | None = None
@@ -162,7 +163,7 @@ class Description:
     earlier versions have none."""
 
     def with_session_seconds(self, seconds: float) -> "Description":
-        """Return the description with the duration of the present session, which is the last one."""
+        """Return the description with the duration of the current session, which is the last one."""
         if not self.sessions:
             return self
         *earlier_sessions, session = self.sessions  # frozen: a new one takes the last one's place
@@ -179,7 +180,7 @@ class TrainerJson:
     """The content of a trainer.json; for most fields see :class:`Description`."""
 
     checkpoint: Path
-    """The folder that it was read from."""
+    """The checkpoint folder that the file was read from."""
     content: dict[str, Any]
     state: TrainerState
     data: DataOrder | StreamOrder
@@ -196,11 +197,11 @@ class TrainerJson:
     best_by: str
     """The source whose validation loss decides which checkpoint is the best; "all" for all tokens."""
     interim: bool
-    """Whether the checkpoint stays only as long as its validation loss is the lowest, see ``discovery.prune``."""
+    """Whether the checkpoint is kept only as long as its validation loss is the lowest, see ``discovery.prune``."""
     scheduled: bool
-    """Whether the checkpoint was saved at an interval, or at the end of an epoch or run, and not for a signal."""
+    """Whether the checkpoint was saved at an interval or at the end of an epoch or run, rather than for a signal."""
     num_steps: float
-    """Length of the run; may be infinite, like ``schedule_steps``."""
+    """The length of the run in steps; like ``schedule_steps``, it may be infinite."""
     schedule_steps: float
 
     @property
@@ -212,7 +213,7 @@ class TrainerJson:
         return self.content["versions"]
 
     def parse_content(self, kind: type[T]) -> T:
-        """Return the content as a type that has further fields, see ``regular_file.read_json``.
+        """Return the content as a type with fields that this class does not have, see ``regular_file.read_json``.
 
         Raises:
             InputError: A value is missing or has another type.
@@ -233,7 +234,7 @@ class TrainerJson:
         return train_only, freeze
 
     def component(self, kind: str) -> Component:
-        """Return the ``objective`` or ``optimizer`` of the run; before it was saved, it was this project's own."""
+        """Return the run's "objective" or "optimizer"; without a record of it, it is this project's own."""
         for component in self.components:
             if component.kind == kind:
                 return component
@@ -241,12 +242,12 @@ class TrainerJson:
         return Component(kind, self.arguments.get(kind, default), PROJECT)
 
     def session_of(self, step: int) -> TrainingSession | None:
-        """Return the session that took a step; None if an earlier version saved the checkpoint."""
+        """Return the session that took a step; None if the checkpoint has no sessions, as in earlier versions."""
         return next((session for session in reversed(self.sessions) if session.after_step < step), None)
 
     @property
     def stream(self) -> StreamOrder | None:
-        """The order of the stream that the run read, None if it read token datasets."""
+        """The order of the stream that the run read; None if it read token datasets."""
         return self.data if isinstance(self.data, StreamOrder) else None
 
     @property
@@ -259,7 +260,7 @@ class TrainerJson:
 
 
 class _SavedArguments(BaseModel):
-    """The arguments that are read from trainer.json for more than a comparison."""
+    """The arguments in trainer.json whose values are used, and not only compared."""
 
     model_name: str
     streaming_dataset: list[str] | None = None
@@ -290,7 +291,7 @@ _ADDED_LATER = {
     "counted_of_sources",
     "components",
 }
-"""Fields that checkpoints of earlier versions lack: then they have the default of their class, or are None."""
+"""Fields that checkpoints of earlier versions lack; they get the default of their class, or None."""
 
 
 def _create_parsed_model() -> Any:
@@ -367,7 +368,7 @@ def read_format(checkpoint: Path) -> int | None:
 
 
 def find_unreadable(checkpoint: Path) -> str | None:
-    """Return the fault of trainer.json's content, or None."""
+    """Return what is wrong with the content of trainer.json, or None."""
     try:
         read_trainer_json(checkpoint)
     except InputError as error:
@@ -376,12 +377,12 @@ def find_unreadable(checkpoint: Path) -> str | None:
 
 
 def describe_unreadable(checkpoint: Path, error: InputError) -> str:
-    """Return an error of :func:`read_trainer_json` without the path of the checkpoint and the advice."""
+    """Return the message of an error of :func:`read_trainer_json`, without the checkpoint's path and the advice."""
     return str(error).removeprefix(f"{checkpoint}/").removesuffix(f"; {ADVICE}")
 
 
 def _planned_steps(parsed: Any) -> float:
-    """Return the length of the run; infinite if neither steps nor epochs limit it."""
+    """Return the length of the run in steps; infinite if neither steps nor epochs limit it."""
     data = parsed.data
     rows_of_epoch_and_step = None
     if isinstance(data, DataOrder) and not data.phases:

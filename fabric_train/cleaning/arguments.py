@@ -1,4 +1,4 @@
-"""The arguments of cleaning, which `tokenize_dataset.py` has among its own."""
+"""The arguments of cleaning, which are part of the arguments of ``tokenize_dataset.py``."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Remove lines that are in many documents: headers, footers, navigation, notices.
+"""Remove lines that occur in many documents: headers, footers, navigation, notices.
 
 CCNet (arXiv:1911.00359) removes paragraphs that repeat, and C4 (arXiv:1910.10683) spans of sentences. Here a line is
 removed from all documents if at least ``num_documents`` of them have it. ``tokenization/line_counts.py`` counts the
@@ -35,20 +35,20 @@ _MAKE_AGAIN = "count the lines again, with --shard and this version, and merge t
 
 @dataclass(frozen=True)
 class Boilerplate:
-    """The cleaning step that removes lines which are in many documents."""
+    """The cleaning step that removes lines which occur in many documents."""
 
     num_documents: int
-    """A line is removed if this number of documents or more have it."""
+    """A line is removed if it occurs in at least this number of documents."""
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
     """Hashes of the lines to remove, uint64 [lines], sorted; empty until the lines of the corpus are counted."""
     most_frequent: tuple[tuple[str, int], ...] = ()
-    """The lines that most documents have, each with its number of documents: examples for the user."""
+    """The lines in the most documents, each with the number of documents, as examples for the user."""
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text without the repeated lines, and without the blank lines that they leave.
 
-        A blank line after a removed line is removed too if nothing or another blank line precedes the removed one. So
-        are blank lines at the end of the text if only boilerplate preceded them.
+        A blank line after a removed line is removed too if the removed line came first, or after another blank line. So
+        are blank lines at the end of the text if only boilerplate came before them.
 
         ``edits`` counts the removed lines.
         """
@@ -90,7 +90,7 @@ class Boilerplate:
         return set(line_indices[is_repeated].tolist())
 
     def redacted(self, redact: Callable[[str], str]) -> "Boilerplate":
-        """Return the same step, with ``redact`` applied to the lines that are shown."""
+        """Return this step with ``redact`` applied to the lines that the user sees."""
         return replace(self, most_frequent=tuple((redact(line), count) for line, count in self.most_frequent))
 
     def shown(self) -> list[str]:
@@ -98,7 +98,7 @@ class Boilerplate:
         return [f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)" for line, count in self.most_frequent]
 
     def settings(self) -> dict[str, Any]:
-        """Return all that determines the result, and the most frequent lines, for the manifest."""
+        """Return everything that determines the result, and the most frequent lines, for the manifest."""
         return {
             "num_documents": self.num_documents,
             "min_letters": MIN_LETTERS,
@@ -110,7 +110,7 @@ class Boilerplate:
 
 
 def hash_lines(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield the index and the 64-bit hash of each line with 15 letters or digits or more.
+    """Yield the index and the 64-bit hash of each line that has at least 15 letters or digits.
 
     Lines that differ only in white space have the same hash.
     """
@@ -149,11 +149,12 @@ def open_boilerplate(switch: int | str, text_column: str) -> Boilerplate:
     """Return the step for the value of --boilerplate.
 
     Args:
-        switch: a number of documents, whose step has no lines until they are counted; or a folder with counted lines.
-        text_column: the column that is cleaned, in which a folder's lines must have been counted.
+        switch: a number of documents, for a step that has no lines until they are counted; or a folder of repeated
+            lines.
+        text_column: the column that is cleaned; the folder's lines must have been counted in the same column.
 
     Raises:
-        InputError: the folder is missing, damaged, from another version, or has the lines of another column.
+        InputError: the folder is missing, damaged or from another version, or its lines come from another column.
     """
     if isinstance(switch, int):
         return Boilerplate(switch)
@@ -161,7 +162,7 @@ def open_boilerplate(switch: int | str, text_column: str) -> Boilerplate:
 
 
 def _read_repeated_lines(folder: Path, text_column: str) -> Boilerplate:
-    """Read what :func:`write_repeated_lines` has written."""
+    """Read a folder that :func:`write_repeated_lines` has written."""
     if not (folder / _RECORD).is_file():
         remedy = "give a number of documents, or a folder that a merge of counted slices has written"
         raise InputError(f"--boilerplate {folder}: no lines.json there; {remedy} (docs/cleaning.md)")

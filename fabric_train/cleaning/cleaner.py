@@ -28,25 +28,25 @@ _REASONS_AGAINST_CHATS = {
     "language_by paragraph": "a chat cannot lose a paragraph of a turn",
     "quality": "its rules are for web pages, and a good answer may be one word",
 }
-"""Switches that cannot be used when a source has chats, and why."""
+"""The switches that cannot be used if a source has chats, with the reason."""
 
 
 class CleaningStep(Protocol):
-    """The step of one switch.
+    """The cleaning step for one switch.
 
-    A step has plain attributes only, because processes may get it by pickle. Models are loaded on first use.
+    A step has only plain attributes, because it may be pickled for other processes. Models are loaded on first use.
     """
 
     def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
-        """Return the text, changed or not, or why it is marked or dropped; add the changes to ``edits`` by kind."""
+        """Return the text, changed or not, or why it is marked or dropped; count the changes in ``edits`` by kind."""
 
     def settings(self) -> dict[str, Any]:
-        """Return all that determines the result, as JSON: thresholds, versions of packages, hashes of files."""
+        """Return everything that determines the result, as JSON: thresholds, versions of packages, hashes of files."""
 
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Cleaning steps, applied in order; afterwards a document gets the signature by which near duplicates are found."""
+    """Cleaning steps in their order; afterwards a document gets the signature that finds near duplicates."""
 
     steps: dict[str, CleaningStep]  # by the name of the switch, in the order in which they are applied
     near_duplicates: float | None  # the smallest similarity of near duplicates; None computes no signatures
@@ -69,8 +69,8 @@ class Cleaner:
     def clean_chat(self, chat: Conversation) -> Cleaned[Conversation] | Dropped:
         """Redact each text of a chat or pair, or return why a step drops it; the first step that drops it decides.
 
-        A pair is dropped if one of its two conversations is. All steps except redaction judge a chat and do not change
-        it.
+        A pair is dropped if one of its two conversations is. Only redaction changes a chat; the other steps judge
+        it as it is.
 
         Raises:
             BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
@@ -91,13 +91,13 @@ class Cleaner:
         return Cleaned(chat, dict(edits), self._sign(text_without_system(chat.joined)), tuple(hits))
 
     def redact(self, text: str) -> str:
-        """Return the text without personal data if --redact is given: for samples of what other steps drop."""
+        """Return the text without personal data if --redact is given, for samples of dropped documents."""
         if "redact" not in self.steps:
             return text
         return self._redact(text, Counter())
 
     def with_boilerplate(self, step: Boilerplate) -> "Cleaner":
-        """Return a cleaner that first removes the lines of ``step``, and redacts those lines before they are shown."""
+        """Return a cleaner that first removes the lines of ``step``; they are redacted before a user sees them."""
         later_steps = {name: later_step for name, later_step in self.steps.items() if name != "boilerplate"}
         steps: dict[str, CleaningStep] = {"boilerplate": step.redacted(self.redact), **later_steps}
         return replace(self, steps=steps)
@@ -121,7 +121,7 @@ class Cleaner:
 
 
 def open_cleaner(arguments: CleaningArguments, data_formats: Sequence[str], text_column: str) -> Cleaner:
-    """Return the cleaner with a step for each switch in ``arguments``; steps are applied in the order used here.
+    """Return the cleaner with a step for each switch in ``arguments``, in the order of this function.
 
     Args:
         arguments: the switches of cleaning.
@@ -129,7 +129,7 @@ def open_cleaner(arguments: CleaningArguments, data_formats: Sequence[str], text
         text_column: the column with the texts; a folder of repeated lines must have been counted in the same column.
 
     Raises:
-        InputError: a switch is not for chats, and a source has chats; or a step cannot be opened.
+        InputError: a source has chats, and a switch does not support chats; or a step cannot be opened.
     """
     _check_switches_for_chats(arguments, data_formats)
     steps: dict[str, CleaningStep] = {}
@@ -149,7 +149,7 @@ def open_cleaner(arguments: CleaningArguments, data_formats: Sequence[str], text
 
 
 def _check_switches_for_chats(arguments: CleaningArguments, data_formats: Sequence[str]) -> None:
-    """Raise InputError, with a line for each switch that is not for chats, if a source has chats."""
+    """Raise an InputError, with a line for each switch that does not support chats, if a source has chats."""
     chat_formats = [data_format for data_format in data_formats if data_format != "text"]
     if not chat_formats:
         return
@@ -206,13 +206,13 @@ def all_text(chat: Chat) -> str:
 
 
 def text_without_system(chat: Chat) -> str:
-    """Return all texts except system messages, which different chats have in common without being duplicates."""
+    """Return all texts except system messages, which chats may share without being duplicates."""
     messages = [message for message in chat.messages if message["role"] != "system"]
     return _join_lines(_texts_of(chat, messages))
 
 
 def spoken_text(chat: Chat) -> str:
-    """Return what user and assistant say; the language of system messages and of tools does not count."""
+    """Return the messages of user and assistant: the language of system messages and tools does not matter."""
     return _join_lines(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
 
 
@@ -235,4 +235,4 @@ def _join_lines(texts: Iterable[str]) -> str:
 
 
 _JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
-"""The text of a chat that a step judges, by the step's name."""
+"""The part of a chat's text that a step judges, by the step's name."""

@@ -1,9 +1,10 @@
-"""Find documents that share words with items of evaluation tasks, to drop or to mark them.
+"""Find documents that share words with items of evaluation tasks, to drop or mark them.
 
 A document and an item share words if they have 13 words in a row in common (Brown et al. 2020, arXiv:2005.14165,
-appendix C). Of an item whose texts are all shorter, the longest is looked for as a whole if it has 8 words, the fewest
-there too. That paper also ignores 13-grams of more than 10 training documents. Here each document is judged alone, and
-ignored are n-grams in more than 10 items and more than 5 % of the items of their task: the instructions of prompts.
+appendix C). If all texts of an item are shorter, its longest text is looked for as a whole, if it has at least 8 words,
+the minimum in that paper. The paper also ignores 13-grams in more than 10 training documents. Here each document is
+judged alone; n-grams in more than 10 items and more than 5 % of a task's items are ignored: they are the prompts'
+instructions.
 """
 
 import re
@@ -67,12 +68,12 @@ class TaskFile:
 def read_task_files(paths: Sequence[str]) -> list[TaskFile]:
     """Read files of JSON lines, such as those that lm_eval writes with --log_samples.
 
-    A line is an object. Its texts are ``text`` if there is one, else ``doc`` and ``target`` of lm_eval, else all
+    A line is an object. Its texts are ``text`` if there is one, or else lm_eval's ``doc`` and ``target``, or else all
     strings in it with more than one word, also in lists and objects. ``task`` names the task; by default it is the
     file's name.
 
     Raises:
-        InputError: files are missing, have another suffix, a bad line or no text; one line for each such file.
+        InputError: a file is missing, or has another suffix, a bad line or no text; the error has a line for each file.
     """
     try:
         return open_each(lambda path: _read_task_file(Path(path).expanduser()), paths)
@@ -116,7 +117,7 @@ def _read_items(reader: FileReader, default_task: str) -> Iterator[TaskItem]:
 
 
 def _item_content(row: Row) -> Any:
-    """Return the values of a row that belong to the item: a row of lm_eval has the model's answers, too."""
+    """Return the values of a row that belong to the item, without the model's answers in a row of lm_eval."""
     if isinstance(row.get("text"), str):
         return row["text"]
     if isinstance(row.get("doc"), dict | str):
@@ -125,7 +126,7 @@ def _item_content(row: Row) -> Any:
 
 
 def _texts_in(content: Any) -> Iterator[str]:
-    """Yield all strings of a JSON value with white space in them: names, addresses and single words are no text."""
+    """Yield all strings in a JSON value that have white space: names, addresses and single words are not texts."""
     if isinstance(content, str):
         if len(content.split(maxsplit=1)) > 1:
             yield content
@@ -153,7 +154,7 @@ class Words:
 
 
 def split_words(text: str) -> Words:
-    """Split a text into words: its runs of letters, digits and marks, in Unicode's NFKC and lower case."""
+    """Split a text into words, which are runs of letters, digits and marks, in Unicode's NFKC and lower case."""
     normalized = unicodedata.normalize("NFKC", text).lower()
     codes = np.frombuffer(normalized.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     kinds = _kinds_of_characters()[codes]
@@ -188,7 +189,7 @@ def ngram_hashes(words: Words, lengths: Sequence[int]) -> dict[int, np.ndarray]:
         lengths: the numbers of words of the n-grams, in ascending order.
 
     Returns:
-        64-bit hashes by length, uint64 [words - length + 1] each; without lengths that exceed the text.
+        64-bit hashes by length, uint64 [words - length + 1] each. Lengths that exceed the text are absent.
     """
     num_words = len(words.starts)
     lengths = [length for length in lengths if length <= num_words]
@@ -217,7 +218,7 @@ def _hash_words(words: Words) -> np.ndarray:
 
 
 def _mix(hashes: np.ndarray) -> np.ndarray:
-    """Return the hashes with each bit depending on all bits, as in splitmix64's finalizer, shortened."""
+    """Mix the hashes so that each bit depends on all bits, by a shortened form of splitmix64's finalizer."""
     mixed = (hashes ^ (hashes >> np.uint64(32))) * _GOLDEN
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -244,7 +245,7 @@ def _kinds_of_characters() -> np.ndarray:
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """An n-gram of a document whose hash is the one of an n-gram of a task."""
+    """An n-gram of a document with the same hash as an n-gram of a task."""
 
     index: int  # in the hashes that were looked up
     text: int  # the index of the task's text
@@ -253,7 +254,7 @@ class NgramMatch:
 
 @dataclass(frozen=True)
 class NgramTable:
-    """The n-grams of one length of all tasks, to look up hashes."""
+    """The n-grams of one length from all tasks, for looking up hashes."""
 
     hashes: np.ndarray  # uint64 [n-grams], in ascending order
     texts: np.ndarray  # uint32 [n-grams], the index of the text with the n-gram
@@ -261,7 +262,7 @@ class NgramTable:
     is_candidate: np.ndarray  # bool [a power of 2], whether a hash ends with these bits; most look-ups end here
 
     def find(self, hashes: np.ndarray) -> Iterator[NgramMatch]:
-        """Yield the matches of ``hashes``, uint64 [n]; several n-grams of the tasks may have one hash."""
+        """Yield the matches of ``hashes``, uint64 [n]; several n-grams of the tasks may have the same hash."""
         low_bits = hashes & np.uint64(len(self.is_candidate) - 1)
         indices = np.flatnonzero(self.is_candidate[low_bits])
         if not len(indices):
@@ -286,7 +287,7 @@ class TaskIndex:
     counts: dict[str, dict[str, int]]  # by task: items, of them too_short, ngrams, and ignored common_ngrams
 
     def find(self, text: str) -> tuple[TaskHit, ...]:
-        """Return what ``text`` shares with the items, one hit for each item."""
+        """Return a hit for each item that shares words with ``text``."""
         words = split_words(text)
         ngrams_by_item: dict[TaskItem, set[_SharedNgram]] = defaultdict(set)
         for length, hashes in ngram_hashes(words, list(self.tables)).items():
@@ -348,7 +349,7 @@ def index_tasks(items: Sequence[TaskItem]) -> TaskIndex:
 
 
 def _choose_texts(item: TaskItem) -> list[tuple[Words, int]]:
-    """Return the texts of an item that are compared, each with the number of words of its n-grams.
+    """Return the texts of an item that are compared, each with the length of its n-grams in words.
 
     All texts of 13 words or more are compared. If an item has none, its longest text is compared as a whole, unless it
     has fewer than 8 words.
@@ -366,7 +367,7 @@ def _choose_texts(item: TaskItem) -> list[tuple[Words, int]]:
 
 @dataclass(frozen=True)
 class _SortedNgrams:
-    """Each item's n-grams once, in groups: the same n-gram in the items of one task."""
+    """Each item's n-grams, once per item, in groups of the same n-gram in one task."""
 
     ngrams: np.ndarray  # _NGRAM [n-grams], sorted by length, hash and task
     begins_group: np.ndarray  # bool [n-grams], whether an n-gram is the first of its group
@@ -393,7 +394,7 @@ def _mark_common(ngrams: np.ndarray, num_items: np.ndarray) -> _SortedNgrams:
 
 
 def _is_change(values: np.ndarray) -> np.ndarray:
-    """Return whether each value differs from its predecessor, bool [n]; the first value counts as different."""
+    """Return whether each value differs from the one before it, bool [n]; the first value counts as different."""
     if not len(values):
         return np.empty(0, dtype=bool)
     return np.concatenate([[True], values[1:] != values[:-1]])
@@ -414,7 +415,7 @@ def _make_table(ngrams: np.ndarray, length: int) -> NgramTable:
 
 
 def _make_hit(item: TaskItem, ngrams: Sequence[_SharedNgram], words: Words) -> TaskHit:
-    """Return the hit of an item: how many n-grams are shared, and the longest sequence of words that they cover.
+    """Return the hit for an item: how many n-grams it shares, and the longest sequence of words that they cover.
 
     Args:
         item: the item of a task.
@@ -447,7 +448,7 @@ class Decontamination:
     description: dict[str, Any]  # the rules, the files with their SHA-256, and the counts of each task
 
     def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
-        """Return the text if it has no n-gram of a task; else mark or drop it, with the items that share n-grams.
+        """Return the text if it has no n-gram of a task; otherwise mark or drop it, with the items that share n-grams.
 
         The text is not changed, so nothing is added to ``edits``.
         """

@@ -1,4 +1,4 @@
-"""The results of a cleaning step, and the files of a token dataset that show dropped and marked documents.
+"""Results of cleaning steps for documents that are not simply kept, and the files in a token dataset that show them.
 
 ``dropped.jsonl`` has up to 20 dropped documents for each reason, so that a user sees what a rule drops.
 ``contamination.jsonl`` has every document that shares words with an evaluation task.
@@ -29,7 +29,7 @@ _MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters a
 
 @dataclass(frozen=True)
 class TaskHit:
-    """What a document shares with an item of an evaluation task."""
+    """The words that a document shares with an item of an evaluation task."""
 
     task: str
     item: str  # the item's ``id``, or its line in the file of the task
@@ -39,7 +39,7 @@ class TaskHit:
 
 @dataclass(frozen=True)
 class Cleaned(Generic[Content]):
-    """A text or a chat that is kept, as the cleaning steps have left it."""
+    """A text or chat that is kept, after the changes of the cleaning steps."""
 
     content: Content
     edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
@@ -49,7 +49,7 @@ class Cleaned(Generic[Content]):
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a cleaning step returns for a document that is left out."""
+    """The result of a cleaning step that drops a document."""
 
     reason: str  # the key in the ledger's ``documents_skipped``, such as ``other_language``
     detail: str  # the finding in this document, such as ``ca 0.91``
@@ -58,7 +58,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Marked:
-    """What a cleaning step returns for a document that is kept although it shares words with evaluation tasks."""
+    """The result of a cleaning step that keeps a document although it shares words with evaluation tasks."""
 
     text: str
     hits: tuple[TaskHit, ...]
@@ -66,7 +66,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class DroppedText:
-    """A document that was left out, for the sample: why, and its first 500 characters."""
+    """A dropped document for the sample: the reason, and its first 500 characters."""
 
     reason: str
     detail: str
@@ -99,7 +99,7 @@ def write_sample(folder: Path, dropped: Sequence[tuple[DroppedText, Location]], 
 
 
 def join_samples(folders: Sequence[Path], target: Path) -> None:
-    """Write one sample for several token datasets into ``target``: again at most 20 documents for each reason.
+    """Join the samples of several token datasets in ``target``, again with at most 20 documents for each reason.
 
     Raises:
         InputError: a line of a sample is damaged.
@@ -137,7 +137,7 @@ def read_sample(folder: Path, num_skipped: Mapping[str, int]) -> tuple[dict[str,
         num_skipped: the number of skipped documents by reason, from the ledger.
 
     Returns:
-        The sampled documents by reason, and the faults of the file. A fault is no exception: the rest is still shown.
+        The sampled documents by reason, and the faults of the file. A fault does not raise, so that the rest is shown.
     """
     file = folder / DROPPED_FILE
     if not file.exists():
@@ -169,7 +169,7 @@ def read_sample(folder: Path, num_skipped: Mapping[str, int]) -> tuple[dict[str,
 
 
 def count_by_task(hits: Sequence[tuple[TaskHit, Location]]) -> dict[str, int]:
-    """Return the number of documents that share words with each task; a document counts once for a task."""
+    """Return the number of documents that share words with each task; a document counts once per task."""
     documents_by_task: dict[str, set[Location]] = defaultdict(set)
     for hit, location in hits:
         documents_by_task[hit.task].add(location)

@@ -20,15 +20,15 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.requirements import check_package
 
 PIECES = 3
-"""At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end."""
+"""The most pieces of a text that are looked at, evenly spaced from its beginning to its end."""
 PIECE_CHARACTERS = (150, 300)
-"""The length of a piece, and the length that is tried next if the identifier is not certain of the short pieces.
+"""The length of a piece, and the length to try next if the identifier is not certain.
 
 Each stretch of white space counts as one character: the identifier divides by the length of the text, so that wide
 margins make it less certain.
 """
 CERTAIN = 0.95
-"""The probability from which on the identifier is certain."""
+"""The lowest probability at which the identifier counts as certain."""
 _PIECE_WITH_MARGINS = 6_000  # characters of a long text from which a piece is taken, so that only these are split
 _WORD = re.compile(r"\w+")
 _FORMS = Path(__file__).with_name("catalan_forms.txt").read_text(encoding="utf-8").split("\n\n")
@@ -45,7 +45,7 @@ _LINES = re.compile(r"(\n)")
 def identify(text: str) -> tuple[str, float]:
     """Return the most likely language of a text, and its probability between 0 and 1.
 
-    The language is an ISO 639-1 code, or one of ISO 639-3 where there is none; ``zxx`` is no language. Valencian is
+    The language is an ISO 639-1 code, or an ISO 639-3 code if there is none; ``zxx`` means no language. Valencian is
     ``ca``. A text without letters has a probability near 0.
     """
     excerpts = _normalize_words(text)
@@ -62,7 +62,7 @@ def language_probabilities(text: str) -> dict[str, float]:
 
 
 def identifier_settings() -> dict[str, Any]:
-    """Return all that determines the result of :func:`identify`."""
+    """Return everything that determines the result of :func:`identify`."""
     return {
         "identifier": f"py3langid {version('py3langid')}",
         "pieces": PIECES,
@@ -72,7 +72,7 @@ def identifier_settings() -> dict[str, Any]:
 
 
 def load_identifier(option: str) -> None:
-    """Load the model, so that processes that are forked later share it; InputError if py3langid is not installed."""
+    """Load the model before processes are forked, so that they share it; InputError if py3langid is not installed."""
     check_package("py3langid", option)
     _identifier()
 
@@ -94,9 +94,9 @@ def _normalize_words(text: str) -> list[str]:
 
 
 def _sample(excerpts: list[str], num_characters: int) -> str:
-    """Return the text that the identifier gets: up to three pieces of ``num_characters``, each on its line.
+    """Return the text for the identifier: up to three pieces of ``num_characters``, each on its own line.
 
-    ``excerpts`` is what :func:`_normalize_words` returns: a text, or three excerpts of a long one.
+    ``excerpts`` is the result of :func:`_normalize_words`: a text, or three excerpts of a long one.
     """
     if len(excerpts) > 1:
         pieces = [excerpt[:num_characters] for excerpt in excerpts]
@@ -117,13 +117,14 @@ def _evenly_spaced(text: str, num_characters: int) -> list[str]:
 class LanguageFilter:
     """Drop the documents that are in another language, or whose language is not certain.
 
-    It is certain if the probabilities of the languages to keep add up to ``threshold``, so a document that is half in
-    one of them and half in another is kept.
+    The language is certain if the probabilities of the kept languages add up to ``threshold``, so a document that is
+    half in one kept language and half in another is kept.
 
-    ``va`` in ``languages`` without ``ca`` keeps the Catalan documents with more Valencian word forms than forms of
-    general Catalan; one that has neither, as short ones often do, is dropped. ``ca`` keeps all Catalan documents.
+    ``va`` in ``languages`` without ``ca`` keeps the Catalan documents that have more Valencian word forms than forms of
+    general Catalan. A document with neither, as is common for short ones, is dropped. ``ca`` keeps all Catalan
+    documents.
 
-    With ``by`` paragraph, the paragraphs that are in another language with certainty are removed first. An uncertain
+    With ``by`` paragraph, paragraphs that are certainly in another language are removed first. An uncertain
     paragraph stays, because headings and names are uncertain. Blank lines separate paragraphs; in a text without blank
     lines, each line is a paragraph.
     """
@@ -168,7 +169,7 @@ class LanguageFilter:
         return {"languages": list(self.languages), "threshold": self.threshold, "by": self.by} | identifier_settings()
 
     def _remove_paragraphs(self, text: str, edits: Counter[str]) -> str:
-        """Return the text without the paragraphs that are in another language with certainty."""
+        """Return the text without the paragraphs that are certainly in another language."""
         separator = _BLANK_LINES if _BLANK_LINES.search(text) else _LINES
         pieces = separator.split(text)  # a paragraph, the separator after it, the next paragraph, …
         remaining_pieces: list[str] = []
@@ -197,7 +198,7 @@ class LanguageFilter:
         return f"{finding}; {accepted}, {margin_below}"
 
     def _format(self, probability: float) -> str:
-        """Return a probability, rounded down, so that one below the threshold does not look like the threshold."""
+        """Format a probability, rounded down so that a value below the threshold does not look like the threshold."""
         scale = 10 ** self._num_decimals()
         rounded = math.floor(probability * scale) / scale
         return f"{rounded:.{self._num_decimals()}f}"

@@ -2,16 +2,16 @@
 
 A document is the set of its 5-grams of words. For a random hash function, the probability that two sets have the same
 smallest value is their Jaccard similarity, shared 5-grams / all 5-grams (Broder, On the resemblance and containment of
-documents, 1997). The share of 112 functions for which it is the same estimates it, with a standard error of at most
-0.05. The functions are ``(multiplier * x + addend) mod 2**64`` with odd multipliers, ``affine64`` of datasketch.
-Words are lower-cased runs of letters and digits, so case, punctuation and line breaks do not count. In scripts written
-without spaces, each character is a word.
+documents, 1997). It is estimated by the share of 112 functions with the same smallest value, with a standard error of
+at most 0.05. The functions are ``(multiplier * x + addend) mod 2**64`` with odd multipliers, ``affine64`` of
+datasketch. Words are lower-cased runs of letters and digits, so case, punctuation and line breaks do not count. In
+scripts written without spaces, each character is a word.
 
-Documents with the same hash of a band (:func:`choose_bands`) are candidates. A candidate pair counts if its whole
+Documents with the same hash of a band (:func:`choose_bands`) are candidates. A candidate pair counts if its full
 signatures are similar enough. Pairs are joined to clusters, so a document can be in a cluster through another one, as
 in FineWeb and in Lee et al., Deduplicating training data makes language models better, arXiv:2107.06499.
 
-Memory does not grow with the text. Besides 8 bytes a document for the clusters it is a fixed amount: the hashes of a
+Memory does not grow with the text. It is a fixed amount plus 8 bytes a document for the clusters: the hashes of a
 band are written to disk in ranges of hashes, and one range is read at a time, in pieces.
 """
 
@@ -168,7 +168,7 @@ def band_hashes(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
 
 
 def settings(threshold: float) -> dict[str, Any]:
-    """Return all that determines which documents are near duplicates, as JSON."""
+    """Return everything that determines which documents are near duplicates, as JSON."""
     bands, rows = choose_bands(threshold)
     return {
         "threshold": threshold,
@@ -190,7 +190,7 @@ class SignatureFiles:
         self.num_documents = int(self._first_documents[-1])
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first document's number and the signatures, uint32 [documents, 112], of one chunk after another."""
+        """Yield the signatures in chunks, uint32 [documents, 112], each with the number of its first document."""
         dtype = np.dtype((np.uint32, NUM_HASHES))
         for file, first_document in zip(self._files, self._first_documents.tolist(), strict=False):
             document = first_document
@@ -215,7 +215,7 @@ class SignatureFiles:
 
 
 class _Clusters:
-    """Disjoint sets of documents, as a forest of parents; the root of each is its first document."""
+    """Disjoint sets of documents, as a forest of parents; the root of a set is its first document."""
 
     def __init__(self, num_documents: int) -> None:
         self._parents = np.arange(num_documents)
@@ -232,7 +232,7 @@ class _Clusters:
         return roots
 
     def all_roots(self) -> np.ndarray:
-        """Return the first document of every document's cluster, int64 [documents], not a copy."""
+        """Return the first document of every document's cluster, int64 [documents], without a copy."""
         num_documents = len(self._parents)
         for start in range(0, num_documents, _RECORDS_AT_ONCE):
             end = min(start + _RECORDS_AT_ONCE, num_documents)
@@ -242,8 +242,8 @@ class _Clusters:
     def join(self, left_documents: np.ndarray, right_documents: np.ndarray) -> None:
         """Join the clusters of pairs of documents, int64 [pairs] each.
 
-        A pass joins all pairs at once. Of several pairs with one root, only one takes effect, so passes are repeated
-        until the roots of all pairs agree.
+        A pass joins all pairs at once. If several pairs have the same root, only one takes effect, so passes are
+        repeated until the roots of all pairs agree.
         """
         left_roots = left_documents
         right_roots = right_documents
@@ -260,13 +260,13 @@ class _Clusters:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Which documents nearly repeat each other."""
+    """The documents that nearly repeat one another."""
 
     cluster_roots: np.ndarray  # int64 [documents], the first document of each document's cluster; mostly itself
     signatures: SignatureFiles
 
     def is_repeat(self, first_document: int, count: int) -> np.ndarray:
-        """Return for ``count`` documents from ``first_document`` on whether each nearly repeats an earlier document.
+        """Return whether each of ``count`` documents, beginning with ``first_document``, nearly repeats an earlier one.
 
         Returns:
             bool [count].
@@ -292,7 +292,7 @@ def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) 
 
 
 def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, show_share: ShowShare) -> _Clusters:
-    """Write the hashes of all bands into ``folder``, then compare the documents that have one in common."""
+    """Write the hashes of all bands to ``folder``, then compare the documents that have the same hash of a band."""
     bands, rows = choose_bands(threshold)
     num_documents = signatures.num_documents
     num_ranges = -(-num_documents // _RECORDS_AT_ONCE)  # rounded up
@@ -324,7 +324,7 @@ def _write_bands(
 ) -> None:
     """Append the hash of each band of each document to the file of its band and its range of hashes.
 
-    Documents without words are left out: they do not repeat each other.
+    Documents without words are left out, because they do not repeat one another.
 
     Args:
         folder: the folder of the files.
@@ -354,7 +354,7 @@ def _candidate_pairs(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield pairs of documents with the same hash: the earlier documents and the later ones, int64 [pairs] each.
 
     Each document is paired with the first document that has its hash and with some shortly before it: all pairs of a
-    large group would be too many. The file is read in chunks. The first document of each hash of earlier chunks is put
+    large group would be too many. The file is read in chunks. The first document of each hash in earlier chunks is put
     before a chunk, so that groups continue.
     """
     group_firsts = np.empty(0, dtype=_RECORD)

@@ -1,9 +1,9 @@
-"""Replace personal data by placeholders: e-mail addresses, IBANs, telephone numbers, Spanish DNI and NIE, IP addresses.
+"""Replace personal data with placeholders: e-mail addresses, IBANs, telephone numbers, DNI and NIE, IP addresses.
 
 Each kind has a pattern for candidates and a check that ordinary numbers fail: check digits (IBAN, DNI, NIE), numbering
-plans (telephone), public addresses (IP). Not found are addresses in words (``ana at example dot com``) or in escapes
-(``ana%40example.com``), accounts without IBAN, telephone numbers in the national form of other countries than Spain and
-of +1, names, and postal addresses.
+plans (telephone), public addresses (IP). It does not find addresses in words (``ana at example dot com``) or in escapes
+(``ana%40example.com``), accounts without an IBAN, telephone numbers in the national form of countries other than Spain
+and those of +1, names, and postal addresses.
 """
 
 import operator
@@ -21,7 +21,7 @@ from fabric_train.files.requirements import load_package
 _Span = tuple[int, int]  # the index of the first character, and of the character after the last
 
 PLACEHOLDERS = {"email": "<EMAIL>", "iban": "<IBAN>", "phone": "<PHONE>", "dni": "<DNI>", "ip": "<IP>"}
-"""By kind, in the order in which they are replaced.
+"""The placeholder of each kind, in the order of replacement.
 
 They are ordinary text for common tokenizers, in the form of StarCoder's data (arXiv:2305.06161). FineWeb inserts valid
 addresses, which cannot be distinguished from addresses of the text; Dolma's ``|||EMAIL_ADDRESS|||`` is a special token
@@ -108,7 +108,7 @@ _SMALL = ((32, 32, 32, 32), (10, 100, 100, 100))
 
 @dataclass(frozen=True)
 class Redaction:
-    """The step that replaces personal data by placeholders."""
+    """The step that replaces personal data with placeholders."""
 
     kinds: tuple[str, ...]  # keys of PLACEHOLDERS, in their order there
 
@@ -145,7 +145,7 @@ def open_redaction(kinds: Sequence[str]) -> Redaction:
 
 
 def _find_emails(text: str) -> Iterator[_Span]:
-    """Yield where e-mail addresses are: at each @ and domain, the local part before it."""
+    """Yield the positions of e-mail addresses: each @ with its domain, and the local part before it."""
     previous_end = 0
     for domain in _DOMAIN.finditer(text):
         at_sign = domain.start()
@@ -158,7 +158,7 @@ def _find_emails(text: str) -> Iterator[_Span]:
 
 
 def _find_ibans(text: str) -> Iterator[_Span]:
-    """Yield where account numbers with valid check digits are; words may follow a number in capitals."""
+    """Yield the positions of account numbers with valid check digits; words in capitals may follow a number."""
     from stdnum import iban
 
     for match in _IBAN.finditer(text):
@@ -168,7 +168,7 @@ def _find_ibans(text: str) -> Iterator[_Span]:
 
 
 def _longest_valid_length(candidate: str, is_valid: Callable[[str], bool]) -> int:
-    """Return the length of the longest valid beginning that ends at a separator; words may follow a number.
+    """Return the length of the longest valid number that ends at a separator, since words may follow the number.
 
     Returns 0 if no beginning is valid.
     """
@@ -183,7 +183,7 @@ def _longest_valid_length(candidate: str, is_valid: Callable[[str], bool]) -> in
 def _match_near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     """Yield the matches of ``pattern``, of up to 64 characters, around seven digits or more.
 
-    Only such parts of a text are searched, which is several times as fast as a search of all of it.
+    Searching only these parts of a text is several times as fast as searching all of it.
     """
     position = 0
     while True:
@@ -203,9 +203,9 @@ def _match_near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match
 
 
 def _find_phones(text: str) -> Iterator[_Span]:
-    """Yield where telephone numbers are that the library knows.
+    """Yield the positions of telephone numbers that libphonenumber recognizes.
 
-    A number that may be anything counts only after a word for telephone, and none that is an amount of something.
+    A number that may be anything counts only after a word for telephone. An amount of something never counts.
     """
     for match in _match_near_digits(_PHONE, text):
         start = match.start()
@@ -225,10 +225,10 @@ def _find_phones(text: str) -> Iterator[_Span]:
 
 
 def _is_phone(phone_number: str, region: str = "ES", country: str | None = None) -> bool:
-    """Return whether libphonenumber has this number.
+    """Return whether this is a valid number for libphonenumber.
 
     Args:
-        phone_number: the number, as it is in the text.
+        phone_number: the number as written in the text.
         region: the country for numbers in national form.
         country: the country code that the number must have; None allows any.
     """
@@ -245,7 +245,7 @@ def _is_phone(phone_number: str, region: str = "ES", country: str | None = None)
 
 
 def _find_identity_numbers(text: str) -> Iterator[_Span]:
-    """Yield where Spanish identity numbers (DNI, NIE) with a valid check letter are."""
+    """Yield the positions of Spanish identity numbers (DNI, NIE) with a valid check letter."""
     from stdnum.es import dni, nie
 
     for match in _match_near_digits(_DNI, text):
@@ -255,7 +255,7 @@ def _find_identity_numbers(text: str) -> Iterator[_Span]:
 
 
 def _find_ips(text: str) -> Iterator[_Span]:
-    """Yield where public IP addresses are, except numbers that look like a version or a section."""
+    """Yield the positions of public IP addresses, except numbers that look like a version or a section."""
     # candidates with the pattern of what precedes them if they are the end of something longer
     candidates = []
     for match in _IPV4.finditer(text):
@@ -272,7 +272,7 @@ def _find_ips(text: str) -> Iterator[_Span]:
 
 
 def _is_version(address: re.Match[str]) -> bool:
-    """Return whether four numbers are taken for a version or a section: 1.2.3.4, v91.0.9.11 or Edge/91.0.1.2."""
+    """Return whether four numbers look like a version or a section: 1.2.3.4, v91.0.9.11 or Edge/91.0.1.2."""
     numbers = [int(digits) for digits in address[0].split(".")]
     for limits in _SMALL:
         if all(map(operator.lt, numbers, limits)):

@@ -28,7 +28,7 @@ def _read_stop_words() -> dict[str, frozenset[str]]:
 
 
 STOP_WORDS = _read_stop_words()
-"""By language."""
+"""Stop words by language."""
 GOPHER_LIMITS = {
     "few_words": 50,
     "many_words": 100_000,
@@ -87,7 +87,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """A document that is not blank, with what the rules count."""
+    """A document that is not blank, split into the words and lines that the rules count."""
 
     text: str
 
@@ -106,7 +106,7 @@ class MeasuredText:
 
 
 def count_duplicates(texts: list[str]) -> tuple[int, int]:
-    """Return how many of the lines or paragraphs are the same as an earlier one, and the characters of these."""
+    """Return how many lines or paragraphs repeat an earlier one, and the number of characters in them."""
     if len(set(texts)) == len(texts):
         return 0, 0
     earlier_texts: set[str] = set()
@@ -126,7 +126,7 @@ def find_gopher_fault(document: MeasuredText) -> Fault | None:
 
 
 def _check_words(document: MeasuredText) -> Fault | None:
-    """Check number and mean length of the words, and how many have a letter."""
+    """Check the number of words, their mean length, and how many have a letter."""
     num_words = len(document.words)
     if num_words < GOPHER_LIMITS["few_words"]:
         return Fault("few_words", f"{num_words} words")
@@ -151,7 +151,7 @@ def _check_words(document: MeasuredText) -> Fault | None:
 
 
 def _check_symbols(document: MeasuredText) -> Fault | None:
-    """Check the number of hashes and ellipses to each word, and the shares of bullet lines and of unfinished lines."""
+    """Check the ratios of hashes and ellipses to words, and the shares of bullet lines and unfinished lines."""
     text = document.text
     lines = document.lines
     num_words = len(document.words)
@@ -176,7 +176,7 @@ def _check_symbols(document: MeasuredText) -> Fault | None:
 def _check_stop_words(document: MeasuredText) -> Fault | None:
     """Check the stop words of the document's language, or of all languages if the identifier is uncertain.
 
-    A language without a list of stop words has no such rule.
+    The rule does not apply to a language without a list of stop words.
     """
     language, probability = identify(document.text)
     languages = list(STOP_WORDS) if probability < _CERTAIN else [language]
@@ -212,7 +212,7 @@ def _check_lines(document: MeasuredText) -> Fault | None:
 def _check_top_n_grams(document: MeasuredText) -> Fault | None:
     """Check the characters in the most frequent n-gram, for n from 2 to 4.
 
-    An n-gram is no more frequent than each of its words. So its characters, with a space after each word, are at most n
+    An n-gram is not more frequent than any of its words. So its characters, with a space after each word, are at most n
     times the most that a word has in the document, and n-grams are counted only if that exceeds the limit.
     """
     word_counts = document.word_counts
@@ -248,7 +248,7 @@ def _check_duplicate_n_grams(document: MeasuredText) -> Fault | None:
 def _find_repeated_5_grams(words: list[str]) -> list[int]:
     """Return where the 5-grams begin that occur more than once: indices of their first words.
 
-    5-grams are compared by hash. A position too many does no harm, because the words are compared later.
+    5-grams are compared by hash. An extra position does no harm, because the words are compared later.
     """
     word_hashes = np.fromiter(map(hash, words), np.int64, len(words))
     num_5_grams = len(words) - 4
@@ -261,7 +261,7 @@ def _find_repeated_5_grams(words: list[str]) -> list[int]:
 
 
 def _count_characters_in_duplicates(words: list[str], positions: list[int], n: int) -> int:
-    """Return the number of characters in n-grams that occurred earlier; those that are counted do not overlap.
+    """Return the number of characters in n-grams that occurred earlier; n-grams that overlap a counted one are skipped.
 
     Args:
         words: the words of the document.

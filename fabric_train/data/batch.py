@@ -87,7 +87,7 @@ class Targets(TensorRecord):
 class Pieces(TensorRecord):
     """The pieces of documents in a batch [B, T], in the order of its rows: P pieces, tensors on the CPU.
 
-    A target belongs to the piece that its own token is in, not the token that predicts it. So the targets of a piece
+    A target belongs to the piece that has the target token, not the token that predicts it. So the targets of a piece
     follow one another in ``Targets``, targets of the first piece come first, and ``num_targets``, int64 [P], counts
     them. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_bytes``, fp64 [P], are the UTF-8
     bytes of text that the targets stand for (``token_dataset.place_pieces``), NaN if that is not known.
@@ -121,9 +121,9 @@ class RowSegment:
     """Tokens ``begin`` to ``end`` of a slice, which are consecutive in the rows, and the keys that they see.
 
     The keys are the tokens ``begin_key`` to ``end_key`` of the rows: from the start of the first token's document to
-    the last token. ``lengths`` are the tokens of each document in the slice, and ``borders``, int32 [documents + 1],
-    their cumulative sums from 0. ``key_lengths`` and ``key_borders`` are those of the keys. They differ only in the
-    first document: its keys begin before the slice if its tokens do.
+    the last token. ``lengths`` are the numbers of tokens of each document in the slice, and ``borders``, int32
+    [documents + 1], their cumulative sums from 0. ``key_lengths`` and ``key_borders`` are the same for the keys. They
+    differ only in the first document: its keys begin before the slice if its tokens do.
     """
 
     begin: int
@@ -153,11 +153,11 @@ class RowSlice:
     position_ids: torch.Tensor
     """int64 [1, S], from 0 in each document."""
     positions: torch.Tensor
-    """Where in the slice targets are predicted, int64 [N]."""
+    """The positions in the slice at which targets are predicted, int64 [N]."""
     target_ids: torch.Tensor
-    """The tokens to predict there, int64 [N]."""
+    """The tokens to predict at these positions, int64 [N]."""
     target_indices: torch.Tensor
-    """Which of the targets of the batch these are, int64 [N]."""
+    """The indices of these targets among the targets of the batch, int64 [N]."""
     chunk_indices: torch.Tensor
     """For each chunk of the rows, its index among the chunks of rank 0, then those of rank 1 and so on, int64."""
     segments: tuple[RowSegment, ...]
@@ -208,7 +208,7 @@ class Batch(TensorRecord):
 
     @property
     def num_pairs(self) -> int:
-        """The number of preference pairs or of unpaired answers, if the documents are such."""
+        """The number of preference pairs or unpaired answers, if the documents are pairs or answers."""
         return 0 if self.documents is None else (len(self.documents.borders) - 1) // 2
 
     def pin_memory(self) -> "Batch":

@@ -1,4 +1,4 @@
-"""The order of the training data as a checkpoint stores it, and how a resumed run compares it."""
+"""Describe the order of the training data as a checkpoint stores it, and compare it with a resumed run's."""
 
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
@@ -16,7 +16,7 @@ MOST_SHUFFLED = 1 << 22
 
 @dataclass(frozen=True)
 class PhaseRows:
-    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each source of a mixture."""
+    """A phase: from ``first_step`` on, an epoch has ``rows_per_epoch`` of each source of a mixture."""
 
     first_step: PositiveInt
     rows_per_epoch: tuple[NonNegativeInt, ...]
@@ -38,7 +38,7 @@ class DataOrder:
     rows_per_epoch: list[NonNegativeInt] | None = None
     """The rows of each source of a mixture."""
     phases: tuple[PhaseRows, ...] = ()
-    """Phases with other rows, each up to the next one; those that have not begun may change."""
+    """The phases with other rows, each lasting until the next one; phases that have not begun may change."""
 
     @classmethod
     def for_dataset(
@@ -60,9 +60,9 @@ class DataOrder:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The values that determine, with the cursors, which rows of a stream a step consumes; a resumed run has the same.
+    """The values that determine, with the cursors, which rows of a stream a step reads; a resumed run needs the same.
 
-    ``shares`` is how much of each place a pass reads, None if it reads one place after the other; then
+    ``shares`` says how much of each place a pass reads. If it is None, a pass reads one place after the other, and
     ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the order does not depend
     on it. ``chat_template`` is the SHA-256 of the template, None without chats.
     """
@@ -98,7 +98,7 @@ _MESSAGES = {
     "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
     "phases": "--phases differs in a phase that has begun",
 }
-"""What a user has changed if a field of the order differs."""
+"""What the user has changed if a field of the order differs, for messages."""
 _CONSEQUENCES = {
     "fingerprint": ("num_rows", "version", "rows_per_epoch", "phases"),
     "rows_per_epoch": ("num_rows", "version", "phases"),
@@ -141,7 +141,7 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
 
 
 def _values_until(order: DataOrder | StreamOrder, step: int) -> dict[str, Any]:
-    """Return the fields of an order by name, without phases that begin after ``step``."""
+    """Return an order's fields by name, without phases that begin after ``step``."""
     if isinstance(order, DataOrder):
         order = order.with_phases_until(step)
     return asdict(order)
@@ -154,7 +154,7 @@ def _num_shares(values: dict[str, Any]) -> int | None:
 
 
 def _describe_difference(saved: Any, current: Any) -> str:
-    """Return two values of a field as text; of two lists, the first elements that differ."""
+    """Return two values of a field as text; for two lists, only the first elements that differ."""
     if isinstance(saved, list | tuple) and isinstance(current, list | tuple):
         for saved_element, current_element in zip_longest(saved, current, fillvalue="nothing"):
             if saved_element != current_element:

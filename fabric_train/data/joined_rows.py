@@ -1,4 +1,4 @@
-"""Read the rows of several splits as those of one: ranges of rows, one after the other."""
+"""Read rows of several splits as if they were one split: ranges of rows, one after the other."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,14 +12,14 @@ from fabric_train.data.token_dataset import IndexedRows, RowPieces, StoredRow
 
 @dataclass(frozen=True)
 class RowsOfSplit:
-    """Some of the rows that are asked for: those that one split has."""
+    """The part of a request for rows that goes to one split."""
 
     split: int
     """The index of the split."""
     positions: list[int]
-    """Their positions in the request."""
+    """The positions of these rows in the request."""
     rows: list[int]
-    """Their numbers in the split."""
+    """The numbers of these rows in the split."""
 
 
 class JoinedRows(IndexedRows):
@@ -110,7 +110,7 @@ class JoinedRows(IndexedRows):
         return np.concatenate(sources_of_ranges)
 
     def _requests(self, indices: Sequence[int]) -> Iterator[RowsOfSplit]:
-        """Yield what is asked of each split that has some of the rows."""
+        """Yield the part of the request for each split that has some of the rows."""
         requests: dict[int, RowsOfSplit] = {}
         for position, index in enumerate(indices):
             split, row = self.locate(index)

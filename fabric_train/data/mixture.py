@@ -1,4 +1,4 @@
-"""Compute by index which rows of several sources an optimizer step takes, in constant memory.
+"""Compute which rows of several sources an optimizer step takes, by index and in constant memory.
 
 This is version 2 of the order; version 1 is ``step_sampler.WindowOrder`` without a mixture. Row r of a window follows
 from (seed, epoch, window, r). Each source has the same number of rows in every window, rounded up or down
@@ -34,7 +34,7 @@ class Mixture:
     ``rows in the window × rows_per_epoch[source] / rows of an epoch`` rows, rounded up or down, and an epoch has
     exactly ``rows_per_epoch``.
 
-    How the counts are rounded: the windows of an epoch, except a shorter last one, are alike. Let M be their
+    The counts are rounded as follows. The windows of an epoch, except a shorter last one, are alike. Let M be their
     number. In each of them a source has g/M rows more than a whole number. G is the sum of g up to this source, so
     the last G is a multiple of M. With an offset u between 0 and M - 1, a source gets one more row in the window if
     a multiple of M lies between its two sums plus u: systematic sampling (W. G. Madow, L. H. Madow: On the theory
@@ -47,11 +47,12 @@ class Mixture:
     num_rows: tuple[int, ...]
     """The rows that each source has."""
     rows_per_epoch: tuple[int, ...]
-    """The rows that an epoch takes of each source; may be 0."""
+    """The number of rows that an epoch takes of each source; may be 0."""
     rows_per_window: int
     seed: int
     already_read: tuple[int, ...] = ()
-    """The rows of each source that earlier phases have read (see ``MixtureOrder``); empty: none. Passes continue."""
+    """The number of rows of each source that earlier phases have read (see ``MixtureOrder``), where passes continue.
+    Empty if there are no earlier phases."""
 
     VERSION: ClassVar[int] = 2
 
@@ -112,7 +113,7 @@ class Mixture:
         return totals
 
     def steps_of(self, row: int, num_steps: int) -> list[int]:
-        """Return which of the first ``num_steps`` steps read a row: O(passes over its source × log windows)."""
+        """Return which of the first ``num_steps`` steps read a row, in O(passes over its source × log windows)."""
         source = int(np.searchsorted(self._offsets, row, side="right")) - 1
         size = self.num_rows[source]
         num_read_before = self.rows_until(0)[source]
@@ -146,7 +147,7 @@ class Mixture:
         return epoch * len(windows) + next_window
 
     def count(self, rows: np.ndarray) -> list[int]:
-        """Return how many of some rows each source has."""
+        """Count the rows by source."""
         sources = np.searchsorted(self._offsets, rows, side="right") - 1
         return np.bincount(sources, minlength=len(self.num_rows)).tolist()
 
@@ -194,7 +195,7 @@ class Mixture:
 
     @functools.cached_property
     def _base_counts(self) -> list[int]:
-        """The rows that each full window has of each source at least."""
+        """The least number of rows of each source in a full window."""
         return [rows // self._num_full_windows for rows in self._rows_in_full_windows]
 
     @functools.cached_property
@@ -215,7 +216,7 @@ def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:
 
 
 def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """Return how many rows of each source an epoch takes, others in each: 1 is all, 0.15 is 15 % of them."""
+    """Return how many rows of each source an epoch takes; each epoch takes other rows. A share of 0.15 takes 15 %."""
     # Fraction(str(0.15)) is exactly 15/100, the number that the user wrote
     return [round(Fraction(str(share)) * rows) for rows, share in zip(num_rows, shares, strict=True)]
 

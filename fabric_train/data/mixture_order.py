@@ -1,4 +1,4 @@
-"""The rows of every step of a mixture whose shares may change in phases, and the hash that a resumed run compares."""
+"""Compute the rows of each step of a mixture whose shares may change in phases, and the hash of these rows."""
 
 import functools
 import math
@@ -16,15 +16,15 @@ from fabric_train.data.mixture import Mixture
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """The rows of every step, counted from 1, as a function of the step: O(log phases) beside a ``Mixture``'s."""
+    """The rows of every step as a function of the step, counted from 1; a ``Mixture`` and O(log phases) more."""
 
     mixtures: tuple[Mixture, ...]
-    """One for each phase."""
+    """The mixture of each phase."""
     phases_start_after: tuple[int, ...] = (0,)
-    """The step after which each phase begins, with a new epoch; 0 for the first."""
+    """The step after which each phase, and a new epoch, begins; 0 for the first phase."""
 
     def followed_by(self, last_step: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
-        """Return this order up to ``last_step``, a step of its last phase, followed by a phase that takes other rows.
+        """Return this order up to ``last_step``, a step of its last phase, then a phase with other ``rows_per_epoch``.
 
         If the last phase would have no step, the new phase takes its place.
         """
@@ -80,7 +80,7 @@ class MixtureOrder:
             yield end
 
     def count(self, rows: np.ndarray) -> list[int]:
-        """Return how many of some rows each source has."""
+        """Count the rows by source."""
         return self.mixtures[0].count(rows)
 
     def _phases(self, last_step: int) -> Iterator[tuple[int, int, Mixture]]:
@@ -93,7 +93,7 @@ class MixtureOrder:
 
     @functools.cached_property
     def _epochs_before(self) -> list[int]:
-        """The epochs that begin before each phase; the last one before a phase may be cut short."""
+        """The number of epochs before each phase, of which the last one may be cut short."""
         epochs = [0]
         for (start, end), mixture in zip(pairwise(self.phases_start_after), self.mixtures, strict=False):
             epochs.append(epochs[-1] + math.ceil((end - start) / mixture.windows_per_epoch))

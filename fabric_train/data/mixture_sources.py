@@ -1,4 +1,4 @@
-"""What has a share of its own in a mixture, and how many rows of each an epoch takes."""
+"""List the parts of a mixture that have a share each, and compute how many of their rows an epoch takes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ class SplitRange:
 
 @dataclass(frozen=True)
 class ListedSource:
-    """What has a share of its own: a token dataset, one of its sources, or all its sources without a share of their
-    own together.
+    """A part of a mixture with one share: a token dataset, one of its sources, or all its sources that have no share,
+    together.
     """
 
     folder: str
     source: str | None
-    """The name of the source; None for a token dataset, or what is left of it."""
+    """The name of the source; None for a token dataset, or for its sources without a share."""
     ranges: tuple[SplitRange, ...]
-    """Its rows in the train splits of the token datasets."""
+    """The rows in the train splits of the token datasets."""
     remaining_sources: tuple[str, ...] = ()
-    """The names of the sources together in what is left of a token dataset."""
+    """The names of the token dataset's sources that have no share and are listed together."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class ListedSource:
 def list_sources(
     token_datasets: Sequence[TokenDataset], folders: Sequence[str], all_shares: list[Shares]
 ) -> Iterator[ListedSource]:
-    """Yield each token dataset; of one whose sources some shares name, each of these and then the others together.
+    """Yield each token dataset; if some shares name its sources, yield each of these and then the others together.
 
     Args:
         token_datasets: One for each of ``folders``.
@@ -80,7 +80,7 @@ def list_sources(
 
 
 def _sources_with_shares(folders: Sequence[str], all_shares: list[Shares]) -> list[dict[str, str]]:
-    """Return for each folder the sources that have a share of their own, each with the argument that names it first."""
+    """Return for each folder the sources that have a share, each with the argument that names it first."""
     options_by_source: list[dict[str, str]] = [{} for _ in folders]
     for shares in all_shares:
         for name in shares.by_name() or ():
@@ -93,7 +93,7 @@ def _sources_with_shares(folders: Sequence[str], all_shares: list[Shares]) -> li
 def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
     """Return the rows of the train split that each source has, as ranges in their order; see ``rows_of_sources``.
 
-    In a dataset of ``--packing concat`` a source's last row has the beginning of the next one, too.
+    With ``--packing concat``, a source's last row may also have the beginning of the next source.
 
     Raises:
         InputError: the dataset has no document index, or its sources were mixed with ``--weights``.
@@ -145,7 +145,7 @@ def rows_per_epoch(shares: Shares, sources: Sequence[ListedSource], folders: Seq
 
 
 def _resolve_shares(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> list[float]:
-    """Return the share of each source; a folder's share is for its sources without a share of their own, together."""
+    """Return the share of each part; a folder's share applies to all its sources that have no share, together."""
     # shares by folder and name of the source; the share of a folder has the name None
     given_shares: dict[tuple[int, str | None], float] = {}
     for name, share in _shares_by_name(shares, folders).items():
@@ -180,7 +180,7 @@ def _resolve_shares(shares: Shares, sources: Sequence[ListedSource], folders: Se
 
 
 def _shares_by_name(shares: Shares, folders: Sequence[str]) -> dict[str, float]:
-    """Return the shares by folder or source; numbers without names are for the folders in their order, by default 1."""
+    """Return the shares by folder or source; numbers without names belong to the folders in order, by default 1."""
     by_name = shares.by_name()
     if by_name is not None:
         return by_name

@@ -1,4 +1,4 @@
-"""Name the documents of rows: source, file, place and first words."""
+"""Describe the documents in rows: source, file, position and first words."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class RowDocument:
-    """A document, or its ``num_tokens`` from ``start`` on, in a row; ``origin`` is None without a document index."""
+    """A document's ``num_tokens`` tokens from ``start`` on, in a row; ``origin`` is None without a document index."""
 
     origin: DocumentOrigin | None
     start: int
@@ -54,7 +54,7 @@ def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None)
 
 
 def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
-    """Return where the document of a piece comes from, and its first words; None without a document index."""
+    """Return where a piece's document comes from, and the piece's first words; None without a document index."""
     if dataset.train.index is None:
         return None
     vocabulary = load_vocabulary(dataset.folder / "tokenizer")
@@ -83,11 +83,11 @@ class PieceLoss:
     row: int
     """The row of the run; -1 if there is no such piece."""
     piece: int
-    """Its index among the pieces of the row."""
+    """The index of the piece in the row."""
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """A key that sorts losses that are not finite first, and then the highest ones."""
+        """The sort key that puts losses that are not finite first, and then the highest ones."""
         descending = -self.mean if math.isfinite(self.mean) else -math.inf
         return descending, self.row, self.piece
 
@@ -100,7 +100,7 @@ class WorstDocuments:
     data: TokenDataset | TokenMixture
 
     def describe(self, window: Window, losses_by_piece: torch.Tensor) -> str:
-        """Return a part of a message that names them; empty if no token dataset has a document index.
+        """Return a part of a message that names these documents; "" if no token dataset has a document index.
 
         All ranks call this together and get the same text.
 

@@ -3,7 +3,7 @@
 A *window* is the rows that one optimizer step consumes over all ranks; the last one of an epoch may be shorter. A
 *micro-batch* is the rows of one forward pass on one rank; all ranks have equally many in a window. The order of the
 rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the number of ranks.
-``data_order`` has what a checkpoint stores of the order.
+``data_order`` is the part of the order that a checkpoint stores.
 
 One token dataset without shares has version 1 of the order, numpy's permutation of all rows for each epoch. With more
 than ``MOST_SHUFFLED`` rows it has version 3, a permutation that is computed by index. A mixture has version 2; see
@@ -112,9 +112,9 @@ class WindowOrder:
     """This data rank."""
     seed: int
     mixture: MixtureOrder | None = None
-    """Decides the rows, if there is one."""
+    """The order of a mixture, which then decides the rows."""
     version: int = SHUFFLED
-    """Decides the rows without a mixture, see ``DataOrder.version``."""
+    """The version of the order without a mixture, see ``DataOrder.version``."""
 
     def rows_of(self, step: int) -> np.ndarray:
         """Return the row indices of a step's window over all ranks, int64 in order."""
@@ -174,9 +174,9 @@ class WindowOrder:
         return [RowRead(step, self.epoch_of(step), row) for step, row in steps_and_rows if step <= num_steps]
 
     def rows_hash(self, step: int, known_step: int = 0, known_hash: str = "") -> str:
-        """Hash the rows of all steps up to ``step`` in order; with versions 2 and 3 see ``MixtureOrder.rows_hash``.
+        """Hash the rows of all steps up to ``step`` in order; for versions 2 and 3, see ``MixtureOrder.rows_hash``.
 
-        With version 1, this shuffles all rows of every epoch from the beginning. If the hash of an earlier step is
+        For version 1, this shuffles all rows of every epoch from the beginning. If the hash of an earlier step is
         known, it begins there.
         """
         if self.mixture:
@@ -383,7 +383,7 @@ def _identity(item: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _shuffle_rows(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return numpy's permutation of the rows; int32 if possible, from which numpy's generator makes the same one."""
+    """Return numpy's permutation of the rows, as int32 if possible: numpy's generator shuffles both types alike."""
     dtype = np.int32 if num_rows < 1 << 31 else np.int64
     rows = np.arange(num_rows, dtype=dtype)
     np.random.default_rng([seed, epoch]).shuffle(rows)

@@ -1,4 +1,4 @@
-"""The splits of a token dataset that ``datasets`` opens, and the checks of their columns."""
+"""Open the splits of a token dataset with ``datasets``, and check their columns."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -108,7 +108,7 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
 
 
 def _fault_of_columns(split: "datasets.Dataset") -> str | None:
-    """Return the fault of a split's columns of tokens, labels and document starts; None if they are right."""
+    """Return what is wrong with a split's columns of tokens, labels and document starts; None if nothing is."""
     if "input_ids" not in split.column_names:
         return f"no column input_ids, only {', '.join(split.column_names)}"
     column_names = [name for name in _COLUMNS if name in split.column_names]
@@ -137,9 +137,9 @@ def _is_list_of_integers(column_type: pa.DataType) -> bool:
 
 
 def is_sound(lists: pa.Table | pa.ChunkedArray, *, full: bool = True) -> bool:
-    """Return whether all lists are inside of their values; without ``full``, check only the first and the last list.
+    """Return whether all lists are within their values; without ``full``, check only the first and the last list.
 
-    To read a list that is not would make pyarrow abort the process.
+    Reading a list that is not would make pyarrow abort the process.
     """
     try:
         lists.validate(full=full)
@@ -151,8 +151,8 @@ def is_sound(lists: pa.Table | pa.ChunkedArray, *, full: bool = True) -> bool:
 def _row_lengths(split: "datasets.Dataset", column: str) -> np.ndarray | int:
     """Return the length of each list in a column, integers [rows], or the length of all lists.
 
-    Rows that ``tokenize_dataset.py`` writes have lists of one length, which is in the column's type. So opening a
-    dataset takes no longer if it has more rows.
+    Rows that ``tokenize_dataset.py`` writes all have the same length, which is in the column's type. So opening a
+    dataset does not take longer if it has more rows.
     """
     lists = split.data.column(column)
     if pa.types.is_fixed_size_list(lists.type):

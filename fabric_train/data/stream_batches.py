@@ -64,7 +64,7 @@ class LaneCursor:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> "LaneCursor":
-        """Return the cursor that :meth:`numbers` described; a ValueError or TypeError if these are not its numbers."""
+        """Return the cursor for the result of :meth:`numbers`; raise a ValueError or TypeError for other numbers."""
         integers = list(map(int, numbers))
         hash_halves = integers[6:8]
         return cls(
@@ -85,7 +85,7 @@ class DealtDocument(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a document in a row: where it begins there, its source, and its share of the document's bytes."""
+    """A part of a document in a row: its position in the row, its source, and its share of the document's bytes."""
 
     position: int
     source: int
@@ -141,13 +141,13 @@ class Lanes:
         max_length: int,
         num_sources: int,
     ) -> None:
-        """Prepare to read lanes; documents are read when rows are asked for.
+        """Prepare to read lanes; documents are only read when rows are requested.
 
         Args:
             read: Returns the documents of a pass.
             encode: Returns the tokens of a document, at least 1.
             num_lanes: The number of lanes over all ranks.
-            begins: The lanes that are read here, each with the position of its first row.
+            begins: The lanes to read, each with the position of its first row.
             max_length: The tokens of a row.
             num_sources: The number of sources whose tokens are counted; 0 counts none.
         """
@@ -183,7 +183,7 @@ class Lanes:
     def _open_document(self, lane: "_Lane") -> None:
         """Encode the next document of a lane.
 
-        Documents of the other lanes that come before it wait in these lanes.
+        Documents before it that belong to other lanes wait in their lanes.
         """
         # deal documents until this lane gets one
         while not lane.waiting:
@@ -232,7 +232,7 @@ class _Lane:
         """The documents after the open one."""
 
     def take(self, max_tokens: int) -> np.ndarray:
-        """Return the next tokens of the open document, int32 [2, up to ``max_tokens``], and move behind them."""
+        """Return the next tokens of the open document, int32 [2, up to ``max_tokens``], and advance past them."""
         piece = self.tokens[:, :max_tokens]
         self.tokens = self.tokens[:, max_tokens:]
         epoch, document, offset = self.position
@@ -287,7 +287,7 @@ class StreamBatches:
     cursors: Sequence[LaneCursor] | None
     """The states of the lanes of all ranks after the checkpoint's step; None at the beginning of a run."""
     num_workers: int
-    """The most processes that make batches; 0: this one makes them."""
+    """The most processes that make batches; with 0, this process makes them."""
     pin_memory: bool
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
@@ -309,7 +309,7 @@ class StreamBatches:
     def _loader(self, num_windows: int) -> DataLoader:
         """Return the loader, whose workers divide the micro-batches of a window evenly.
 
-        So each lane stays with one worker.
+        Each lane therefore stays with one worker.
         """
         num_workers = self.num_workers
         while num_workers > 0 and self.order.num_batches % num_workers != 0:
@@ -320,7 +320,7 @@ class StreamBatches:
         """Yield the micro-batches of a worker: every ``num_workers``-th of each window, from ``worker`` on.
 
         Raises:
-            InputError: the row before the checkpoint is not the one that the run was trained on.
+            InputError: the row before the checkpoint differs from the row that the run was trained on.
         """
         # the lanes of this worker, with the positions at which they begin
         lanes_of_batches = [self.order.lanes(batch) for batch in range(worker, self.order.num_batches, num_workers)]

@@ -31,7 +31,7 @@ _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 TRAIN_ON = "assistant"
 """The supervised part of a chat."""
 WHOLE_FILES = 1 << 62
-"""Bytes of a part: each file is one part."""
+"""A size in bytes that makes each file one part."""
 _HASHED_BYTES = 1 << 20  # at each end of a file
 
 
@@ -76,7 +76,7 @@ def read_share(
 def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
     """Yield the documents of all sources: the next one comes from the source with the least progress.
 
-    So the progress of any two sources never differs by more than one document adds, and all end together.
+    So the progress of two sources never differs by more than one document adds, and all sources end together.
     ``sources`` yield documents, each with the source's progress after it, from 0 to 1.
     """
     progress_of_sources = [(0.0, source) for source in range(len(sources))]  # a heap
@@ -94,7 +94,7 @@ def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
 def shuffle(documents: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
     """Yield the documents of a pass in a random order.
 
-    Each is drawn from a buffer of ``size`` documents, where the next document of the source replaces it.
+    Each document is drawn from a buffer of ``size`` documents, in which the next document of the source replaces it.
     """
     buffer: list[T] = []
     num_drawn = 0
@@ -127,7 +127,7 @@ class Document(NamedTuple):
     """A text or a chat."""
 
     source: int
-    """An index of ``StreamedDocuments.source_names``."""
+    """The source, as an index of ``StreamedDocuments.source_names``."""
     kind: str
     """``text``, or the format of the chat."""
     content: str | Row
@@ -135,7 +135,7 @@ class Document(NamedTuple):
     num_bytes: int
     """The UTF-8 bytes of the text, or of the chat's messages; at least 1."""
     locate: Callable[[], str]
-    """Returns the file or split and the line or row, for messages."""
+    """A function that returns the file or split and the line or row, for messages."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class StreamedSource:
     name: str
     source: Source
     kind: str
-    """The kind of its documents, see ``Document.kind``."""
+    """The kind of the documents, see ``Document.kind``."""
     columns: tuple[str, ...]
     """The columns of a row that make a document."""
     unused_columns: set[str] = field(default_factory=set, compare=False)
@@ -153,7 +153,7 @@ class StreamedSource:
 
     @cached_property
     def size(self) -> int:
-        """The size in bytes; of a streamed hub dataset in rows. 0 if it is not known."""
+        """The size in bytes, or in rows for a streamed hub dataset; 0 if it is not known."""
         if not isinstance(self.source, StreamSource):
             return self.source.num_bytes
         rows_of_splits = [_num_rows(dataset.info, split) for split, dataset in self.source.splits.items()]
@@ -225,7 +225,7 @@ class StreamedSource:
         return Document(source_index, self.kind, content, max(1, num_bytes), locate)
 
     def _note_unused(self, columns: Set[str], locate: Callable[[], str]) -> None:
-        """Print a note on columns that no earlier row had, in the first of the processes that read the rows."""
+        """Print a note on columns that no earlier row had, in the first process that reads rows."""
         new_columns = columns - self.unused_columns
         if not new_columns:
             return
@@ -241,7 +241,7 @@ class StreamedSource:
         """Yield a line per file or split that identifies its content.
 
         The line of a file has a hash of its first and last MiB; the line of a split has the dataset's fingerprint or,
-        if it is streamed, its commit on the hub. A registered format of chats has a line of its own.
+        if it is streamed, its commit on the hub. A registered format of chats has a line too.
         """
         source = self.source
         if isinstance(source, FileSource):
@@ -268,13 +268,13 @@ class StreamedDocuments:
     None: a pass reads one source after the other.
     """
     shuffle_buffer: int
-    """The next document is drawn from as many documents; 0 keeps their order."""
+    """The number of documents from which the next one is drawn; 0 keeps their order."""
     seed: int
-    """Decides what is drawn from the buffer, and which documents a fractional share has."""
+    """The seed for drawing from the buffer, and for the documents of a fractional share."""
 
     @cached_property
     def source_names(self) -> tuple[str, ...]:
-        """The distinct names of the sources: for losses and tokens, sources with the same name are one."""
+        """The distinct names of the sources; sources with the same name are one source for losses and tokens."""
         return tuple(dict.fromkeys(source.name for source in self.sources))
 
     def read(self, epoch: int) -> Iterator[Document]:
@@ -319,7 +319,7 @@ class StreamedDocuments:
 
 
 def bad_row_error(message: str) -> InputError:
-    """Return the error that ends the run, from a message that names the row and its fault."""
+    """Return the error that ends the run, with a message that names the row and what is wrong with it."""
     return InputError(f"{message}; fix it, or leave such rows out with fabric-train tokenize --on_bad_rows skip")
 
 

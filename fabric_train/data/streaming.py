@@ -42,13 +42,13 @@ _COUNTED_DOCUMENTS = 100  # at the start of a source, to estimate how many it ha
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """An encoder that gives the ids and labels of tokenization, BOS and EOS included."""
+    """An encoder of documents that gives the same ids and labels as tokenization, including BOS and EOS."""
 
     encoder: text_encoder.TextEncoder
-    """Encodes texts."""
+    """The encoder of texts."""
     borders: text_encoder.Borders
     chats: Mapping[str, "ChatEncoder"]
-    """The encoders of chats by their format."""
+    """The encoders of chats, by format."""
 
     def __call__(self, document: Document) -> EncodedDocument:
         """Return the document's tokens, at least 1."""
@@ -86,7 +86,7 @@ class Stream:
     tokenizer: CorpusTokenizer
     """The model's tokenizer."""
     tokenizer_folder: Path
-    """Where the run stores the tokenizer, and from where the encoder is opened."""
+    """The folder in which the run stores the tokenizer, and from which the encoder is opened."""
     chat_template: ChatTemplateInUse | None
     """None without chats."""
     max_length: int
@@ -94,9 +94,9 @@ class Stream:
     isolates: bool
     """Whether attention stays within a document."""
     held_out: TokenDataset | TokenMixture | None
-    """Has the validation split; None without --train_data_dir."""
+    """The token dataset with the validation split; None without --train_data_dir."""
     notes: tuple[str, ...] = ()
-    """For the user: the columns of texts that are not used."""
+    """Notes for the user on columns of texts that are not used."""
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -115,12 +115,12 @@ class Stream:
 
     @property
     def attachments(self) -> tuple[Path, ...]:
-        """Folders that each checkpoint copies, so that it can be exported and used on its own."""
+        """The folders that are copied to each checkpoint, so that it can be exported and used on its own."""
         return (self.tokenizer_folder,)
 
     @property
     def tokenizer_hash(self) -> str:
-        """SHA-256 of everything that decides the ids, BOS and EOS included."""
+        """The SHA-256 of everything that decides the ids, including BOS and EOS."""
         tokenizer = self.tokenizer
         if isinstance(tokenizer.source, Path):
             vocabulary = read_json(tokenizer.source / "tokenizer.json", dict, "fetch the file again")
@@ -131,13 +131,13 @@ class Stream:
         return hashlib.sha256(f"{content} {settings}".encode()).hexdigest()
 
     def save_tokenizer(self) -> None:
-        """Write the tokenizer, with the chat template in use, into ``tokenizer_folder``."""
+        """Write the tokenizer, with the chat template in use, to ``tokenizer_folder``."""
         self.tokenizer.save(self.tokenizer_folder)
         if self.chat_template is not None:
             set_chat_template(self.tokenizer_folder, self.chat_template.source)
 
     def open_encoder(self) -> DocumentEncoder:
-        """Open the encoder of the tokenizer in ``tokenizer_folder``; its ids are those that tokenization writes.
+        """Open the encoder of the tokenizer in ``tokenizer_folder``, which gives the same ids as tokenization.
 
         Forked processes may use it as long as this process has encoded nothing with it.
         """
@@ -162,7 +162,7 @@ class Stream:
     def _find_difference(self, encoder: text_encoder.TextEncoder, reference: Reference) -> str | None:
         """Return how the encoder's ids differ from the tokenizer's; None if they agree.
 
-        Hard strings are compared, and the first documents.
+        Difficult strings and the first documents are compared.
         """
         texts = list(reference.hard_strings())
         unshuffled = replace(self.documents, shuffle_buffer=0)
@@ -181,7 +181,7 @@ def _texts_in(document: Document) -> list[str]:
 
 
 def _chat_encoder(tokenizer_folder: Path, chat_format: str, *, by_parts: bool = True) -> "ChatEncoder":
-    """Return an encoder of chats of any length: they are cut where rows end."""
+    """Return an encoder of chats without a limit of length: chats are cut where rows end."""
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
 
     return ChatEncoder(tokenizer_folder, chat_format, TRAIN_ON, "drop", max_length=None, by_parts=by_parts)
@@ -254,7 +254,7 @@ def _notes_on_unused_columns(sources: Sequence[StreamedSource]) -> list[str]:
 def _look_at_first_rows(source: StreamedSource, encoder: "ChatEncoder | None" = None) -> None:
     """Add the columns of a source's first rows that are in no document to its ``unused_columns``.
 
-    With the ``encoder`` of chats, keys of turns that its template does not show are added too.
+    With an ``encoder`` of chats, the keys of turns that its template does not show are added too.
     """
     for file_part in islice(source.source.parts(WHOLE_FILES), 1):  # none of a source without files
         reader = source.source.reader(file_part, source.columns)
@@ -265,7 +265,7 @@ def _look_at_first_rows(source: StreamedSource, encoder: "ChatEncoder | None" = 
 
 
 def _find_unused_columns(row: Row, source: StreamedSource, encoder: "ChatEncoder | None") -> Set[str]:
-    """Return the columns of a row, and the keys of its turns, that are in no document."""
+    """Return the columns of a row, and the keys of its turns, that no document uses."""
     if source.kind == "text":
         return columns_beside_text(row, source.columns[0])
     calls_as_text = encoder is not None and encoder.calls_as_text
@@ -283,7 +283,7 @@ def _find_unused_columns(row: Row, source: StreamedSource, encoder: "ChatEncoder
 
 
 def _open_documents(data_arguments: "DataArguments", entries: list[str], downloads: Path) -> StreamedDocuments:
-    """Open the entries of --streaming_dataset; files of URLs are downloaded into ``downloads``."""
+    """Open the entries of --streaming_dataset; the files of URLs are downloaded to ``downloads``."""
     # open all sources, and see what kind of documents they have
     names_and_locations = split_names(entries, "--streaming_dataset")
     opened_sources = open_sources(

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-"""The ``input_ids`` of a row, its labels, and the starts of its documents; None if documents are not kept apart."""
+"""A row's ``input_ids``, its labels, and the starts of its documents, which are None if documents are not kept
+apart."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class RowPieces:
     """P pieces of documents: the pieces of some rows in order."""
 
     rows: np.ndarray
-    """The row of each piece, int64 [P]: its index among the rows that were asked for."""
+    """The row of each piece, int64 [P], as an index of the requested rows."""
     positions: np.ndarray
-    """Where each piece begins in its row, int64 [P]."""
+    """The position in its row at which each piece begins, int64 [P]."""
     sources: np.ndarray
-    """The source of each piece, int64 [P]: an index of ``IndexedRows.source_names``."""
+    """The source of each piece, int64 [P], as an index of ``IndexedRows.source_names``."""
     num_tokens: np.ndarray
-    """The tokens of each piece, int64 [P], with those that --overlap repeats."""
+    """The number of tokens in each piece, int64 [P], including those that --overlap repeats."""
     num_bytes: np.ndarray
     """The UTF-8 bytes of each piece, fp64 [P]: its document's bytes, shared by tokens; NaN if they are not known."""
     reference: np.ndarray | None = None
@@ -179,7 +180,7 @@ class Rows(IndexedRows):
         return self._lengths[rows].astype(np.int64)
 
     def chunks(self, column: str, rows: range | None = None) -> Iterator[pa.Array]:
-        """Yield a column of consecutive rows, or of all, as one array of lists after the other.
+        """Yield a column of consecutive rows, or of all rows, as one array of lists after the other.
 
         Raises:
             InputError: an array is damaged.
@@ -230,7 +231,7 @@ class Rows(IndexedRows):
         """Return the rows in the order of ``indices``.
 
         Raises:
-            RunError: a row does not have the checksum that it was written with.
+            RunError: a row's checksum differs from the one that was written with it.
         """
         # columns of lists, which pyarrow must not read if they are damaged
         table = self._stored.take(indices)
@@ -267,7 +268,7 @@ class Rows(IndexedRows):
         return self._open_index()
 
     def use_reference(self, file: Path) -> None:
-        """Give the pairs of all batches from now on the log-probabilities in a file of ``training.reference``."""
+        """From now on, give the pairs of all batches the log-probabilities in a file of ``training.reference``."""
         self._reference_file = file
         self.__dict__.pop("_reference", None)
 
@@ -276,7 +277,7 @@ class Rows(IndexedRows):
         return None if self._reference_file is None else np.load(self._reference_file, mmap_mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the mapped file out, which would be pickled as a whole."""
+        """Leave out the mapped file, of which pickle would copy everything."""
         return {name: value for name, value in self.__dict__.items() if name != "_reference"}
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
@@ -326,7 +327,7 @@ class Rows(IndexedRows):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A token dataset on disk: ``train``, ``validation`` if there is one, and the ``manifest``, None for an older
+    """A token dataset on disk: ``train``, ``validation`` if there is one, and ``manifest``, which is None for an older
     folder.
     """
 
@@ -378,7 +379,7 @@ class TokenDataset:
 
     @property
     def attachments(self) -> tuple[Path, ...]:
-        """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
+        """The files and folders that are copied to each checkpoint, so that it can be exported and used on its own."""
         return tuple(path for path in (self.folder / "manifest.json", self.folder / "tokenizer") if path.exists())
 
 

@@ -18,20 +18,20 @@ from fabric_train.tokenization.merge import merge_manifests, open_inputs
 
 @dataclass(frozen=True)
 class TokenMixture:
-    """Several token datasets with one tokenizer and one row length, or a single one whose sources have shares."""
+    """Several token datasets with the same tokenizer and row length, or a single one whose sources have shares."""
 
     parts: tuple[TokenDataset, ...]
     """The token datasets."""
     sources: tuple[ListedSource, ...]
     rows_per_epoch: tuple[int, ...]
-    """The rows of each source that an epoch takes, unless a phase takes others."""
+    """The number of rows of each source that an epoch takes, unless a phase takes others."""
     train: JoinedRows
     """The rows of the ``sources``, one source after the other."""
     validation: JoinedRows | None
     manifest: Manifest
-    """Describes all token datasets together."""
+    """The manifest that describes all token datasets together."""
     manifest_folder: Path
-    """Where the run keeps ``manifest``."""
+    """The folder in which the run stores ``manifest``."""
 
     def rows_of(self, shares: Shares) -> tuple[int, ...]:
         """Return the rows of each source that an epoch with other shares takes."""
@@ -44,21 +44,21 @@ class TokenMixture:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether the documents are preference pairs; the parts have all of them, or none."""
+        """Whether the documents are preference pairs, in all parts or in none."""
         return self.parts[0].has_pairs
 
     @property
     def has_unpaired(self) -> bool:
-        """Whether the documents are unpaired answers; the parts have all of them, or none."""
+        """Whether the documents are unpaired answers, in all parts or in none."""
         return self.parts[0].has_unpaired
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The sources of the documents, see ``TokenDataset.source_names``; one that several parts have is one."""
+        """The sources of the documents, see ``TokenDataset.source_names``; a name in several parts is one source."""
         return self.train.source_names
 
     def tokens_of(self, listed: ListedSource) -> dict[str, int]:
-        """Return how many tokens in rows each source of documents has in ``listed``, one of ``sources``."""
+        """Return how many tokens each source of documents has in the rows of ``listed``, one of ``sources``."""
         names = listed.remaining_sources
         if listed.source is not None:
             names = (listed.source,)
@@ -89,7 +89,7 @@ class TokenMixture:
 
     @property
     def attachments(self) -> tuple[Path, ...]:
-        """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
+        """The files and folders that are copied to each checkpoint, so that it can be exported and used on its own."""
         return self.manifest_folder / FILE_NAME, self.parts[0].folder / "tokenizer"
 
     def write_manifest(self) -> None:
@@ -141,7 +141,7 @@ def open_mixture(
 
 
 def unpredicted_tokens(datasets: Sequence[TokenDataset], num_predicted: int) -> str:
-    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known."""
+    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not, or is not known."""
     num_supervised = 0
     for dataset in datasets:
         if not dataset.validation:

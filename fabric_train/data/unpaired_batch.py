@@ -1,4 +1,4 @@
-"""Take the sequences of one kind out of a batch of unpaired answers: each answer, or the other row's answer beside it.
+"""Select one kind of sequence from a batch of unpaired answers: the answers, or the mismatched answers next to them.
 
 Shapes: A answers, T tokens per row.
 """
@@ -12,16 +12,16 @@ import torch
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 
 ANSWER: Final = 0
-"""The sequence of a document that is a prompt with its answer."""
+"""The sequence of a prompt with its answer."""
 MISMATCHED: Final = 1
-"""The sequence that is the same prompt with another row's answer."""
+"""The sequence of the same prompt with another row's answer."""
 
 
 def select_sequences(batch: Batch, kind: int) -> Batch:
     """Return a batch on the CPU with the sequences of one kind: ``ANSWER`` or ``MISMATCHED``.
 
     Rows stay apart and become shorter. Each document of the result is a piece. ``reference`` has the log-probability of
-    each of its answers, fp64 [A]. The batch of a rank without rows is returned as it is.
+    each of its answers, fp64 [A]. The batch of a rank without rows is returned unchanged.
     """
     if batch.documents is None or batch.is_desirable is None:
         return batch

@@ -1,11 +1,11 @@
-"""How the ranks of a run find each other: Fabric's plugin for the launcher, and what has to be corrected in it.
+"""Connect the ranks of a run: choose Fabric's plugin for the launcher, and correct what it gets wrong.
 
 - Fabric looks for a plugin by importing mpi4py, which starts MPI in runs that mpiexec has not started, and it warns
   where ``srun`` is installed. Here :func:`fabric_train.cli.launcher.find_launcher` decides.
-- MPI: each first question for node, address or port is a message to all ranks, in which a rank that asks alone waits
-  forever. mpiexec takes a rank that ends without finalizing MPI for a crash.
-- Slurm: the first node's name may not resolve. Fabric refuses ``--ntasks``, and in a job of the name "interactive",
-  which ``salloc`` gives, every task trains alone.
+- MPI: the first request for node, address or port is a message to all ranks, so a rank that asks alone waits
+  forever. mpiexec treats a rank that ends without finalizing MPI as crashed.
+- Slurm: the first node's name may not resolve. Fabric refuses ``--ntasks``. In a job named "interactive",
+  the default of ``salloc``, Fabric lets every task train alone.
 - gloo listens on the address of this machine's name, which is often 127.0.0.1: other machines cannot reach that.
 """
 
@@ -50,8 +50,8 @@ _ANY_PORT = 9
 def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnvironment:
     """Return Fabric's plugin for the launcher of this process, with an address at which rank 0 can be reached.
 
-    Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME`` unless the user has set it: on one machine to
-    the loopback, in a CPU run on several machines only if gloo would listen where no other machine can reach it.
+    Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME`` unless the user has: on one machine to
+    the loopback; in a CPU run on several machines only if gloo would listen where no other machine can reach it.
 
     Raises:
         InputError: mpi4py does not work, or rank 0 cannot be reached.
@@ -77,9 +77,9 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
 
 
 def _use_loopback_only(*, serves_store: bool) -> None:
-    """Let nothing of a run on one machine listen on the network: neither gloo nor the store that the ranks meet at.
+    """Keep a run on one machine off the network: neither gloo nor the store of the ranks listens there.
 
-    ``serves_store``: rank 0 serves the store; otherwise torchrun does, at an address that it has chosen itself.
+    With ``serves_store``, rank 0 serves the store. Otherwise torchrun does, at an address of its choice.
     """
     if serves_store:
         os.environ["MASTER_ADDR"] = LOOPBACK
@@ -89,7 +89,7 @@ def _use_loopback_only(*, serves_store: bool) -> None:
 
 
 class SrunEnvironment(environments.SLURMEnvironment):
-    """Slurm's tasks; the address is the step's first node unless ``MASTER_ADDR`` is set."""
+    """Slurm's tasks as ranks; rank 0's address is the step's first node unless ``MASTER_ADDR`` is set."""
 
     def __init__(self, num_nodes: int) -> None:
         super().__init__(auto_requeue=False)
@@ -104,21 +104,21 @@ class SrunEnvironment(environments.SLURMEnvironment):
 
     @staticmethod
     def _validate_srun_used() -> None:
-        """Do not warn: srun has started this task, whatever the job is called."""
+        """Do not warn: srun has started this task, whatever the job's name is."""
 
     @staticmethod
     def _validate_srun_variables() -> None:
-        """Accept what ``find_other_world`` has: Fabric wants ``--ntasks-per-node``, and not ``--ntasks``."""
+        """Accept the numbers that ``find_other_world`` has checked: Fabric accepts only ``--ntasks-per-node``."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept what ``find_other_world`` has: Fabric compares with the job, which may be larger than the step."""
+        """Accept the numbers that ``find_other_world`` has checked: Fabric's come from the job, not the step."""
 
     def world_size(self) -> int:
         return int(os.environ[SRUN.size])
 
 
 class MpiexecEnvironment(environments.MPIEnvironment):
-    """MPI's processes.
+    """MPI's processes as ranks.
 
     MPI answers by messages between all ranks. So all ranks ask everything together in ``__init__``, then finalize MPI.
     """
@@ -158,7 +158,7 @@ class MpiexecEnvironment(environments.MPIEnvironment):
         MPI.Finalize()
 
     def _find_node_and_local_rank(self) -> None:
-        """Find this rank's machine and its rank there by shared memory: two machines may have the same name."""
+        """Find this rank's machine and local rank by shared memory, since two machines may have the same name."""
         from mpi4py import MPI
 
         self._comm_local = self._comm_world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -176,7 +176,7 @@ def _free_port() -> int:
 
 
 def check_address(address: str, launcher: str) -> None:
-    """Check that the address of rank 0 resolves on this machine; otherwise the ranks would wait for it for minutes."""
+    """Check that rank 0's address resolves on this machine; otherwise the ranks would wait for it for minutes."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
@@ -192,7 +192,7 @@ def check_address(address: str, launcher: str) -> None:
 def _check_reaches_rank_0(environment: ClusterEnvironment) -> None:
     """Check that ``MASTER_ADDR`` does not mean this machine itself, if rank 0 is on another machine.
 
-    With torchrun's rendezvous c10d it is the name that the first machine has for itself, such as "localhost".
+    With torchrun's c10d rendezvous, it is the first machine's name for itself, such as "localhost".
     """
     address = environment.main_address
     if environment.node_rank() == 0 or not _is_store_served_by_torchrun() or not _is_loopback(address):
@@ -208,7 +208,7 @@ def _check_reaches_rank_0(environment: ClusterEnvironment) -> None:
 
 
 def set_gloo_interface(main_address: str) -> None:
-    """Set ``GLOO_SOCKET_IFNAME`` to the interface on the way to rank 0 if gloo's own choice would be the loopback.
+    """Set ``GLOO_SOCKET_IFNAME`` to the interface that leads to rank 0 if gloo itself would choose the loopback.
 
     gloo listens on the address that the machine's name resolves to, and on the loopback if it resolves to none.
 
@@ -263,7 +263,7 @@ def _interfaces_by_address() -> dict[str, str]:
 
 
 def _local_address_towards(address: str) -> str:
-    """Return the address that this machine sends from to reach another one; an empty text if there is no route."""
+    """Return the address from which this machine reaches another one; "" if there is no route."""
     # connecting a UDP socket sends nothing, it only chooses the route
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, _ANY_PORT))
@@ -279,7 +279,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _address_of_this_machine() -> str:
-    """Return this machine's name, or the address of its only interface if the name resolves to the loopback here."""
+    """Return this machine's name, or if the name resolves to the loopback, the address of its only interface."""
     name = socket.gethostname()
     if not _is_loopback(name) and _local_address_towards(name):
         return name
@@ -290,7 +290,7 @@ def _address_of_this_machine() -> str:
 
 
 def _slurm_node_address(name: str) -> str:
-    """Return a node's name, or the address that Slurm's configuration has for it if the name does not resolve."""
+    """Return a node's name, or if it does not resolve, the address in Slurm's configuration."""
     with suppress(OSError, UnicodeError):
         socket.getaddrinfo(name, None)
         return name
@@ -339,14 +339,14 @@ def destroy_process_group(fabric: Fabric) -> None:
 
 
 def _is_store_served_by_torchrun() -> bool:
-    """Return whether torchrun listens on the port, with one store for all of its restarts; otherwise rank 0 does."""
+    """Return whether torchrun serves the store, which then survives restarts; otherwise rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
-    """Serve, on rank 0 of a run on one machine, the store by which the ranks connect; return None elsewhere.
+    """Serve the store through which the ranks connect, on rank 0 of a run on one machine; return None elsewhere.
 
-    On several machines torch serves it later, on all interfaces; then only check that the port is free.
+    On several machines torch serves it later, on all interfaces, so this only checks that the port is free.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
     if environment is None or isinstance(environment, environments.XLAEnvironment):  # neither has a port
@@ -370,8 +370,8 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
 def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta) -> None:
     """Initialize the process group after torchrun has restarted the ranks; Fabric then uses this group.
 
-    torchrun's default rendezvous keeps one store, in which the addresses of the dead ranks remain. A prefix per restart
-    keeps the new ranks from reading them.
+    torchrun's default rendezvous keeps one store, in which the addresses of the dead ranks remain. A prefix for each
+    restart keeps the new ranks from reading them.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     dist.init_process_group(
@@ -384,7 +384,7 @@ def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta
 
 
 def _end_with_child(rank: int, code: int) -> None:
-    """End the run because a rank that this process started has failed before the watchdog watched it."""
+    """End the run because a rank that this process started has failed before the watchdog was watching."""
     if code == STOPPED:
         end_run(code, describe_stop_outside_training(f"a signal to rank {rank}"))
     if code < 0:

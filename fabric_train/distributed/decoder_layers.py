@@ -1,7 +1,7 @@
-"""Compile decoder layers, and choose which of their activations are kept for the backward pass and which recomputed.
+"""Compile decoder layers, and choose which of their activations are kept for the backward pass or recomputed.
 
 A layer's ``forward`` is replaced in place, so names in the state dict stay the same. FSDP gathers the layer's weights
-around ``forward``, so they are also there for the recomputation.
+around ``forward``, so they are also available for the recomputation.
 """
 
 import importlib
@@ -33,15 +33,15 @@ Forward = Callable[..., Any]
 Call = tuple[Any, int]
 """An operation, and the index of this call among the operation's calls in a layer's forward pass."""
 MAX_STATIC_LENGTHS = 4
-"""Up to this many row lengths, layers are compiled for each length separately; for more, once for any length."""
+"""The most row lengths for which layers are compiled separately; with more, they are compiled once for any length."""
 _RECOMPILE_LIMIT = 64
-"""Compilations of a layer for each shape, in training and evaluation; beyond it torch runs the layer uncompiled."""
+"""The most compilations of a layer, for shapes in training and evaluation; beyond it, torch does not compile."""
 _DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
-"""torch's names of the arguments with which transformers passes document borders to a layer; see ``packed_forward``."""
+"""torch's names for the arguments by which transformers passes document borders to a layer; see ``packed_forward``."""
 
 
 def shares_kept(fsdp: "FSDPArguments") -> tuple[float, float | None]:
-    """Return the shares of a layer's activations that checkpointing and the compiler keep; None: it is not compiled.
+    """Return the shares of a layer's activations that checkpointing and the compiler keep; None if it is not compiled.
 
     A share is 1 without checkpointing and 0 if only the layer's input is kept. In a compiled layer the compiler itself
     chooses what selective checkpointing keeps; with full checkpointing the whole compiled layer runs again.
@@ -58,13 +58,13 @@ def shares_kept(fsdp: "FSDPArguments") -> tuple[float, float | None]:
 def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, *, offloads: bool = False) -> None:
     """Make each layer keep only part of its activations and recompute the others in the backward pass.
 
-    The layers are not sharded yet.
+    The layers must not be sharded yet.
 
     Args:
         layers: Decoder layers; their ``forward`` is replaced.
-        budget: Bytes to keep, as a share of what a layer keeps without checkpointing. Only the results of matrix
+        budget: The bytes to keep, as a share of what a layer keeps without checkpointing. Only the results of matrix
             products and attention are candidates, those with the most FLOPs per byte first. 0 keeps only the input.
-        offloads: Keep the layer's input in pinned host memory; needs a budget of 0.
+        offloads: Whether the layer's input is kept in pinned host memory; needs a budget of 0.
     """
     plan = _SelectivePlan(budget) if budget else None
     offload = _Offload() if offloads else None
@@ -73,7 +73,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, *, offlo
 
 
 def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Offload | None") -> Forward:
-    """Return ``forward`` with selective checkpointing by a ``plan``, or with full checkpointing if that is None.
+    """Return ``forward`` with selective checkpointing by a ``plan``, or with full checkpointing if ``plan`` is None.
 
     Full checkpointing stores the layer's input in host memory if there is an ``offload``.
     """
@@ -102,15 +102,15 @@ class _HostCopy:
     in_host: torch.Tensor
     device: torch.device
     previous: Callable[[], "_HostCopy | None"]
-    """Returns the tensor that was saved before this one, which the backward pass needs next; None once it is freed."""
+    """A reference to the tensor saved before this one, which the backward pass needs next; None once that is freed."""
     on_device: torch.Tensor | None = None
-    """The tensor on the device, from the moment when the copy back has begun."""
+    """The tensor on the device, as soon as the copy back has begun."""
     copied_back: torch.cuda.Event | None = None
-    """Happens when the copy back is complete."""
+    """The event that the copy back is complete."""
 
 
 class _Offload:
-    """Copy saved tensors to host memory and back on a CUDA stream of their own, in parallel to the computation.
+    """Copy saved tensors to host memory and back on a separate CUDA stream, in parallel with the computation.
 
     In the forward pass a layer's input is copied while the layer computes. In the backward pass the input of the
     previous layer is copied back while a layer computes. The host never waits.
@@ -125,7 +125,7 @@ class _Offload:
         self._copied_to_host: torch.cuda.Event | None = None
 
     def to_host(self, tensor: torch.Tensor) -> "_HostCopy | torch.Tensor":
-        """Begin to copy a tensor to the host; return a tensor that is on the host already."""
+        """Begin to copy a tensor to the host, and return the copy; return a tensor that is already there unchanged."""
         if not tensor.is_cuda:
             return tensor
         if self._copy_stream is None:
@@ -231,16 +231,16 @@ class _RecordedOperation:
     call: Call
     flops: int
     num_bytes: int
-    """Size of its results."""
+    """The bytes of its results."""
     num_saved_before: int
-    """Tensors that autograd had saved when the operation ran."""
+    """The number of tensors that autograd had saved when the operation ran."""
 
 
 class _OperationRecorder(TorchDispatchMode):
     """Record the matrix products and attentions that run in this context, and the bytes that autograd saves.
 
     Only the layer's inputs, whose storage ids are ``input_storages``, and what the layer computes count as saved.
-    Weights and tensors that all layers share exist in any case.
+    Weights and tensors that all layers share exist anyway.
     """
 
     def __init__(self, input_storages: Iterable[int]) -> None:
@@ -261,7 +261,7 @@ class _OperationRecorder(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and record its output and, if it is a candidate to be kept, the call."""
+        """Run an operation and record its output; if its result is a candidate for keeping, record the call too."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
 
@@ -312,7 +312,7 @@ def check_compiler(argument: str, alternative: str) -> None:
 
 
 def missing_compiler() -> str | None:
-    """Return "compiler NAME" if the C++ compiler that torch would use is not installed, else None."""
+    """Return "compiler NAME" if the C++ compiler that torch would use is not installed, and otherwise None."""
     compiler = os.environ.get("CXX", "g++")
     return None if shutil.which(compiler) else f"compiler {compiler}"
 
@@ -325,8 +325,8 @@ def compile_layers(layers: Iterable[nn.Module], *, any_length: bool, budget: flo
 
     Args:
         layers: Decoder layers; their ``forward`` is replaced.
-        any_length: Compile once for rows of any length, else once for each shape. A kernel for one shape is faster, and
-            it does not depend on earlier shapes, which exact resume relies on.
+        any_length: Compile once for rows of any length, instead of once for each shape. A kernel for one shape is
+            faster, and it does not depend on earlier shapes, which exact resume relies on.
         budget: Share of the activations to keep for the backward pass; the compiler chooses which.
     """
     _remove_unfinished_builds()
@@ -350,7 +350,7 @@ def compile_layers(layers: Iterable[nn.Module], *, any_length: bool, budget: flo
 
 
 def _remove_unfinished_builds() -> None:
-    """Remove libraries that a killed process left half-built in torch's cache: torch would take them for finished.
+    """Remove libraries that a killed process left half-built in torch's cache, since torch would use them.
 
     During a build, torch holds a lock and keeps a folder next to the library.
     """

@@ -1,4 +1,4 @@
-"""Norm, clipping and averaging of the gradient of a model whose parameters may be divided among the ranks.
+"""Compute the norm of a gradient, clip it and average it, for parameters that may be divided among the ranks.
 
 All functions without an underscore are collective: every rank must call them, in the same order.
 """
@@ -17,12 +17,12 @@ from fabric_train.distributed.ranks import to_device_async
 from fabric_train.distributed.sharded_parameters import local_part
 
 _ROW = 1024
-"""Squares that are summed in fp32 on CPU; the sums of these rows are added in fp64."""
+"""The number of squares that are summed in fp32 on the CPU; the sums of these rows are added in fp64."""
 
 
 @torch.no_grad()
 def average_replicated(model: Any) -> None:
-    """Average, over all ranks, the gradients of parameters that every rank holds whole although the model is sharded.
+    """Average over all ranks the gradients of parameters that every rank holds in full although the model is sharded.
 
     A strategy that shards the model ignores these parameters (``model.replicated``, set by ``setup_model``). Call this
     once a step, after the backward passes. The gradients travel as one fp32 vector.
@@ -69,11 +69,11 @@ def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) 
 
 
 def _squared_norm(fabric: Fabric, model: Any, parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return the sum of squares of the gradient over all ranks, fp64 []; what several ranks hold counts once.
+    """Return the sum of squares of the gradient over all ranks, fp64 []; a part that several ranks hold counts once.
 
     The gradients are grouped by how they are sharded. Each group's local sum of squares is then summed over those ranks
     that hold different parts of it: for FSDP1 the ranks of the process group, for a ``DTensor`` the mesh dimensions in
-    which it is not replicated, for a whole gradient none.
+    which it is not replicated, for a full gradient none.
     """
     # FSDP1's parameters are plain tensors: their sharding is None, like that of a model that is not sharded
     root = getattr(model, "_forward_module", model)
@@ -114,9 +114,9 @@ def _sharding_groups(tensor: DTensor) -> list[dist.ProcessGroup | None]:
 
 
 def _squared_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of each local tensor, after a zero: fp64 [1 + tensors], on their device.
+    """Return a zero and then the sum of squares of each local tensor, fp64 [1 + tensors], on their device.
 
-    The zero is the sum of no tensors at all: torch does not stack an empty list.
+    The zero is there for a rank without tensors, because torch does not stack an empty list.
     """
     zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
     if zero.device.type == "cpu":  # where torch would make an fp64 copy of each tensor

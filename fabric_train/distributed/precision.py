@@ -42,7 +42,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 def gathered_dtype(arguments: "TrainArguments", parallelism: str) -> torch.dtype | None:
     """Return the dtype that fsdp and fsdp2 cast gathered weights to; None if only autocast casts anything.
 
-    Weights in 4 bits are stored as numbers of the dtype of the other weights. A cast would destroy them.
+    Weights in 4 bits are stored in tensors of the other weights' dtype. A cast would destroy them.
     """
     precision = arguments.model.precision
     if parallelism not in ("fsdp", "fsdp2"):
@@ -99,14 +99,14 @@ class _FSDPAutocastPrecision(_FSDPPrecisionAsLoaded):
 
 
 class _AutocastPrecision(MixedPrecision):
-    """Autocast that does not cast the module's output; Fabric's own rounds the summed fp64 loss to fp32."""
+    """Autocast that does not cast the module's output: Fabric's would round the summed fp64 loss to fp32."""
 
     def convert_output(self, data: Any) -> Any:
         return data
 
 
 def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
-    """Check that ``--float8`` can be used, as far as can be seen without touching a device."""
+    """Check that ``--float8`` can be used, as far as this is known without a device."""
     if accelerator == "cpu":
         raise InputError("--float8 true needs a GPU (H100, L40S, RTX 4090 or newer); leave it out on CPU")
     if not arguments.model.precision.startswith("bf16"):

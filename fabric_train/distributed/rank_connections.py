@@ -1,7 +1,7 @@
-"""Connect every rank to rank 0 by TCP, and describe ranks in a line; ``watchdog`` decides what follows from messages.
+"""Connect every rank to rank 0 by TCP, and describe ranks in a line; ``watchdog`` acts on their messages.
 
-A message is a line of JSON. No rank forwards messages, so no other rank's end delays a report. A thousand ranks cost
-rank 0 less than two percent of a core (docs/contributing/scale.md).
+A message is a line of JSON. No rank forwards messages, so the end of another rank does not delay a report. A thousand
+ranks cost rank 0 less than two percent of a core (docs/contributing/scale.md).
 """
 
 import json
@@ -31,7 +31,7 @@ _RAISED_FILE_LIMIT = 65_536
 
 @dataclass
 class ConnectedRank:
-    """What this process knows about a rank, and the connection to it."""
+    """A rank as this process knows it, and the connection to it."""
 
     rank: int
     host: str = ""
@@ -40,11 +40,11 @@ class ConnectedRank:
     connection: socket.socket | None = None
     position: Position = field(default_factory=Position)
     location: str = ""
-    """File, line and function that the main thread is in."""
+    """The file, line and function that the main thread is in."""
     is_waiting: bool = False
-    """The main thread is in a collective."""
+    """Whether the main thread is in a collective."""
     min_pass_seconds: float = 0.0
-    """Duration of the fastest forward and backward pass so far; 0 before the first."""
+    """The duration of the fastest forward and backward pass so far; 0 before the first one."""
     heard_at: float = field(default_factory=time.monotonic)
     """When the last message arrived, on this process's monotonic clock."""
     _incomplete_line: bytes = b""
@@ -66,7 +66,7 @@ class ConnectedRank:
         self.min_pass_seconds = min_pass_seconds
 
     def send(self, message: bytes) -> None:
-        """Send a message that :func:`encode` has returned, if the rank is connected."""
+        """Send an encoded message, see :func:`encode`, if the rank is connected."""
         if self.connection:
             with suppress(OSError):  # a broken connection is noticed when messages are read
                 self.connection.sendall(message)
@@ -112,12 +112,12 @@ def this_process_as_rank(rank: int) -> ConnectedRank:
 
 
 def encode(**message: Any) -> bytes:
-    """Return a message as it is sent."""
+    """Return the bytes of a message, a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def listen(num_ranks: int, num_nodes: int) -> socket.socket:
-    """Return the socket at which rank 0 waits for the other ranks; on one machine it is on the loopback only."""
+    """Return the socket on which rank 0 waits for the other ranks; on one machine it is only on the loopback."""
     address = "127.0.0.1" if num_nodes == 1 else ""
     # all ranks connect at once: a rank that the queue has no room for would try again only after seconds
     return socket.create_server((address, 0), backlog=num_ranks)
@@ -126,8 +126,8 @@ def listen(num_ranks: int, num_nodes: int) -> socket.socket:
 def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: ConnectedRank) -> dict[int, ConnectedRank]:
     """Accept the connections of all other ranks on rank 0, and answer each.
 
-    A rank first sends the token, then its introduction. A program that connects without the token is disconnected; it
-    delays nobody, because no connection is waited for alone.
+    A rank first sends the token, then its introduction. A program that connects without the token is disconnected. It
+    delays no rank, because this waits for all connections at the same time.
 
     Args:
         server: The socket that :func:`listen` has returned.
@@ -167,7 +167,7 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: Conn
 
 
 def _accept_connection(server: socket.socket, selector: selectors.BaseSelector) -> None:
-    """Accept a connection, and let ``selector`` wait for its first message. Which rank it is, that message says."""
+    """Accept a connection, and let ``selector`` wait for its first message, which says which rank it is."""
     with suppress(BlockingIOError, ConnectionAbortedError):  # it has been closed again
         connection = server.accept()[0]
         unknown_rank = ConnectedRank(-1)
@@ -227,7 +227,7 @@ def connect_to_rank_0(
 
 
 def describe_ranks(ranks: Iterable[ConnectedRank]) -> str:
-    """Return the names of ranks by machine; beyond four machines, the number of the other ranks.
+    """Return the names of ranks by machine; after four machines, only the number of the other ranks.
 
     Several ranks of one machine are "ranks 0-3 (HOST)", a single rank is "rank 4 (HOST, process PID)".
     """
@@ -250,7 +250,7 @@ def describe_ranks(ranks: Iterable[ConnectedRank]) -> str:
 
 
 def allow_connections(num_ranks: int) -> None:
-    """Let this process open as many files as a run of many ranks needs: raise its soft limit, up to the hard one.
+    """Let this process open as many files as a run of many ranks needs: raise its soft limit up to the hard limit.
 
     Raises:
         InputError: the hard limit is too low.

@@ -1,4 +1,4 @@
-"""Exchange data between the ranks of a run, and know which ranks read the same rows.
+"""Exchange data between the ranks of a run, and find out which ranks read the same rows.
 
 Functions that exchange data are collective: every rank must call them, in the same order.
 """
@@ -24,16 +24,16 @@ class DataRanks:
     """The groups of ranks that read different rows. A group consists of consecutive ranks that read the same rows."""
 
     size: int
-    """Number of groups."""
+    """The number of groups."""
     rank: int
     """The group of this process."""
     group_size: int
-    """Number of ranks in each group."""
+    """The number of ranks in each group."""
     num_gradients: int
-    """Number of ranks with different gradients: each rank of a context-parallel group has that of its part of the rows,
+    """The number of different gradients: each rank of a context-parallel group has that of its part of the rows,
     all ranks of a tensor-parallel group have the same."""
     gradient_index: int
-    """Index of this process's gradient among the different ones."""
+    """The index of this process's gradient among the different ones."""
 
 
 def data_ranks(fabric: Fabric) -> DataRanks:
@@ -72,12 +72,12 @@ def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return every data rank's tensor, stacked: [data ranks, ...]; a data rank's first rank stands for it."""
+    """Return every data rank's tensor, stacked: [data ranks, ...]; the first rank of each group provides it."""
     return gather_over_ranks(fabric, tensor)[:: data_ranks(fabric).group_size]
 
 
 def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the data ranks' tensors, on this rank's device; a data rank's first rank adds its tensor."""
+    """Return the sum of the data ranks' tensors on this rank's device; the first rank of each group adds its tensor."""
     is_first_of_group = fabric.global_rank % data_ranks(fabric).group_size == 0
     addend = tensor if is_first_of_group else torch.zeros_like(tensor)
     total = to_device_async(addend, fabric.device).clone()  # all_reduce works in place
@@ -87,7 +87,7 @@ def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first_text(fabric: Fabric, text: str | None) -> str | None:
-    """Return, on all ranks, the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has one."""
+    """Return on all ranks the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has a text."""
     # find the lowest rank with a text; the world size stands for none
     candidate = fabric.global_rank if text else fabric.world_size
     lowest_rank = torch.tensor(candidate, device=fabric.device)
@@ -135,7 +135,7 @@ def exchange_bytes(
 
 @dataclass(frozen=True)
 class StepSync:
-    """The flags that ranks exchange once per step: this rank's, or the maximum over all ranks."""
+    """The flags that ranks exchange once per step: this rank's, or after the exchange the maximum over all ranks."""
 
     stop_signal: int = 0
     """Number of the signal to stop for; 0 if there is none."""

@@ -1,7 +1,7 @@
-"""The parameters of a model that are divided among the ranks: which part each rank holds, and their original names.
+"""Find which part of a model's parameters each rank holds, and the parameters' original names.
 
 FSDP1 concatenates the parameters of a unit into one flat vector and gives every rank an equal part of it. FSDP2 and
-tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
+tensor parallelism give every rank a block of each parameter. DDP and a single device keep full parameters.
 """
 
 import re
@@ -25,21 +25,21 @@ class FlatShard:
     """Position of a parameter in the flat vector of its FSDP1 unit, of which each rank of a group holds a part."""
 
     full_shape: torch.Size
-    """Shape of the whole parameter."""
+    """The shape of the full parameter."""
     start: int
-    """Index of the parameter's first element in the flat vector."""
+    """The index of the parameter's first element in the flat vector."""
     local: torch.Tensor
     """This rank's part of the flat vector, [size]."""
     rank: int
     """This process's rank in ``group``."""
     num_ranks: int
-    """Number of ranks in ``group``."""
+    """The number of ranks in ``group``."""
     group: dist.ProcessGroup | None
     """None with NO_SHARD: this rank alone holds the vector."""
 
     @property
     def size(self) -> int:
-        """Number of elements of the flat vector on each rank, padding included."""
+        """The number of elements of the flat vector on each rank, including padding."""
         return self.local.numel()
 
     def range(self, rank: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def flat_shards(module: nn.Module) -> dict[int, FlatShard]:
 
 
 def release_parameters(model: nn.Module) -> None:
-    """Break reference cycles of FSDP1 that garbage collection does not see; call it before the model is deleted.
+    """Break FSDP1's reference cycles, which garbage collection does not see. Call this before the model is deleted.
 
     A flat vector refers to its views in Python, and each view refers to the vector in C++.
     """

@@ -1,8 +1,8 @@
-"""Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, or at once on a second signal.
+"""Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, immediately on a second signal.
 
-Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
-therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``). The
-heartbeat holds the position of this rank in the run; ``watchdog`` sends it to the other ranks.
+Python runs a signal handler only at the next bytecode, and so not while the main thread is blocked in native code. A
+thread therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``).
+The heartbeat holds the position of this rank in the run; ``watchdog`` sends it to the other ranks.
 """
 
 import ctypes
@@ -62,10 +62,10 @@ class StopSignals:
             signal.signal(signal_number, lambda *_: None)
 
     def defer(self) -> None:
-        """Only record the first signal from now on.
+        """From now on, only record a first signal.
 
-        If this process has not called :meth:`listen`, a program has called the training as a function. Then replace
-        the program's own handlers until :meth:`release`.
+        If this process has not called :meth:`listen`, a program has called the training as a function. Then this
+        replaces the program's own handlers until :meth:`release`.
         """
         self.is_deferred = True
         if self._is_listening or threading.current_thread() is not threading.main_thread():
@@ -82,7 +82,7 @@ class StopSignals:
         self.is_deferred = False
 
     def ignore(self) -> None:
-        """Ignore signals from now on: everything is saved, and the process is about to end if it is a rank."""
+        """Ignore signals from now on, because everything is saved, and a rank's process is about to end."""
         if not self._is_listening:
             return
         for signal_number in _SIGNALS:
@@ -98,7 +98,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _read_signals(self, reader: int) -> None:
-        """Receive signals from the pipe, and SIGHUP when the launcher has ended; run in a thread of its own."""
+        """Receive signals from the pipe, and SIGHUP when the launcher has ended; this runs in a separate thread."""
         while True:
             readable, _, _ = select.select([reader], [], [], _LAUNCHER_CHECK_SECONDS)
             if readable:
@@ -128,14 +128,14 @@ stop_signals = StopSignals()
 
 
 def describe_signal(signal_number: int) -> str:
-    """Return a signal's name; for SIGHUP also that the launcher may have ended."""
+    """Return a signal's name; for SIGHUP, add that the launcher may have ended."""
     if signal_number == signal.SIGHUP:
         return "SIGHUP (or its launcher's end)"
     return _name(signal_number)
 
 
 def describe_stop_outside_training(cause: str) -> str:
-    """Return the line for a run that ``cause`` stopped when it had nothing to save."""
+    """Return the message for a run that ``cause`` stopped when it had nothing to save."""
     return f"stopped by {cause} outside of training, with nothing to save; continue with --resume true"
 
 
@@ -153,7 +153,7 @@ def _name(signal_number: int) -> str:
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error
-    """All ranks stop at this point for a signal."""
+    """Raised on all ranks at the point where they stop for a signal."""
 
 
 class StopBorder:
@@ -188,7 +188,7 @@ class StopBorder:
             self._passed_border = (step, micro_batch)
 
     def freeze(self) -> Border:
-        """Let the main thread pass no further border until :meth:`stop_after`; return the last one it has passed."""
+        """Keep the main thread from passing a border until :meth:`stop_after`; return the last one it has passed."""
         with self._changed:
             self._is_frozen = True
             return self._passed_border
@@ -234,14 +234,14 @@ _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepP
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A point of the run that every rank passes; an earlier one compares as less."""
+    """A point of the run that every rank passes; earlier positions compare as less."""
 
     step: int = 0
     phase: int = StepPhase.LOADING
     index: int = 0
-    """Number of the micro-batch, validation batch or sampled token."""
+    """The number of the micro-batch, validation batch or sampled token."""
     is_slow: bool = field(default=True, compare=False)
-    """Whether other ranks may have to wait for this rank for long."""
+    """Whether other ranks may have to wait a long time for this rank."""
 
     def __str__(self) -> str:
         phase = _PHASE_TEXTS[StepPhase(self.phase)].format(self.index)
@@ -294,7 +294,7 @@ class Heartbeat:
         self._entered_at = now
 
     def take_time(self) -> None:
-        """Record that this rank may keep the other ranks waiting for long at its position."""
+        """Record that this rank may keep the other ranks waiting a long time at its position."""
         self.position = replace(self.position, is_slow=True)
 
     @property
@@ -308,7 +308,7 @@ class Heartbeat:
         return seconds
 
     def count_as(self, phase: StepPhase, seconds: float) -> None:
-        """Move seconds from the present phase to another one."""
+        """Move seconds from the current phase to another one."""
         self._completed_seconds[self._counted_phase] -= seconds
         self._completed_seconds[phase] += seconds
 

@@ -41,9 +41,9 @@ class FSDP1Strategy(FSDPStrategy):
     """
 
     replicated: Sequence[nn.Parameter] = ()
-    """Parameters of the next module to set up that every rank keeps whole."""
+    """The parameters of the next module to set up that every rank keeps in full."""
     units: Sequence[nn.Module] = ()
-    """Modules within the next module to set up that become FSDP units; if empty, each decoder layer does."""
+    """The modules within the next module to set up that become FSDP units; if empty, each decoder layer does."""
 
     def setup_environment(self) -> None:
         """Create the mesh: one dimension, or two for a hybrid strategy."""
@@ -56,9 +56,9 @@ class FSDP1Strategy(FSDPStrategy):
         self._fsdp_kwargs["device_mesh"] = mesh
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap the module in FSDP; here on CPU, by the base class on CUDA.
+        """Wrap the module in FSDP: on CUDA by the base class, on the CPU here.
 
-        FSDP divides whole gradients by one factor before it sums them over the ranks, and shards by another one after
+        FSDP divides full gradients by one factor before it sums them over the ranks, and shards by another one after
         it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
         """
         # options of this module only; the base class reads them from ``_fsdp_kwargs``
@@ -97,8 +97,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     """Fabric's strategy for FSDP2, tensor and context parallelism, over a mesh [replicate, shard, tensor].
 
     There are ``num_replicas`` copies of the model, each sharded among its own ranks. The ``tensor_parallel_size`` ranks
-    that compute the same tokens are consecutive, so they are on the same machine: they communicate the most. Next to
-    each other are then the ``context_parallel_size`` ranks of one copy that each compute a part of the same rows.
+    that compute the same tokens communicate the most, so they are consecutive and on the same machine. Next to
+    one another are then the ``context_parallel_size`` ranks of one copy that each compute a part of the same rows.
     """
 
     context_group: ContextGroup | None = None
@@ -137,14 +137,14 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 class ParameterMaterializer:
-    """Replace meta parameters by uninitialized ones on a device, tied ones by tied ones; for ``nn.Module.apply``."""
+    """Replace meta parameters by uninitialized ones on a device, and keep them tied; for ``nn.Module.apply``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._materialized: dict[nn.Parameter, nn.Parameter] = {}  # by the meta parameter
 
     def __call__(self, module: nn.Module) -> None:
-        """Materialize the module's own parameters, not its children's."""
+        """Materialize the module's own parameters, without its children's."""
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
@@ -158,7 +158,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     """Build Fabric and launch it with the other ranks; FSDP shards each decoder layer, one of ``layer_classes``.
 
     Raises:
-        InputError: the launcher has started another number of processes than the arguments ask for.
+        InputError: the number of processes that the launcher has started differs from the arguments.
     """
     device = arguments.device
     accelerator = resolve_accelerator(device.accelerator)
@@ -187,7 +187,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
-    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it."""
+    """Choose and check the parallelism of the run: "fsdp", "fsdp2", "ddp", "single" or "xla"."""
     parallelism: str = arguments.fsdp.parallelism
     if parallelism == "auto":
         if accelerator == "tpu":
@@ -277,7 +277,7 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
 
 
 def _check_whole_matrices(parallelism: str, arguments: "TrainArguments") -> None:
-    """Check that an optimizer gets whole matrices: a rank has them, or ranks have rows that they can exchange."""
+    """Check that an optimizer can get full matrices: a rank has them, or the ranks have rows that they can exchange."""
     fsdp = arguments.fsdp
     optimizer = f"--optimizer {arguments.training.optimizer}"
     if parallelism == "fsdp":
@@ -429,7 +429,7 @@ def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
 
 
 def count_planned_devices(devices: int | str) -> int:
-    """Return the number of processes on a machine that ``--devices`` asks for, without looking at this machine."""
+    """Return the number of processes on a machine that ``--devices`` asks for, without checking this machine."""
     if str(devices) in ("auto", "-1"):
         raise InputError(
             f"--devices {devices} counts this machine's, and --device_memory plans for another machine; give a number"
@@ -440,7 +440,7 @@ def count_planned_devices(devices: int | str) -> int:
 
 
 def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
-    """Return a line for the user if the run leaves GPUs of this machine idle, else None."""
+    """Return a note for the user if the run leaves GPUs of this machine idle, and otherwise None."""
     num_available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
     num_used = count_devices(devices, accelerator)
     if num_used >= num_available:
@@ -452,7 +452,7 @@ def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
 
 
 def single_gpu_index(devices: int | str) -> int:
-    """Return the index of the GPU that a single process uses: the first of a list like "2,3", else 0."""
+    """Return the index of the GPU that a single process uses: the first in a list such as "2,3", or else 0."""
     if "," not in str(devices):
         return 0
     return int(str(devices).split(",")[0])
@@ -468,7 +468,7 @@ def device_name(device: torch.device) -> str:
 
 
 def use_threads_of(name: str | None) -> None:
-    """Let this CPU compute with as many threads as the CPU that :func:`device_name` has named so."""
+    """Let this CPU compute with the number of threads in a CPU's :func:`device_name`."""
     cpu = re.fullmatch(r"CPU, .*, threads ([1-9][0-9]{0,4})", name or "")
     if cpu:
         torch.set_num_threads(int(cpu[1]))

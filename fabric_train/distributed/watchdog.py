@@ -1,8 +1,8 @@
 """Report a rank that dies or hangs in one line, and end the other ranks within a bounded time.
 
 A thread of each rank keeps a connection to rank 0 and sends its main thread's position every second, or less often if
-there are many ranks. A connection that breaks means a dead rank, silence a stopped rank or a lost machine, and a rank
-behind the others a main thread that hangs. Rank 0 decides and reports; if it is lost itself, rank 1 reports it. The
+there are many ranks. A broken connection means a dead rank, silence means a stopped rank or a lost machine, and a rank
+behind the others means a main thread that hangs. Rank 0 decides and reports; if rank 0 is lost, rank 1 reports it. The
 ranks also agree over these connections on where to stop after a signal, see ``signals.StopBorder``.
 """
 
@@ -32,7 +32,7 @@ from fabric_train.distributed.rank_connections import (
 from fabric_train.distributed.signals import Border, Heartbeat, Position, StepPhase, describe_signal, stop_signals
 
 SLOW_PHASE_FACTOR = 10
-"""A rank may keep the others waiting this many times ``--rank_timeout`` in a slow phase: see ``Position.is_slow``."""
+"""In a slow phase, a rank may keep the others waiting this many times ``--rank_timeout``; see ``Position.is_slow``."""
 
 _BEAT_SECONDS = 1.0
 _MAX_BEATS_PER_SECOND = 256  # that rank 0 reads: many ranks send them less often
@@ -63,9 +63,9 @@ def watch_ranks(fabric: RankOfRun, heartbeat: Heartbeat, timeout: float, num_nod
     """Make the ranks watch each other and end together; every rank must call it.
 
     Args:
-        fabric: The run's Fabric, or something like it.
+        fabric: The run's Fabric, or an object with the same methods.
         heartbeat: Holds the position of this rank's main thread.
-        timeout: Seconds for which a rank may keep the others waiting; 0 is no limit.
+        timeout: Seconds for which a rank may keep the others waiting; 0 means no limit.
         num_nodes: Number of machines.
     """
     watchdog = Watchdog(fabric.global_rank, fabric.world_size, heartbeat, timeout)
@@ -158,7 +158,7 @@ class Watchdog:
             rank.close()
 
     def _run(self) -> None:
-        """Read messages, send heartbeats and act on signals until the rank has finished; run in a thread of its own."""
+        """Read messages, send heartbeats and act on signals until the rank has finished, in a separate thread."""
         next_beat = 0.0
         while not self._is_closed:
             dead_ranks = []
@@ -208,7 +208,7 @@ class Watchdog:
         return False
 
     def _handle_message(self, sender: ConnectedRank, message: dict[str, Any]) -> None:
-        """Act on a message of a connected rank; the key says what kind it is."""
+        """Act on a message from a connected rank; its key says what kind of message it is."""
         if "position" in message:  # a heartbeat
             position = Position(*message.pop("position"))
             sender.update(position, **message)
@@ -250,7 +250,7 @@ class Watchdog:
         self._decide_where_to_stop()
 
     def _decide_where_to_stop(self) -> None:
-        """Once every rank has answered, tell all ranks which border is the last that they pass."""
+        """Once every rank has answered, tell all ranks which border is the last one that they pass."""
         num_ranks = 1 + len(self._connected_ranks)
         if len(self._passed_borders) < num_ranks:
             return
@@ -261,9 +261,9 @@ class Watchdog:
     def _check_ranks(self) -> None:
         """End the run if a rank is silent or, on rank 0, if a rank hangs.
 
-        The ranks at the earliest position hang if it has been the earliest for too long. The time before does not
-        count: while a rank waited there for a slower one, it kept nobody waiting. If all ranks are at this position,
-        those hang that are not in a collective.
+        The ranks at the earliest position hang if it has been the earliest for too long. Earlier time does not
+        count: while a rank waited there for a slower one, it kept no rank waiting. If all ranks are at this position,
+        the ones that are not in a collective hang.
         """
         now = time.monotonic()
 

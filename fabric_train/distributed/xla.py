@@ -1,6 +1,6 @@
 """Train on one XLA device, a TPU core or XLA's CPU device, with Fabric's ``XLAFSDPStrategy``.
 
-torch-xla works with one release of torch only. So it has an environment of its own (install/xla-requirements.txt), and
+torch-xla works with only one release of torch. So it has a separate environment (install/xla-requirements.txt), and
 it is imported only when a run uses it. docs/contributing/launchers.md lists what several devices would need.
 """
 
@@ -68,7 +68,7 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
 
 
 class OneXLADevice(XLAAccelerator):
-    """One XLA device of any kind; Fabric's own class accepts only TPUs."""
+    """One XLA device of any kind, because Fabric's class accepts only TPUs."""
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
@@ -89,7 +89,7 @@ class OneXLADevice(XLAAccelerator):
 
 
 class OneDeviceXLAStrategy(XLAFSDPStrategy):
-    """Fabric's ``XLAFSDPStrategy`` in this process, on one device; Fabric's own class refuses a single device.
+    """Fabric's ``XLAFSDPStrategy`` on one device in this process, which Fabric's class refuses.
 
     Every parameter is sharded by its rows, so on one device a shard has the parameter's own shape. The optimizer then
     sees one tensor for each parameter, and checkpoints have the usual format. Each module of ``layer_classes`` is an
@@ -115,7 +115,7 @@ class OneDeviceXLAStrategy(XLAFSDPStrategy):
         ParallelStrategy.setup_environment(self)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, and run the micro-batch as an XLA program of its own."""
+        """Compute gradients, and run the micro-batch as a separate XLA program."""
         super().backward(tensor, module, *args, **kwargs)
         run_pending(self.root_device)
 
@@ -123,7 +123,7 @@ class OneDeviceXLAStrategy(XLAFSDPStrategy):
 def run_pending(device: torch.device) -> None:
     """Let XLA run the operations that it has recorded; do nothing on other devices.
 
-    Without this, XLA would record further operations until Python reads a number.
+    Without this, XLA would record more operations until Python reads a number.
     """
     if device.type == "xla":
         import torch_xla

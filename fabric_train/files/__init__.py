@@ -1,1 +1,1 @@
-"""Atomic writes, locks, safe paths, JSON of others. Read ``atomic_folder.py`` first: all output goes through it."""
+"""Atomic writes, locks, safe paths, untrusted JSON. Read ``atomic_folder.py`` first: all output goes through it."""

@@ -1,6 +1,6 @@
 """Write a folder that is complete or absent: under a hidden temporary name first, then synced and renamed.
 
-A lock file lets only one process at a time write it.
+A lock file ensures that only one process at a time writes it.
 """
 
 import fcntl
@@ -27,14 +27,14 @@ _held_locks = set[TextIO]()  # of this process; a forked process closes them, se
 
 @contextmanager
 def hold_lock(path: Path, problem: str, advice: str) -> Iterator[None]:
-    """Hold the lock file ``path`` in this context; it exists only during that time.
+    """Hold the lock file ``path`` in this context; the file exists only during that time.
 
-    New parent folders are removed again if they are empty.
+    Parent folders that this creates are removed afterwards if they are empty.
 
     Args:
         path: The lock file.
-        problem: Beginning of the error if another process holds the lock; its process id and host are added.
-        advice: End of this error.
+        problem: The beginning of the error if another process holds the lock; its process id and host are added.
+        advice: The end of this error.
 
     Raises:
         InputError: another process holds the lock, or ``path`` is a link.
@@ -79,7 +79,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def check_not_held(path: Path, problem: str, advice: str) -> None:
-    """Raise the InputError of :func:`hold_lock` if another process holds the lock; create no file."""
+    """Raise the InputError of :func:`hold_lock` if another process holds the lock, without creating a file."""
     check_no_link(path)
     if path.is_file():
         with suppress(FileNotFoundError), path.open() as lock:
@@ -87,7 +87,7 @@ def check_not_held(path: Path, problem: str, advice: str) -> None:
 
 
 def _open_and_lock(path: Path, problem: str, advice: str) -> TextIO:
-    """Open and lock a lock file; try again if another process has removed it meanwhile."""
+    """Open and lock a lock file; try again if another process has just removed it."""
     while True:
         lock = open_to_write(path, "a+")
         try:
@@ -128,7 +128,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
 
     Everything is synced to the disk before the rename, and the parent after it, so a folder with the final name is
     complete even after a power failure. After any exception, including ``KeyboardInterrupt``, the temporary folder is
-    removed. Those that killed processes of this machine have left for the same target are removed too.
+    removed. So are temporary folders for the same target that killed processes of this machine have left behind.
 
     Raises:
         InputError: ``target`` is a file or a folder that is not empty, another process is writing it, or its parent
@@ -179,7 +179,7 @@ def is_temporary(path: Path) -> bool:
 def sync_and_rename(temporary: Path, target: Path, synced: str | None = None) -> None:
     """Sync a temporary folder to the disk, rename it to ``target``, and sync the parent folder.
 
-    Targets of links are not synced, nor are files whose names end with ``synced``: they are on the disk already.
+    Targets of links are not synced. Files whose names end with ``synced`` are on the disk already.
     """
     for root, _, names in os.walk(temporary, topdown=False):
         for name in names:
@@ -210,7 +210,7 @@ def fsync(path: Path) -> None:
 
 
 def check_not_taken(target: Path) -> None:
-    """Raise the InputError that :func:`complete_folder` would raise for ``target``, but before long work begins."""
+    """Raise the InputError that :func:`complete_folder` would raise for ``target``, before long work begins."""
     check_no_dead_link(target)
     if target.is_dir():
         if any(target.iterdir()):
@@ -228,7 +228,7 @@ def check_not_taken(target: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return a path if it exists, else the nearest folder above it that exists."""
+    """Return a path if it exists, or else the nearest folder above it that exists."""
     return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 

@@ -1,4 +1,4 @@
-"""Read and write files that others may have made: never wait for a pipe, never follow a link, never trust JSON."""
+"""Read and write files that other users may have made: never wait for a pipe, follow a link, or trust JSON."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def open_regular(path: Path, advice: str) -> BinaryIO:
     """Open a file to read bytes.
 
     Raises:
-        InputError: it is a pipe, whose opening would wait, or anything else than a file; ``advice`` ends the message.
+        InputError: it is a pipe, which would wait, or anything other than a file; ``advice`` ends the message.
         OSError: it cannot be opened.
     """
     _check_regular(path, os.stat(path).st_mode, advice)
@@ -68,14 +68,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_regular_or_absent(path: Path) -> None:
-    """Raise an InputError if ``path`` exists and is no file: a link, a pipe, a socket or a folder."""
+    """Raise an InputError if ``path`` exists and is not a file, but a link, a pipe, a socket or a folder."""
     check_no_link(path)
     if path.is_fifo() or path.is_socket() or path.is_dir():
         raise InputError(f"{path} is {_FILE_TYPES[stat.S_IFMT(path.lstat().st_mode)]}, not a file; remove it")
 
 
 def check_no_link(path: Path) -> None:
-    """Raise an InputError if a path to write to is a link, which may lead to another file of the user."""
+    """Raise an InputError if a path to write to is a link, which may lead to another of the user's files."""
     if path.is_symlink():
         raise _link_error(path)
 
@@ -120,7 +120,7 @@ def check_file_name(name: object, listing: Path) -> str:
         listing: The file that names it, for the message.
 
     Raises:
-        InputError: it is no such name.
+        InputError: it is not the name of a file.
     """
     # a text with half of a surrogate pair cannot be a file name
     is_text = isinstance(name, str) and name.encode(errors="ignore").decode() == name
@@ -132,7 +132,7 @@ def check_file_name(name: object, listing: Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise an InputError if a link in ``folder`` leads out of it, or if something in it is no file and no folder."""
+    """Raise an InputError if ``folder`` has a link that leads out of it, or an entry that is no file and no folder."""
     real_folder = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_folder):
@@ -160,7 +160,7 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def check_not_pointer(file: Path) -> None:
-    """Raise an InputError if ``file`` is a Git LFS pointer, or no regular file; an OSError if it cannot be read."""
+    """Raise an InputError if ``file`` is a Git LFS pointer or not a regular file, an OSError if it cannot be read."""
     with open_regular(file, "put the file itself there") as opened:
         if opened.read(64).startswith(b"version https://git-lfs"):
             raise InputError(
@@ -171,17 +171,17 @@ def check_not_pointer(file: Path) -> None:
 def read_json(file: Path, kind: type[T], advice: str) -> T:
     """Return the content of a JSON file as a value of a type.
 
-    No value is converted, except int to float. An integer may have 64 bits, in a ``dict`` 128: tokenizers of the hub
+    No value is converted, except int to float. An integer may have 64 bits, or 128 in a ``dict``: tokenizers on the hub
     have a ``model_max_length`` of 1e30.
 
     Args:
         file: The file.
         kind: ``dict``, a dataclass or a pydantic model.
-        advice: End of the error message: how to fix a wrong file.
+        advice: The end of the error message, which says how to fix a wrong file.
 
     Raises:
-        InputError: in one line: the file is missing, no regular file, too large, not UTF-8 or not JSON, is nested too
-            deeply, has an integer of too many bits, or a value is missing or has another type.
+        InputError: in one line: the file is missing, not a regular file, too large, not UTF-8 or not JSON, is nested
+            too deeply, has an integer of too many bits, or a value is missing or has another type.
     """
     try:
         with open_regular(file, advice) as opened:
@@ -198,10 +198,10 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
 
 
 def read_json_lines(file: Path, kind: type[T], advice: str) -> Iterator[T]:
-    """Yield each line of a file as ``kind``; nothing if there is no file.
+    """Yield each line of a file as ``kind``, or nothing if there is no file.
 
-    A last line without its end was cut off, and is left out. Errors are as in :func:`read_json`, with the number of the
-    line.
+    A last line without a line break was cut off, so it is left out. Errors are as in :func:`read_json`, with the number
+    of the line.
     """
     if not file.exists():
         return
@@ -219,7 +219,7 @@ def read_json_lines(file: Path, kind: type[T], advice: str) -> Iterator[T]:
 
 
 def parse_json(text: bytes | str, kind: type[T]) -> T:
-    """Return JSON as ``kind``, see :func:`read_json`; a ValueError, in one line, names the path of a wrong value."""
+    """Return JSON as ``kind``, see :func:`read_json`; a ValueError in one line names the path of a wrong value."""
     content = _parse(text, max_bits=128 if kind is dict else 64)
     if kind is dict:
         if not isinstance(content, dict):
@@ -247,7 +247,7 @@ def type_adapter(kind: "Hashable") -> "TypeAdapter[Any]":
 
 
 def _parse(text: bytes | str, *, max_bits: int) -> Any:
-    """Parse JSON; a ValueError says in one line why it is refused."""
+    """Parse JSON; raise a ValueError that says in one line why it is refused."""
     limit = 1 << (max_bits - 1)
 
     def parse_int(digits: str) -> int:
@@ -280,7 +280,7 @@ def _parse(text: bytes | str, *, max_bits: int) -> Any:
 
 
 def _is_deeper(content: Any, max_levels: int) -> bool:
-    """Return whether JSON is nested more deeply than ``max_levels``; go down one level at a time, without recursion."""
+    """Return whether JSON is nested more deeply than ``max_levels``, level by level and without recursion."""
     values = [content]
     for _ in range(max_levels + 1):
         inner_values: list[Any] = []

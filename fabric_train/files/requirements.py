@@ -1,6 +1,6 @@
-"""Check what a command needs of the machine: optional packages, room on a disk, files that can be written.
+"""Check what a command needs from the machine: optional packages, room on a disk, files that can be written.
 
-Every program checks this before it begins to work, so the user is told in one line before anything is read or written.
+Every program checks this before it starts, so the user sees one line before anything is read or written.
 ``atomic_folder.check_not_taken`` checks a folder to write.
 """
 
@@ -15,17 +15,17 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import nearest_existing
 
 _EXTRAS = {"lm_eval": "eval", "phonenumbers": "cleaning", "stdnum": "cleaning", "py3langid": "cleaning"}
-"""The extra that installs a module, if it has another name than the module."""
+"""The extra that installs a module, if its name differs from the module's."""
 _DISTRIBUTIONS = {"stdnum": "python-stdnum"}
-"""The package that has a module, if it has another name than the module."""
+"""The package with a module, if its name differs from the module's."""
 
 
 def check_package(module: str, needed_by: str) -> None:
     """Raise an InputError if an optional package is not installed; it is not imported, which may take seconds.
 
     Args:
-        module: The name by which it is imported.
-        needed_by: What needs it, such as ``--base_weights nf4``.
+        module: The name of the module to import.
+        needed_by: The option that needs it, such as ``--base_weights nf4``.
     """
     try:
         is_installed = importlib.util.find_spec(module) is not None

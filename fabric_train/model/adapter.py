@@ -1,9 +1,9 @@
-"""Adapters: small matrices that train beside the frozen weights of linear layers (LoRA, rsLoRA, DoRA).
+"""Adapters: small matrices that train next to the frozen weights of linear layers (LoRA, rsLoRA, DoRA).
 
 A linear layer with the weight W [out, in] gets the children ``lora_A`` [rank, in] and ``lora_B`` [out, rank], and
 computes ``x Wᵀ + scale · (x Aᵀ) Bᵀ``. Its own weight keeps its name, so weights are read as without an adapter. The
 adapter is fp32 in every precision: in bf16, most of its updates would be rounded away. It is small, so every rank has
-all of it, beside a base that may be sharded; ``distributed.gradients.average_replicated`` averages its gradients.
+all of it, next to a base that may be sharded; ``distributed.gradients.average_replicated`` averages its gradients.
 
 LoRA: arXiv:2106.09685; rsLoRA, whose scale is alpha / √rank: arXiv:2312.03732; DoRA: arXiv:2402.09353. The frozen
 weights may be in 4 bits, see ``nf4``.
@@ -42,7 +42,7 @@ class Adapter:
 
     ``kind`` is lora or dora. ``targets`` name linear layers: by the end of their name in the model (``q_proj``), by a
     regular expression of the whole name, or :data:`ALL_LINEAR`. ``dropout`` is the share of a layer's inputs that the
-    adapter does not see in a step. ``train_also`` name modules of the base that train as a whole (``lm_head``).
+    adapter does not see in a step. ``train_also`` names modules of the base that train in full (``lm_head``).
     ``base_weights`` is nf4 if the frozen matrices of the layers are held in 4 bits.
     """
 
@@ -70,12 +70,12 @@ class Adapter:
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Return whether this is the name of an adapter's parameter, and not of one of the base's."""
+    """Return whether a name belongs to a parameter of the adapter, and not of the base."""
     return _ADAPTER_NAME.search(name) is not None
 
 
 class AdaptedLayer(nn.Module):
-    """What turns a class of linear layers into one with an adapter; it is mixed in before that class."""
+    """A mixin that turns a class of linear layers into one with an adapter."""
 
     adapter: Adapter
     weight: nn.Parameter
@@ -88,7 +88,8 @@ class AdaptedLayer(nn.Module):
         """Return the output [..., out] for ``inputs`` [..., in], in the dtype of the base layer's own output.
 
         DoRA: ``m / ‖W + s B A‖ · (x Wᵀ + s (x Aᵀ) Bᵀ)`` with the magnitudes m, one for each row, and s the scale.
-        Its dropout works as in peft: with it, the adapter's change of the base's direction sees the same inputs.
+        Dropout works as in peft: the magnitudes' change of the base's output is computed from the dropped-out inputs
+        too.
         """
         base: torch.Tensor = super().forward(inputs)  # [..., out]
         dtype = base.dtype
@@ -109,7 +110,7 @@ class AdaptedLayer(nn.Module):
     def _row_norms(self) -> torch.Tensor:
         """Return the norm of each row of W + s B A, fp32 [out], without making that matrix.
 
-        With B' = s B, the square of a row's norm is ‖w‖² + 2 w·(b' A) + b' (A Aᵀ) b'ᵀ. It is a constant to the
+        With B' = s B, the square of a row's norm is ‖w‖² + 2 w·(b' A) + b' (A Aᵀ) b'ᵀ. It is a constant for the
         gradient, as in section 4.3 of the paper.
         """
         with torch.autocast(self.weight.device.type, enabled=False):
@@ -135,11 +136,11 @@ def _base_class(layer: AdaptedLayer) -> type[nn.Module]:
 
 
 def attach(model: nn.Module, adapter: Adapter, source: str, device: str = "meta") -> None:
-    """Give each target of a model, which nothing wraps yet, an adapter on a device; freeze nothing.
+    """Give each target of a model that is not wrapped yet an adapter on a device, and freeze nothing.
 
     Raises:
-        InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names; a module is
-            both; or one of ``train_also`` has only the weight of another.
+        InputError: a target or a module of ``train_also`` is not in the model, which ``source`` names; a module is in
+            both; or a module of ``train_also`` has no weight except another module's.
     """
     targets = find_targets(model, adapter, source)
     _check_train_also(model, adapter, source, targets)
@@ -157,7 +158,7 @@ def attach(model: nn.Module, adapter: Adapter, source: str, device: str = "meta"
 
 
 def remove_adapters(model: nn.Module) -> None:
-    """Take the adapters off the layers of a model, which are then as they were before :func:`attach`."""
+    """Remove the adapters from a model's layers, which are then as they were before :func:`attach`."""
     layers: list[Any] = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         for name in ("lora_A", "lora_B", "adapter"):
@@ -169,7 +170,7 @@ def remove_adapters(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _DetachedAdapter:
-    """What :func:`without_adapters` took off a layer; ``magnitudes`` are DoRA's."""
+    """The adapter that :func:`without_adapters` removed from a layer; ``magnitudes`` are DoRA's."""
 
     adapter: Adapter
     lora_a: nn.Module | None
@@ -179,7 +180,7 @@ class _DetachedAdapter:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Take the adapters off the layers within the block, in which other layers of the same names may replace them."""
+    """Remove the adapters from the layers within the block, in which layers of the same names may replace them."""
     detached: dict[str, _DetachedAdapter] = {}
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLayer):
@@ -202,7 +203,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:
-    """Return the linear layers that an adapter is for, by their names; for errors see :func:`attach`."""
+    """Return the linear layers that get an adapter, by name; for errors see :func:`attach`."""
     head = model.get_output_embeddings()
     modules = model.named_modules()
     linear_layers = {name: module for name, module in modules if is_linear(module) and module is not head}
@@ -252,9 +253,9 @@ def _check_train_also(model: nn.Module, adapter: Adapter, source: str, targets: 
 
 
 def materialize(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
-    """Replace the adapter's meta parameters by uninitialized ones on a device, and return all of the adapter's.
+    """Replace the adapter's meta parameters by uninitialized ones on a device, and return all of its parameters.
 
-    A strategy that shards the model must leave these alone.
+    A strategy that shards the model must leave these parameters alone.
     """
     adapter_parameters = []
     for prefix, module in model.named_modules():
@@ -277,11 +278,11 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
 
 
 class AdaptedWeights:
-    """The weights of a base model and of its adapter: new ones, or the ``stored`` ones.
+    """The weights of a base model and its adapter, which are new or ``stored``.
 
-    New ones are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B`` is
-    zero. They depend on ``seed`` and their name alone, not on the number of ranks. ``stored`` may also have weights of
-    the base, those that were trained whole. Implements ``weight_files.Weights``.
+    New weights are as in peft: ``lora_A`` is drawn uniformly from ±1/√in (He's initialization with a = √5), ``lora_B``
+    is zero. They depend only on ``seed`` and their name, not on the number of ranks. ``stored`` may also have weights
+    of the base that were trained in full. Implements ``weight_files.Weights``.
     """
 
     def __init__(self, base: Weights | None, seed: int, stored: StoredTensors | None = None) -> None:
@@ -313,7 +314,7 @@ class AdaptedWeights:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module, weights: Weights | None) -> None:
-    """Set DoRA's magnitudes to the norms of the rows of the base's ``weights``; None: the model has them whole.
+    """Set DoRA's magnitudes to the norms of the rows of the base's ``weights``; None if the model has them in full.
 
     All ranks call this. Each reads a share of the rows, so the norms do not depend on how ranks hold the weights.
     """
@@ -344,7 +345,7 @@ def start_magnitudes(model: nn.Module, weights: Weights | None) -> None:
 
 
 def _read_rows(weights: Weights, name: str, layer: AdaptedLayer, begin: int, end: int) -> torch.Tensor:
-    """Return rows ``begin`` to ``end`` [rows, in] of a layer's weight in the precision in which it computes."""
+    """Return rows ``begin`` to ``end`` [rows, in] of a layer's weight in the precision that the layer computes in."""
     if isinstance(layer, NF4Linear):
         return read_dequantized_rows(weights, name, layer, begin, end)
     in_features = layer.lora_A.in_features

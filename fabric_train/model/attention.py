@@ -1,6 +1,6 @@
 """Run a model on packed rows, with attention within documents.
 
-On a GPU ``sdpa`` is replaced by torch's variable-length kernel where that works (``attention_choice``); other
+On a GPU, torch's variable-length kernel replaces ``sdpa`` where it works (``attention_choice``); other
 implementations get masks from transformers.
 """
 
@@ -19,13 +19,14 @@ from fabric_train.model.context_parallel import CONTEXT, CONTEXT_VARLEN
 from fabric_train.model.varlen_kernel import attention_dtype, causal_varlen
 
 VARLEN = "sdpa_varlen"
-"""transformers' name of :func:`attend`. It has "sdpa" in it: both need the same of a model family."""
+"""transformers' name for :func:`attend`. It has "sdpa" in it, because both need the same support from a model
+family."""
 
 
 def register_attention() -> None:
-    """Add this program's attention functions to transformers' table, where configurations choose one by its name.
+    """Add this program's attention functions to transformers' table, from which configurations choose by name.
 
-    It is called where the attention of a model is chosen, and may be called again.
+    This is called when the attention of a model is chosen, and may be called again.
     """
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, attend)
     ALL_ATTENTION_FUNCTIONS.register(CONTEXT, context_parallel.attend)
@@ -39,7 +40,7 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
         model: a causal language model of transformers, wrapped or not.
         input_ids: int64 [B, T].
         documents: the documents in the rows; None: each row is one document.
-        model_arguments: further arguments of the model's ``forward``.
+        model_arguments: more arguments of the model's ``forward``.
     """
     assert "row_slice" not in model_arguments or model.config._attn_implementation in (CONTEXT, CONTEXT_VARLEN)
     # with a cache, transformers treats restarting positions as one sequence, and documents see each other
@@ -75,7 +76,7 @@ def forward_batch(model: Any, batch: Batch, **model_arguments: Any) -> Any:
 
 
 def _needs_borders(config: PretrainedConfig, input_ids: torch.Tensor, documents: Documents | None) -> bool:
-    """Return whether the model's attention is told the borders of documents instead of getting a mask."""
+    """Return whether the model's attention takes the borders of documents instead of a mask."""
     implementation = str(config._attn_implementation)
     if implementation != VARLEN:
         return "flash" in implementation
@@ -88,9 +89,9 @@ def _needs_borders(config: PretrainedConfig, input_ids: torch.Tensor, documents:
 
 @contextmanager
 def _borders_without_search(*, has_documents: bool) -> Iterator[None]:
-    """Replace transformers' search for document borders by the loader's knowledge within the block.
+    """Replace transformers' search for document borders within the block, since the loader knows the borders.
 
-    To find out whether rows hold several documents, transformers' function looks at the values of the positions, and so
+    To find out whether rows have several documents, transformers' function looks at the values of the positions, and so
     waits for the device in every forward pass. It is a function of the module ``masking_utils``, which is patched for
     the forward pass and restored after it.
     """
@@ -112,7 +113,7 @@ def _number_documents(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _find_no_documents(position_ids: torch.Tensor) -> None:
-    """Return None, which means to transformers that every row is one document."""
+    """Return None, which tells transformers that every row is one document."""
 
 
 def attend(
@@ -139,7 +140,7 @@ def attend(
         sliding_window: the most tokens that a token sees, itself included.
         cu_seq_lens_q: ``borders`` of ``Documents``; None if every row is one document, and the layer has no window.
         max_length_q: ``longest`` of ``Documents``, or None.
-        sdpa_arguments: what transformers gives besides; torch's kernel needs none of it.
+        sdpa_arguments: other arguments of transformers, which torch's kernel does not need.
 
     Returns:
         [B, T, H, D] in autocast's dtype, or the query's; and None instead of the attention weights.

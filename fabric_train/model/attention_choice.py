@@ -1,4 +1,4 @@
-"""Choose the attention of a model: torch's variable-length kernel or not, and check what ``--attention`` asks for."""
+"""Choose a model's attention: torch's variable-length kernel or not; and check what ``--attention`` asks for."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +23,19 @@ _MIN_CAPABILITY = (8, 0)  # Ampere, the first GPU of torch's flash kernels
 _LARGEST_HEAD = 256
 _NOT_ON_ALL_GPUS = range(193, 225)  # head sizes whose backward pass torch has only for some GPUs
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
-"""Arguments that change attention scores, which the kernel does not do: a cap, attention sinks, a bias."""
+"""Arguments that change attention scores in a way that the kernel does not support: a cap, attention sinks, a bias."""
 
 
 def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerator: str) -> str | None:
     """Replace a model's ``sdpa`` on a GPU by ``attention.attend``, in its configuration.
 
-    For slices of rows (context parallelism) it is replaced on every device.
+    For slices of rows (context parallelism), it is replaced on every device.
 
     Returns:
         why ``sdpa`` stays on a GPU; None if it is replaced or need not be.
 
     Raises:
-        InputError: the model's attention cannot take slices of rows.
+        InputError: the model's attention does not support slices of rows.
     """
     register_attention()
     requested = arguments.model.attention
@@ -92,8 +92,8 @@ def _find_fault_of_attention(shape: "ModelShape", dtype: torch.dtype | None, *, 
 
     Args:
         shape: The model.
-        dtype: Of its weights; None: that of its configuration.
-        takes_slices: It is replaced by attention for slices of rows; else by torch's kernel for documents.
+        dtype: The dtype of its weights; None: the configuration's.
+        takes_slices: Whether attention for slices of rows replaces it, instead of torch's kernel for documents.
     """
     call_faults: list[str | None] = []  # of each call of the attention
 
@@ -142,8 +142,8 @@ def _fault_of_call(
 ) -> str | None:
     """Return what is wrong with a call of the attention with two documents in a row; None if nothing is.
 
-    ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, K, T, D]; ``arguments`` are the others that the model gave.
-    With ``takes_slices`` the call is judged for attention of slices of rows, else for torch's kernel.
+    ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, K, T, D]; ``arguments`` are the model's other arguments.
+    With ``takes_slices``, the call is checked for attention of slices of rows, and otherwise for torch's kernel.
     """
     if arguments.get("cu_seq_lens_q") is None:
         return "the model does not pass document borders to its attention"

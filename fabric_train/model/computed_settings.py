@@ -1,6 +1,6 @@
-"""What a config.json asks for and this program does not compute.
+"""Find the settings in a config.json that this program does not compute.
 
-That is quantized weights, a router's loss, tokens that see later ones, Python code, and settings of another model.
+These are quantized weights, a router's loss, tokens that see later ones, Python code, and settings of another model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,23 +12,23 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, PretrainedConfig
 
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-"""The settings that describe quantized weights: transformers' own, an older one of compressed-tensors, and MLX's."""
+"""The settings that describe quantized weights: transformers', an older one of compressed-tensors, and MLX's."""
 _ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-"""The factors of the term that balances a router's experts, by the names that model families give them."""
+"""The settings with the factor of the term that balances a router's experts, as model families name it."""
 _UNCONDITIONAL_COEFFICIENTS = ("z_loss_coefficient",)
-"""The factors of terms that need no other setting."""
+"""The settings with the factors of terms that are always on."""
 _BIDIRECTIONAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (False,),  # of any family: LLM2Vec and other models for embeddings
     "use_bidirectional_attention": (True, "all"),  # Gemma; "vision" is of images alone
     "causal": (False,),  # XLM, FlauBERT
 }
-"""Settings with the values by which a token sees the tokens after it, which it is trained to predict."""
+"""Settings, with the values that let a token see the tokens after it, which it is trained to predict."""
 _CODE = "auto_map"
-"""The setting that names Python code beside the config.json."""
+"""The setting that names Python code next to the config.json."""
 _WITHOUT_EFFECT = ("_", "unsloth_", "transformers", "tokenizer_", "task_specific_params", "is_llama_config")
-"""How names of settings begin that programs note in a config.json, and that change no model."""
+"""The beginnings of names of settings that programs write into a config.json and that do not change the model."""
 _CONTROL_TOKEN = "_token_id"
-"""How names of control tokens end, such as ``unk_token_id``."""
+"""The ending of control tokens' settings, such as ``unk_token_id``."""
 _MAX_SHOWN = 10  # settings in a note
 _MAX_CHARACTERS = 40  # of a setting's value in a note
 
@@ -45,7 +45,7 @@ def fault_of_quantization(config: PretrainedConfig) -> str | None:
 
 
 def terms_left_out(config: PretrainedConfig) -> str | None:
-    """Return the settings that add a term to the loss in transformers and not here; None if there are none.
+    """Return the settings that add a term to the loss in transformers, but not here; None if there are none.
 
     The term that balances experts is computed over all tokens of a batch, so it would depend on how a window is cut
     into micro-batches and ranks.
@@ -68,7 +68,7 @@ def terms_left_out(config: PretrainedConfig) -> str | None:
 
 
 def bidirectional_setting(config: PretrainedConfig) -> str | None:
-    """Return the setting by which a model's tokens see the tokens after them; None if they do not."""
+    """Return the setting that lets a model's tokens see the tokens after them; None if they do not see them."""
     for name, value in _iterate_settings(config.to_dict()):
         for bidirectional_value in _BIDIRECTIONAL.get(name, ()):
             has_same_type = type(value) is type(bidirectional_value)  # 0 is not false in JSON
@@ -83,9 +83,9 @@ def bidirectional_setting(config: PretrainedConfig) -> str | None:
 
 
 def leave_code_out(config: PretrainedConfig) -> bool:
-    """Remove the names of Python code from a configuration, which would lead nowhere in a copy; return if it had any.
+    """Remove the names of Python code from a configuration, because a copy has no code; return whether it had any.
 
-    Such code is never run. transformers' class of the same name may compute something else.
+    This code is never run. transformers' class of the same name may compute something else.
     """
     return config.__dict__.pop(_CODE, None) is not None
 
@@ -93,7 +93,7 @@ def leave_code_out(config: PretrainedConfig) -> bool:
 def describe_unknown(config: PretrainedConfig) -> str | None:
     """Return the settings that transformers' class does not have, with their values; None if there are none.
 
-    transformers keeps them in silence. They may belong to a model that another program computes.
+    transformers silently keeps them. They may belong to a model that another program computes.
     """
     model_configs = [config]
     with suppress(ValueError):  # it has several models of text, and is refused elsewhere
@@ -120,7 +120,7 @@ def has_setting(config: PretrainedConfig, name: str) -> bool:
 
 @cache
 def _own_settings(config_class: type[PretrainedConfig]) -> frozenset[str]:
-    """Return the settings that a class gives to every configuration, also those that it computes from others."""
+    """Return the settings that every configuration of a class has, including those computed from others."""
     default: PretrainedConfig
     try:
         default = config_class()
@@ -130,7 +130,7 @@ def _own_settings(config_class: type[PretrainedConfig]) -> frozenset[str]:
 
 
 def _is_without_effect(name: str, value: Any) -> bool:
-    """Return whether an unknown setting is off, or changes no model by its name."""
+    """Return whether an unknown setting is off, or has a name of a setting that does not change the model."""
     is_off = value is None or value is False or value in ("", [], {})
     return is_off or name.startswith(_WITHOUT_EFFECT) or name.endswith(_CONTROL_TOKEN)
 

@@ -1,14 +1,15 @@
-"""Compute rows on several ranks, each with a slice of them (context parallelism): the slices, attention, and losses.
+"""Compute rows on several ranks, each with a slice of them (context parallelism): slices, attention, losses.
 
-The rows of a batch follow one another, and padding fills them up to a multiple of the chunks. A slice is some chunks of
-them: chunks of a long document are dealt so that each rank has early ones, whose tokens see few others, and late ones,
+The rows of a batch are joined, and padded to a multiple of the chunks. A slice is some chunks of
+them: the chunks of a long document are dealt so that each rank has early ones, whose tokens see few others, and late
+    ones,
 whose tokens see many.
 
 All layers but attention treat each token alone. For attention the ranks gather the keys and values of all slices, and
 each computes its own queries, as in Llama 3 (arXiv:2407.21783, section 3.3.2). The gathered keys are in the order of
 the rows, so consecutive queries (a ``RowSegment``) see consecutive keys, and the kernels for documents take both with
-their borders. torch's own context parallelism (``torch.distributed.tensor.experimental``) has no documents: it takes
-causal rows.
+their borders. torch's own context parallelism (``torch.distributed.tensor.experimental``) does not support documents,
+only causal rows.
 
 Shapes: C ranks, L tokens in all rows with the padding, S = L / C tokens of a slice, H heads of queries, K of keys and
 values, D head size, N targets.
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from lightning import Fabric
 
 CONTEXT = "sdpa_context"
-"""transformers' name of :func:`attend`."""
+"""transformers' name for :func:`attend`."""
 CONTEXT_VARLEN = "sdpa_context_varlen"
-"""transformers' name of :func:`attend` with torch's kernel for documents."""
+"""transformers' name for :func:`attend` with torch's kernel for documents."""
 
 _CHUNKS_PER_RANK = (1, 2, 4, 8)
 _TOLERANCE = 0.02
-"""How much more work than the mean a rank may have before the rows are cut into more chunks."""
+"""How much a rank's work may exceed the mean before the rows are cut into more chunks."""
 
 
 def place_batch(fabric: "Fabric", batch: Batch) -> Batch:
@@ -91,7 +92,7 @@ def cut_rows(batch: Batch, group: ContextGroup) -> RowSlice:
 
 
 def borders_of(batch: Batch) -> np.ndarray:
-    """Return the borders of the documents in all rows of a batch on the CPU, or of its rows: int64 [documents + 1]."""
+    """Return the borders of a CPU batch's documents, or of its rows if these are not divided: int64 [documents + 1]."""
     if batch.documents is not None:
         return batch.documents.borders.numpy().astype(np.int64)
     num_rows, length = batch.input_ids.shape
@@ -105,17 +106,17 @@ class _Deal:
     chunk_ranks: np.ndarray
     """The rank of each chunk, int64 [chunks]."""
     chunk_size: int
-    """Tokens of a chunk."""
+    """The number of tokens in a chunk."""
     imbalance: float
-    """The most work of a rank as a multiple of the mean."""
+    """The work of the busiest rank as a multiple of the mean."""
 
 
 def deal_chunks(borders: np.ndarray, num_ranks: int) -> tuple[np.ndarray, int]:
-    """Return the rank of each chunk, int64 [chunks], and the tokens of a chunk.
+    """Return the rank of each chunk, int64 [chunks], and the number of tokens in a chunk.
 
-    ``borders``, int64 [documents + 1], are of the documents in all rows. A token takes as much work as there are tokens
-    before it in its document. Each rank gets the same number of chunks: the fewest that balance the work within 2 %, at
-    most 8. The chunks with the most work are dealt first, each to the rank that has the least.
+    ``borders``, int64 [documents + 1], are the borders of the documents in all rows. A token takes as much work as
+    there are tokens before it in its document. Each rank gets the same number of chunks: as few as balance the work to
+    within 2 %, at most 8. The chunks with the most work are dealt first, each to the rank with the least work so far.
     """
     best = _deal_equally(borders, num_ranks, _CHUNKS_PER_RANK[0])
     for chunks_per_rank in _CHUNKS_PER_RANK[1:]:
@@ -145,13 +146,13 @@ def _deal_equally(borders: np.ndarray, num_ranks: int, chunks_per_rank: int) -> 
 
 
 def _chunk_size(borders: np.ndarray, num_chunks: int) -> int:
-    """Return the tokens of a chunk if all tokens are cut into ``num_chunks``; the last chunks may have padding."""
+    """Return the number of tokens in a chunk if all tokens are cut into ``num_chunks``; the last ones may be padded."""
     num_tokens = int(borders[-1])
     return -(-num_tokens // num_chunks)
 
 
 def count_keys(borders: np.ndarray, num_chunks: int) -> np.ndarray:
-    """Return how many keys the tokens of each chunk see together, int64 [chunks]; padding is a document."""
+    """Return how many keys the tokens of each chunk see in total, int64 [chunks]; padding counts as a document."""
     chunk_size = _chunk_size(borders, num_chunks)
     tokens = np.arange(num_chunks * chunk_size)
     documents = np.searchsorted(borders, tokens, side="right") - 1  # the document of each token
@@ -206,7 +207,7 @@ def attend(
     """Compute causal attention within documents for a slice of the rows, as transformers calls it.
 
     ``query`` is [1, H, S, D] of any float dtype, ``key`` and ``value`` are [1, K, S, D]. All ranks of the slice's group
-    call it together. Without a slice, the rows are whole and on this rank. Returns [1, S, H, D] in autocast's dtype, or
+    call it together. Without a slice, this rank has the full rows. Returns [1, S, H, D] in autocast's dtype, or
     the query's, and None instead of the attention weights.
     """
     if row_slice is None:
@@ -304,7 +305,7 @@ class _Exchange:
     def add_gradient(self, begin: int, end: int, gradient: torch.Tensor, length: int) -> None:
         """Add the gradient of the tokens ``begin`` to ``end`` of the ``length`` gathered ones, in fp32.
 
-        A kernel adds up its own gradients in fp32, too.
+        A kernel also sums its gradients in fp32.
         """
         if self._gradient is None:
             self._gradient = gradient.new_zeros(length, *gradient.shape[1:], dtype=torch.float32)
@@ -330,9 +331,9 @@ class _Exchange:
 
 
 class _Received(torch.autograd.Function):
-    """Waits in the backward pass for the gradients from the other ranks.
+    """An identity that waits for the gradients from the other ranks in its backward pass.
 
-    It is applied before anything waits for keys. Autograd goes backwards, so it waits after all gradients were sent.
+    It is applied before anything waits for keys, so its backward pass comes after all gradients have been sent.
     """
 
     @staticmethod
@@ -347,7 +348,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Waits for the keys of the other ranks, and begins to send their gradients in the backward pass."""
+    """Waits for the other ranks' keys, and in the backward pass begins to send their gradients."""
 
     @staticmethod
     def forward(ctx: Any, keys_values: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -385,8 +386,8 @@ class _Range(torch.autograd.Function):
 def whole_losses(row_slice: RowSlice, slice_losses: torch.Tensor, num_targets: int) -> torch.Tensor:
     """Return the losses of all targets of a batch in its order, [N, ...], from the losses of this rank's targets.
 
-    All ranks of the group call it together, and get the same. Each goes on with the same function of all losses, so the
-    gradient of a rank's own losses is known there.
+    All ranks of the group call it together and get the same losses. Each continues with the same function of them, so
+    the gradient of a rank's own losses is known on that rank.
     """
     return _WholeLosses.apply(slice_losses, row_slice, num_targets)
 

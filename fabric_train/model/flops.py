@@ -2,8 +2,8 @@
 
 FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: for each token, 6 per parameter that it is
 multiplied with (2 forward, 4 backward), and for attention 12 per layer, unit of width and token of context, causal or
-not. A frozen parameter takes 2 less; before the first one that trains there is no backward pass. Recomputed activations
-count once: MFU measures how fast the model learns.
+not. A frozen parameter takes 2 less; before the first parameter that trains, there is no backward pass. Recomputed
+activations count once: MFU measures how fast the model learns.
 """
 
 import re
@@ -31,9 +31,9 @@ class Attention:
     width: int
     """The number of heads times their size."""
     window: int | None
-    """The most tokens that a token sees; None: all of its document."""
+    """The most tokens that a token sees; None means all of its document."""
     num_below: int = 0
-    """How many of the layers have no backward pass, because nothing trains in them or below them."""
+    """The number of these layers that have no backward pass, because nothing trains in them or below them."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class ModelFlops:
     """The FLOPs that a model needs per token."""
 
     num_used: int
-    """Parameters that a token is multiplied with: without embeddings that are only looked up, and with the share of the
-    experts that a token is routed to.
+    """The parameters that a token is multiplied with: without embeddings that are only looked up, and with only the
+    share of the experts that a token is routed to.
     """
     attention: tuple[Attention, ...]
     num_frozen: int = 0
-    """How many of the parameters do not train."""
+    """The number of these parameters that do not train."""
     num_below: int = 0
-    """How many of the frozen ones come before all that train, so that they have no backward pass."""
+    """The number of frozen parameters before all that train, which have no backward pass."""
 
     def count(self, lengths: Sequence[int]) -> float:
         """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
@@ -73,7 +73,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
-    """Count a model's FLOPs, also on the meta device; ``trained`` are the parameters that train, None: all."""
+    """Count the FLOPs of a model, which may be on meta; ``trained`` are the parameters that train, None means all."""
     head_weight = getattr(model.get_output_embeddings(), "weight", None)
     looked_up: set[int] = set()  # embeddings, of which a token takes a row; a tied one is multiplied by as the head
     for module in model.modules():
@@ -107,7 +107,7 @@ def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) 
 def _num_layers_below(model: PreTrainedModel, names_below: set[str]) -> int:
     """Return the number of decoder layers all of whose parameters come before the first one that trains.
 
-    ``names_below`` are all parameters before that.
+    ``names_below`` are all parameters before that one.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     for name, layers in model.named_modules():
@@ -134,7 +134,7 @@ def _share_of_experts(config: Any) -> float:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return the text configuration of each decoder layer: Gemma 4's have heads of several sizes."""
+    """Return the text configuration of each decoder layer; they may differ: Gemma 4 has heads of several sizes."""
     if getattr(config, "is_heterogeneous", False):  # such a configuration refuses to answer for all layers
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
@@ -186,7 +186,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops_of_run(fabric: Fabric, precision: str) -> float | None:
-    """Return the peak FLOP/s of all devices, taken to be of this rank's kind; None if it is not known."""
+    """Return the peak FLOP/s of all devices, which are assumed to be like this rank's; None if it is not known."""
     if fabric.device.type != "cuda":
         return None
     device_peak = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))

@@ -14,7 +14,7 @@ _CORRECT_OR_FETCH = "correct the file, or fetch it again"
 
 
 def read_generation_config(source: str, config: PretrainedConfig) -> GenerationConfig:
-    """Return the generation settings of a folder or hub name; without its own, those that follow from ``config``."""
+    """Return the generation settings of a folder or hub name, or if it has none, those that follow from ``config``."""
     file = Path(source) / GENERATION_CONFIG
     if file.exists():
         read_json(file, dict, _CORRECT_OR_FETCH)  # transformers would wait for a pipe
@@ -51,7 +51,7 @@ def _stop_token_ids(generation_config: GenerationConfig) -> list[int]:
 
 
 def add_stop_tokens(generation_config: GenerationConfig, token_ids: Iterable[int]) -> None:
-    """Let generation stop at ``token_ids`` too; those that it stops at already come first."""
+    """Let generation also stop at ``token_ids``, which come after the tokens that it already stops at."""
     stored = _stop_token_ids(generation_config)
     stop_token_ids = list(dict.fromkeys((*stored, *token_ids)))  # each once
     if stop_token_ids != stored:
@@ -59,7 +59,7 @@ def add_stop_tokens(generation_config: GenerationConfig, token_ids: Iterable[int
 
 
 def checkpoint_generation_config(checkpoint: Path, config: PretrainedConfig) -> GenerationConfig:
-    """Return a checkpoint's generation settings, with every token that ends a document or a turn in its data.
+    """Return a checkpoint's generation settings, with every token that ends a document or turn in its data.
 
     Checkpoints of earlier versions name these tokens only in their ``manifest.json``.
     """

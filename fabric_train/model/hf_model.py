@@ -46,13 +46,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the configuration of a model determines: the model without its weights."""
+    """A model without its weights, as its configuration determines it."""
 
     source: str
-    """Hub name, folder, or the arguments of a new model; for messages."""
+    """The hub name, the folder, or the arguments of a new model, for messages."""
     config: PretrainedConfig
     num_parameters: int
-    """Tied weights count once, and an ``adapter`` does not count."""
+    """The number of parameters; tied weights count once, and an ``adapter`` does not count."""
     trained: dict[str, torch.Size]
     """The shapes of the parameters that train."""
     names: dict[str, tuple[str, ...]]
@@ -61,18 +61,18 @@ class ModelShape:
     layer_classes: frozenset[type[nn.Module]]
     """The classes of the decoder layers, FSDP's units."""
     vocab_size: int
-    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    """The number of rows of the embedding, which may exceed the tokenizer's number of tokens."""
     max_positions: int | None
-    """None if the configuration has no limit."""
+    """The most positions; None if the configuration has no limit."""
     is_new: bool = False
-    """The model has no pretrained weights."""
+    """Whether the model has no pretrained weights."""
     adapter: Adapter | None = None
     parts: TrainedParts = ALL_PARTS
     frozen: dict[str, torch.Size] = field(default_factory=dict)
     """The shapes of the other parameters, if ``parts`` chose which ones train."""
     longest_row: int | None = None
-    """Tokens of the longest row that the model gets. Rotary frequencies that depend on the length are chosen once by it
-    (``rope_frequencies``); None leaves that to transformers.
+    """The number of tokens in the longest row that the model gets. Rotary frequencies that depend on the length are
+    chosen once for it (``rope_frequencies``); None leaves the choice to transformers.
     """
 
     @property
@@ -99,11 +99,11 @@ def read_shape(
     Args:
         source: a hub name or a folder.
         layer_class: the name of the decoder layer's class.
-        attention: the implementation of attention, which is written into ``config``; None: transformers chooses.
-        adapter: an adapter that the model gets.
+        attention: the implementation of attention, which is written to ``config``; None lets transformers choose.
+        adapter: an adapter that is added to the model.
 
     Raises:
-        InputError: there is no such causal language model, layer or attention.
+        InputError: the causal language model, the layer or the attention does not exist.
     """
     quiet_transformers()
     return shape_from_config(_read_config(source), source, layer_class, attention, adapter=adapter)
@@ -147,7 +147,7 @@ def shape_from_config(
 
 
 def _check_config(config: PretrainedConfig, name: str) -> None:
-    """Check that a configuration is that of a stack of decoder layers; ``name`` is what messages call the model."""
+    """Check that a configuration describes a stack of decoder layers; ``name`` is the model's name in messages."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_type = getattr(config, "model_type", type(config).__name__)
         raise InputError(f"{name}: a {model_type} is not a causal language model; give one that is")
@@ -188,7 +188,7 @@ def _build_from_config(config: PretrainedConfig, name: str, attention: str | Non
 
 
 def _builds_with_eager(config: PretrainedConfig, error: Exception) -> bool:
-    """Return whether a model that could not be built with some attention can be built with the plain one."""
+    """Return whether a model that could not be built with the given attention can be built with plain attention."""
     if isinstance(error, ImportError):  # of a package that can be installed
         return False
     try:
@@ -287,7 +287,7 @@ def _read_config(source: str) -> PretrainedConfig:
 
 
 def _layer_classes(model: PreTrainedModel, layer_class: str, source: str) -> frozenset[type[nn.Module]]:
-    """Return the class called ``layer_class``, or the model's own layer classes if that is the default of Llama."""
+    """Return the class called ``layer_class``, or the model's own layer classes if that is the default, Llama's."""
     classes = {type(module).__name__: type(module) for module in model.modules()}
     if layer_class in classes:
         return frozenset([classes[layer_class]])

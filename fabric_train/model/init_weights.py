@@ -1,4 +1,4 @@
-"""Random weights of a new model, a function of the seed and the parameter's name alone.
+"""Draw random weights for a new model, as a function of only the seed and the parameter's name.
 
 For ``--from_scratch``, transformers' own initialization runs on a model on the meta device, while this module records
 the distribution of each parameter. The numbers are then drawn in chunks. Each chunk has its own random stream, so each
@@ -69,7 +69,7 @@ def new_shape(
 
 
 def _config_sizes(arguments: "ModelArguments", family: str, default: PretrainedConfig) -> dict[str, Any]:
-    """Return the sizes in ``arguments`` under the names that the configuration of a family has for them."""
+    """Return the sizes in ``arguments`` by their names in the configuration of a family."""
     values: dict[str, Any] = {}
     for argument, config_names in _SIZE_NAMES.items():
         size = getattr(arguments, argument)
@@ -97,12 +97,12 @@ def open_new(shape: ModelShape, dtype: torch.dtype, seed: int) -> MetaModel:
 
 @dataclass(frozen=True)
 class _Values:
-    """How to fill the elements from ``begin`` to ``end`` of a flattened parameter."""
+    """How the elements ``begin`` to ``end`` of a flattened parameter are filled."""
 
     distribution: str
     """``constant``, ``normal`` or ``uniform``."""
     parameters: tuple[float, ...]
-    """The constant; mean and standard deviation; or lower and upper bound."""
+    """The constant, or the mean and standard deviation, or the lower and upper bound."""
     begin: int
     end: int
 
@@ -174,7 +174,7 @@ class RandomWeights:
 
 
 class _InitRecorder(TorchDispatchMode):
-    """A dispatch mode that records all writes into parameters on the meta device."""
+    """A dispatch mode that records all writes to parameters on the meta device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class _InitRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, target: torch.Tensor, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record a write into ``target``, which may be a parameter or a view of one."""
+        """Record a write to ``target``, which may be a parameter or a view of one."""
         name = self._names.get(target.untyped_storage()._cdata)
         if name is None:
             return
@@ -217,7 +217,7 @@ class _InitRecorder(TorchDispatchMode):
 
 
 def _two_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], defaults: dict[str, float]) -> list[float]:
-    """Return two arguments of an operation, each positional, by keyword, or from ``defaults``, in their order."""
+    """Return two arguments of an operation in order, each given by position, by keyword, or by ``defaults``."""
     positional = dict(zip(defaults, args, strict=False))
     arguments = defaults | dict(kwargs) | positional
     return [float(arguments[name]) for name in defaults]

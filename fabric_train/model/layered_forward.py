@@ -30,7 +30,7 @@ def layered_forward(
     input_ids: torch.Tensor,
     advance: Callable[[], object],
 ) -> LayeredOutput:
-    """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
+    """Return a model's output for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
 
     Args:
         meta_model: a model with its parameters on the meta device. Hooks are added to it, and its buffers are read.
@@ -71,7 +71,7 @@ def layered_forward(
 
 
 def _read_during_forward(unit: nn.Module, modules: list[nn.Module], weights: Weights, names: dict[int, str]) -> None:
-    """Give ``modules`` real parameters during the forward pass of ``unit``, and meta ones again after it.
+    """Give ``modules`` real parameters during the forward pass of ``unit``, and meta parameters after it.
 
     ``names`` has the name of each meta parameter in ``weights``, by the parameter's ``id``.
     """

@@ -16,17 +16,17 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""The most bytes of a chunk's logits and fp32 log-probabilities. Few are faster, because each reads the weight."""
+"""The most bytes of a chunk's logits and fp32 log-probabilities. Fewer chunks are faster: each one reads the weight."""
 
 
 @dataclass(frozen=True)
 class _ChunkSettings:
-    """How the chunks are computed."""
+    """The settings for computing chunks."""
 
     dtype: torch.dtype
-    """Of the matrix products."""
+    """The dtype of the matrix products."""
     memory_device: str
-    """Type of the device whose memory limits the size of a chunk."""
+    """The type of the device whose memory limits the size of a chunk."""
 
 
 @dataclass
@@ -57,10 +57,10 @@ def summed_cross_entropy(
         weight: [V, H], with a ``bias`` [V] or None.
         positions: [N] int64, indices into ``hidden`` flattened to [positions, H], without repeats.
         targets: [N] int64, the token ids to predict there.
-        scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, the gradient
-            is added to ``weight.grad`` at once, where autograd would keep a tied weight's in memory until the end
-            of the backward pass. Use it only if no strategy (DDP, FSDP) waits for this gradient.
-        memory_device: Type of the device whose memory limits the size of a chunk; None: the device of ``hidden``. A
+        scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If it is given, the
+            gradient is added to ``weight.grad`` immediately, where autograd would keep a tied weight's gradient in
+            memory until the end of the backward pass. Use it only if no strategy (DDP, FSDP) waits for this gradient.
+        memory_device: The type of the device whose memory limits the size of a chunk; None: the device of ``hidden``. A
             trace of memory on fake CPU tensors gives the device that it stands for.
 
     Returns:
@@ -78,8 +78,8 @@ def summed_cross_entropy(
 class _SummedCrossEntropy(torch.autograd.Function):
     """The autograd function of ``summed_cross_entropy``. Its forward pass computes the gradients too.
 
-    The logits of a chunk exist only there, so its gradient is computed from them at once. The backward pass only
-    multiplies the gradients by the gradient of the sum.
+    The logits of a chunk exist only in the forward pass, so the gradient is computed from them there. The backward pass
+    only multiplies the gradients by the gradient of the sum.
     """
 
     @staticmethod
@@ -166,7 +166,7 @@ def _scale_and_cast(
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer would compute: autocast's, or the one of its input."""
+    """Return the dtype in which a linear layer would compute: autocast's, or its input's."""
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -185,10 +185,10 @@ def token_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of each token, fp32 [N], which can be differentiated once.
 
-    This is for losses that give each token a weight of its own, which is known only when all are computed. So nothing
-    of the chunks is kept: the backward pass computes their logits again. It needs one product with the weight more than
-    :func:`summed_cross_entropy`, whose arguments these are. ``grad_in_place`` says that a gradient may be added to
-    ``weight.grad`` at once, as with its ``scale``.
+    This is for losses that weight each token by a factor which is known only when all losses are computed. So nothing
+    of the chunks is kept: the backward pass computes their logits again. It needs one more product with the weight than
+    :func:`summed_cross_entropy`, which has the same arguments. ``grad_in_place`` says that a gradient may be added to
+    ``weight.grad`` immediately, as with ``scale`` there.
     """
     settings = _ChunkSettings(_product_dtype(hidden), memory_device or hidden.device.type)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -224,7 +224,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_losses: torch.Tensor) -> Any:
-        """Return the gradients for those of the losses, [N]; the weight's may be added to ``weight.grad`` instead."""
+        """Return the gradients for the losses' gradients, [N]; the weight's may be added to ``weight.grad`` instead."""
         hidden, weight, bias, positions, targets = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         parameter = ctx.parameter
@@ -322,7 +322,7 @@ def _compute_chunks(
 
 
 def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> int:
-    """Return the tokens of a chunk; chunks have nearly equal sizes."""
+    """Return the number of tokens in a chunk; chunks have nearly equal sizes."""
     device_type = settings.memory_device
     bytes_per_logit = settings.dtype.itemsize
     works_in_place = settings.dtype == torch.float32 or (device_type == "cuda" and _has_liger())
@@ -360,9 +360,9 @@ def _has_liger() -> bool:
 
 
 def _liger_losses(logits: torch.Tensor, targets: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
-    """Compute what ``_token_losses`` computes, by liger-kernel's Triton kernel.
+    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel.
 
-    The kernel is called, and not liger's loss of the whole head: that waits for the device, and sums in fp32.
+    The kernel is called instead of liger's loss for the full head, which waits for the device and sums in fp32.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
@@ -416,7 +416,7 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
 
     Args:
         model: a causal language model of transformers. Its ``forward`` and that of its head are replaced.
-        grad_in_place: pass ``scale=`` on, so that the head adds its gradient to ``weight.grad`` at once. Only if
+        grad_in_place: pass ``scale=`` on, so that the head adds its gradient to ``weight.grad`` immediately. Only if
             nothing wraps the model.
         memory_device: see ``summed_cross_entropy``.
 
@@ -475,7 +475,7 @@ def has_loss_in_head(model: Any) -> bool:
 
 
 class _HeadForward:
-    """A replacement of a head's ``forward``. It calls ``compute_loss`` if that is set, else it returns logits."""
+    """A replacement for a head's ``forward``: it calls ``compute_loss`` if that is set, or else returns logits."""
 
     def __init__(self, head: nn.Linear) -> None:
         self._compute_logits = head.forward

@@ -1,6 +1,6 @@
 """Build a model on the meta device, and later read its weights: each rank's part, or all of them.
 
-Hugging Face files are read through ``pretrained_weights``, checkpoints as they are stored. Models with weights that
+Hugging Face files are read through ``pretrained_weights``, and checkpoints as they are stored. Models with weights that
 must stay in fp32 are loaded in full.
 """
 
@@ -35,7 +35,7 @@ _FETCH_AGAIN = "fetch the model again, or give another"
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model on the meta device and its weights; None if it had to be loaded in full, on the CPU."""
+    """A model on the meta device and its weights; ``weights`` is None if it had to be loaded in full, on the CPU."""
 
     model: PreTrainedModel
     weights: Weights | None
@@ -196,7 +196,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _cannot_load(source: str, error: BaseException) -> InputError:
-    """Return the error for weights that cannot be loaded; a reached limit of the machine is raised as such."""
+    """Return the error for weights that cannot be loaded; if the machine has reached a limit, raise that error."""
     raise_reached_limit(error)
     reason = first_line(error).rstrip(".")
     return InputError(f"--model_name {source}: cannot load its weights: {reason}; {_FETCH_AGAIN}")
@@ -220,7 +220,7 @@ def check_loaded_weights(source: str, faulty: list[str]) -> None:
 
 
 def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
-    """Check that weights have the names and shapes of the model's. Tied duplicates may be absent."""
+    """Check that weights have the names and shapes of the model's weights. Tied duplicates may be absent."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     optional = tied_weight_names(model)
     faulty = [name for name, shape in shapes.items() if expected.get(name) != shape]

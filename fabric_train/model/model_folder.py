@@ -1,4 +1,4 @@
-"""Check that a name of a model can be a folder with a model or a hub name, without importing torch."""
+"""Check that a model's name is a folder with a model or a possible hub name, without importing torch."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from fabric_train.files.regular_file import read_json
 
 
 def check_model_folder(source: str) -> tuple[str, str]:
-    """Return how messages call the model, and what they advise.
+    """Return the model's name in messages, and the advice that they give.
 
     Raises:
         InputError: ``source`` is neither a folder with a config.json nor a possible hub name.

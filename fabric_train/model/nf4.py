@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
 BLOCK = 64
-"""Elements of a row that share a scale."""
+"""The number of elements of a row that share a scale."""
 _WEIGHT = "weight"
 _SCALES = "weight_scales"
 
@@ -55,7 +55,7 @@ class NF4Linear(nn.Linear):
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module computes what a linear layer does. Llama 4's router is a subclass that does not."""
+    """Return whether a module computes the same as a linear layer. Llama 4's router is a subclass that does not."""
     return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, NF4Linear.forward)
 
 
@@ -79,7 +79,7 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, in_features: int) -> 
 
 
 def _quant_state(scales: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> "QuantState":
-    """Return what bitsandbytes has to know of a quantized weight of ``shape`` to compute with it in ``dtype``."""
+    """Return bitsandbytes' description of a quantized weight of ``shape``, for computing with it in ``dtype``."""
     from bitsandbytes.functional import QuantState
 
     return QuantState(
@@ -105,7 +105,7 @@ def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, skipped: 
     Args:
         layers: the decoder layers; their linear layers change their class.
         dtype: the dtype of the tensors that store the bytes.
-        skipped: names of linear layers that stay as they are, such as ``mlp.down_proj``.
+        skipped: names of linear layers that are not quantized, such as ``mlp.down_proj``.
 
     Raises:
         InputError: the rows of a weight cannot be cut into whole blocks.
@@ -185,6 +185,6 @@ def check_installed() -> None:
     """Check that bitsandbytes is installed.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not installed.
     """
     load_package("bitsandbytes", "--base_weights nf4")

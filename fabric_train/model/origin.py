@@ -1,7 +1,7 @@
-"""Find where a model's weights come from: repository on the hub, revision, licence, and the stages of its training.
+"""Find where a model's weights come from: hub repository, revision, licence, and the stages of its training.
 
-``download_model.py`` writes them into ``hub_source.json`` beside the model's files. A run stores them in its
-checkpoints, so that the model card of an export has them, also after the folder of the base model is gone.
+``download_model.py`` writes the source to ``hub_source.json`` next to the model's files. A run stores the origin in its
+checkpoints, so that an export's model card has it even if the base model's folder is gone.
 """
 
 import os
@@ -21,7 +21,7 @@ HUB_SOURCE = "hub_source.json"
 """The file that ``download_model.py`` adds to a folder, with the fields of :class:`HubSource`."""
 
 STAGES = "training_stages.json"
-"""The file of an export with the stages of its training, see ``TrainingStage``."""
+"""The file in an export with the stages of its training, see ``TrainingStage``."""
 
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 Repository: TypeAlias = Annotated[str, Field(pattern=f"^({_NAME}/)?{_NAME}$", max_length=96)]
@@ -43,11 +43,11 @@ class HubSource:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """The pretrained model that a run began with; None stands for an unknown value.
+    """The pretrained model that a run began with; unknown values are None.
 
     ``name`` is the repository, or the name of a folder whose origin is not known. ``repository`` is OWNER/NAME on the
-    hub, ``revision`` the commit. ``license`` is the identifier in the model's own card. A licence without one is
-    ``other``, with its name in ``license_name`` and the place of its text in ``license_link``.
+    hub, ``revision`` the commit. ``license`` is the identifier in the model's own card. A licence without an identifier
+    is ``other``, with its name in ``license_name`` and the location of its text in ``license_link``.
     """
 
     name: str
@@ -60,7 +60,7 @@ class ModelOrigin:
 
 @dataclass(frozen=True)
 class HashedFile:
-    """A file of weights that was hashed, as the system describes it; no program can set ``changed_ns``."""
+    """A file of weights that was hashed, with the system's data about it; no program can set ``changed_ns``."""
 
     name: str
     num_bytes: NonNegativeInt
@@ -74,16 +74,16 @@ class AdapterBase:
     """The model that an adapter is trained on; a checkpoint has no copy of it."""
 
     place: str
-    """Its hub name or absolute path."""
+    """The model's hub name or absolute path."""
     fingerprint: str | None = None
-    """A hash of its weights (``checkpoint.base_weights``); None before it is computed, and in old checkpoints."""
+    """A hash of the weights (``checkpoint.base_weights``); None before it is computed, and in old checkpoints."""
     files: tuple[HashedFile, ...] = ()
-    """The files that were hashed; empty if they may have been changed at the same time."""
+    """The files that were hashed; empty if they may have changed at the same time."""
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The model that preference objectives compare with; a checkpoint has no copy of it.
+    """The model with which preference objectives compare; a checkpoint has no copy of it.
 
     ``place`` is the hub name or the absolute path of the folder, checkpoint or adapter that it is read from; empty for
     the random weights of the run's seed. ``fingerprint`` is a hash of the bytes of its weights.
@@ -111,7 +111,7 @@ SPLIT_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
+    """The steps of a run after ``after_step`` that the same processes took, with their devices and time.
 
     ``device`` is a ``device_name``. ``seconds`` are from the first step to the save, evaluations included.
     ``arguments`` are ``SPLIT_ARGUMENTS`` and ``log_step_interval``; empty if an earlier version saved it.
@@ -138,12 +138,12 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class StageSource:
-    """What a stage of training read of a source."""
+    """The part of a source that a stage of training read."""
 
     name: str
-    """Its public name."""
+    """The source's public name."""
     share: float
-    """Of the stage's tokens, or of a pass over a stream."""
+    """The source's share of the stage's tokens, or of a pass over a stream."""
     tokens: NonNegativeInt | None
     """None for a stream."""
     documents: NonNegativeInt | None
@@ -155,7 +155,7 @@ class StageSource:
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A run whose weights after ``step`` the next stage began with; the first stage began with ``base_model``."""
+    """A run from whose weights after ``step`` the next stage began; the first stage began with ``base_model``."""
 
     run: str
     step: NonNegativeInt
@@ -189,7 +189,7 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
 
 
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
-    """Return the stages that an export, a folder or a cached hub name, records; none of other models."""
+    """Return the stages that an export (a folder or a cached hub name) records; other models have none."""
     file = find_stages_file(model_name)
     if file is None:
         return ()
@@ -197,7 +197,7 @@ def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
 
 
 def find_stages_file(model_name: str) -> Path | None:
-    """Return the record of an export's stages in ``--model_name``, a folder or a hub name that is in the cache."""
+    """Return the file with an export's stages in ``--model_name``, a folder or a cached hub name."""
     from huggingface_hub import try_to_load_from_cache  # slow, and not needed to read a trainer.json
 
     folder = Path(model_name)
@@ -212,7 +212,7 @@ def find_stages_file(model_name: str) -> Path | None:
 
 
 def legal_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a model folder or checkpoint that have its licence, notices and terms of use."""
+    """Yield the files in a model folder or checkpoint with its licence, notices and terms of use."""
     for path in sorted(folder.iterdir()):
         if _LEGAL_FILE.fullmatch(path.name) and path.is_file():
             yield path

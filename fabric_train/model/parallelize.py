@@ -1,6 +1,6 @@
 """Prepare a model for training: loss in the head, float8, tensor parallelism, tiles, compilation, sharding, weights.
 
-:func:`setup_model` has the steps in their order.
+:func:`setup_model` does these steps in order.
 """
 
 from itertools import pairwise
@@ -55,7 +55,7 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
 
 
 def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
-    """Shard the layers' matrices in place over a mesh of one dimension: each rank keeps its part, nothing is sent."""
+    """Shard the layers' matrices in place over a mesh of one dimension; each rank keeps its part, nothing is sent."""
     plan = {name: _STYLES[style]() for name, style in _tensor_parallel_styles(model.config).items()}
     parallelize_module(model.base_model, mesh, plan, src_data_rank=None)
 
@@ -63,7 +63,7 @@ def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
 def _tensor_parallel_styles(config: PretrainedConfig) -> dict[str, str]:
     """Return the style (``colwise``, ``rowwise``) of each sharded module of the layers.
 
-    The names are those in the base model, with * for the layer: ``layers.*.mlp.up_proj``. Modules outside of the
+    The names are the base model's, with * for the layer: ``layers.*.mlp.up_proj``. Modules outside of the
     layers are not sharded, although transformers' plan may have them.
     """
     styles: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
@@ -79,7 +79,7 @@ def setup_model(
     *,
     any_length: bool = False,
 ) -> Any:
-    """Return the model set up by Fabric, sharded or replicated, on its device. The steps depend on their order.
+    """Set up the model with Fabric, sharded or replicated, on its device. The order of the steps matters.
 
     ``model`` is on the CPU, or has its parameters on the meta device if ``weights`` are given; then each rank reads
     its part of these. The layers of ``layer_classes`` are sharded, checkpointed and compiled, see ``compile_layers``
@@ -143,10 +143,10 @@ def setup_model(
 
 
 def _units_of_mixed(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return FSDP1's units if some modules outside of the layers train and others do not; else an empty list.
+    """Return FSDP1's units if some modules outside of the layers train and others do not; otherwise an empty list.
 
-    FSDP1 has one gradient for each unit, also for frozen weights in it. So each of these modules is a unit of its own,
-    except the head: it stays in the unit of the model, which computes the loss with its weight.
+    FSDP1 has one gradient for each unit, also for frozen weights in it. So each of these modules is a separate unit,
+    except the head, which stays in the model's unit, because that computes the loss with its weight.
     """
     modules_in_layers: set[nn.Module] = set()
     for layer in layers:
@@ -168,8 +168,8 @@ def _units_of_mixed(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
 def use_sparse_embedding_grad(model: Any) -> None:
     """Add the gradient of a tied fp32 embedding only to the rows of the batch's tokens.
 
-    This avoids a gradient matrix [V, H] in addition to the head's, which ``grad_in_place`` has written. Not for a GPU:
-    it adds the rows in any order, so the last bits would differ from run to run.
+    This avoids a gradient matrix [V, H] in addition to the head's, which ``grad_in_place`` has written. It is not for a
+    GPU: a GPU adds the rows in any order, so the last bits would differ from run to run.
     """
     embedding = model.get_input_embeddings()
     weight = model.get_output_embeddings().weight

@@ -1,7 +1,7 @@
-"""Regular expressions of users and of adapters' files, matched within a time limit.
+"""Match regular expressions from users and adapters' files within a time limit.
 
-Python's ``re`` can take years for an expression such as ``(.*)*x$``, and cannot be interrupted. ``regex`` has the same
-syntax and a limit of time, but its own compilation repeats what is counted: ``((a{30}){30}){30}`` has 27,000 copies.
+Python's ``re`` can take years for an expression such as ``(.*)*x$`` and cannot be interrupted. ``regex`` has the same
+syntax and a time limit, but compiling copies counted parts: ``((a{30}){30}){30}`` has 27,000 copies.
 """
 
 import re
@@ -13,7 +13,7 @@ import regex  # type: ignore[import-untyped]
 from fabric_train.cli.errors import InputError
 
 _SECONDS = 5.0
-"""For all names of a model; a usual expression takes milliseconds."""
+"""The time limit for all names of a model; a usual expression takes milliseconds."""
 _MAX_CHARACTERS = 10_000
 _MAX_COPIES = 10_000
 _REPEAT_COUNT = re.compile(r"\{([0-9]{0,9}),?([0-9]{0,9})\}")
@@ -26,7 +26,7 @@ class NamePattern:
     ``option`` is the argument that gives it, and ``example`` is a name, both for messages.
 
     Raises:
-        InputError: it is no regular expression, or too large.
+        InputError: it is not a regular expression, or is too large.
     """
 
     def __init__(self, option: str, pattern: str, example: str) -> None:
@@ -45,15 +45,15 @@ class NamePattern:
             raise self._fault(f"it is no name and no regular expression ({error})") from None
 
     def matching_whole(self, names: Iterable[str]) -> set[str]:
-        """Return the names that it matches from the first to the last character; InputError if it takes too long."""
+        """Return the names that the pattern matches in full; InputError if this takes too long."""
         return self._select(self._whole_name.fullmatch, names)
 
     def matching_parts(self, names: Iterable[str]) -> set[str]:
-        """Return the names of which it matches whole parts between dots; InputError if it takes too long."""
+        """Return the names in which the pattern matches whole parts between dots; InputError if this takes too long."""
         return self._select(self._whole_components.search, names)
 
     def _select(self, matches: Callable[..., object], names: Iterable[str]) -> set[str]:
-        """Return the names that a method of an expression matches, all of them within the time limit."""
+        """Return the names that an expression matches with ``method``, all within the time limit."""
         deadline = time.monotonic() + _SECONDS
         selected = set()
         for name in names:
@@ -73,7 +73,7 @@ class NamePattern:
 
 
 def _num_copies(pattern: str) -> int:
-    """Return an upper bound of the copies of a subexpression that its nested counts, as ``{2,30}``, make."""
+    """Return an upper bound on the copies of a subexpression that nested counts such as ``{2,30}`` make."""
     num_copies = 1
     for match in _REPEAT_COUNT.finditer(pattern):
         largest = max(int(count or 0) for count in match.groups())

@@ -1,6 +1,6 @@
-"""Read tensors one at a time from ``pytorch_model.bin``: a pickle, of which only tensors and plain values are read.
+"""Read tensors one at a time from ``pytorch_model.bin``, a pickle in which only tensors and plain values are read.
 
-torch maps such a file into memory, so a tensor takes memory when it is read, as from safetensors.
+torch maps the file into memory, so a tensor only takes memory when it is read, as with safetensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from fabric_train.model.weight_files import StoredTensors, shard_names
 
 
 class PickledTensors(StoredTensors):
-    """The tensors of pickles by name, as transformers saved weights before safetensors."""
+    """The tensors in pickles by name; transformers saved weights in this format before safetensors."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
@@ -42,7 +42,7 @@ class PickledTensors(StoredTensors):
 
 
 def find_pickles(source: str) -> list[Path]:
-    """Return the pickles with the weights of a hub name or folder, which may be none."""
+    """Return the pickles with the weights of a hub name or folder, if there are any."""
     folder = Path(source)
     if folder.is_dir():
         index = folder / WEIGHTS_INDEX_NAME

@@ -1,6 +1,6 @@
 """Read the weights of Hugging Face files under the model's own names, converted as ``from_pretrained`` converts them.
 
-Some files use other names or other splits of weights than transformers does now (Mixtral's experts). transformers'
+Some files use other names or splits of weights than transformers does now (Mixtral's experts). transformers'
 mapping is applied to one weight at a time, so only the stored tensors of that weight are in memory.
 """
 
@@ -38,8 +38,8 @@ class _StoredName:
 class _Recipe:
     """How to compute one weight, or several weights that share stored tensors, from the files.
 
-    ``weight_name`` is the model's name of the weight, of several weights the first one's. Without a ``converter``, the
-    single stored tensor is the weight itself.
+    ``weight_name`` is the model's name for the weight, or for the first one of several weights. Without a
+    ``converter``, the single stored tensor is the weight itself.
     """
 
     weight_name: str
@@ -119,12 +119,12 @@ class PretrainedWeights:
         return [name for name in self._model.state_dict() if not self._names_in_files(name)]
 
     def find_mismatched(self) -> list[str]:
-        """Return the names of weights that have another shape in the files than in the model."""
+        """Return the names of weights whose shape in the files differs from the model's."""
         expected = self._model.state_dict()
         return [name for name, shape in self._shapes.items() if name in expected and expected[name].shape != shape]
 
     def find_unused(self) -> dict[str, int]:
-        """Return the bytes of each stored tensor that the model does not use; without buffers that it computes."""
+        """Return the bytes of each stored tensor that the model does not use, except buffers that it computes."""
         used_names: set[str] = set()
         for recipe in self._recipes.values():
             used_names.update(stored.name for stored in recipe.stored)
@@ -167,7 +167,7 @@ class PretrainedWeights:
         return self._read_converted(self._names_in_files(name)[0], offsets, shape)
 
     def _read_converted(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a block of the weight that the files have under exactly this name of the model's."""
+        """Return a block of a weight that the files have under exactly this name."""
         recipe = self._recipes[name]
         if recipe.converter is None:
             return self._tensors.read_block(recipe.stored[0].name, offsets, shape)
@@ -176,12 +176,12 @@ class PretrainedWeights:
         return weight[block]
 
     def _names_in_files(self, name: str) -> list[str]:
-        """Return those names of a parameter under which the files have it."""
+        """Return the names of a parameter under which the files have it."""
         return [synonym for synonym in self._synonyms.get(name, [name]) if synonym in self._recipes]
 
 
 def describe_unused(source: str, unused: dict[str, int]) -> str | None:
-    """Return a line on the tensors in a model's files that the model does not use; None if it uses them all.
+    """Return a line about the tensors in a model's files that the model does not use; None if it uses all of them.
 
     Args:
         source: the hub name or folder.

@@ -1,10 +1,11 @@
 """Extend the positions of a model by its rotary embedding (RoPE): scaled frequencies, another base, or plain ones.
 
-RoPE turns each pair of a head's dimensions by position × frequency. A model has only learnt the angles up to its number
-of positions. ``linear`` divides all frequencies by the factor (arXiv:2306.15595), ``yarn`` only the low ones, and it
-scales the attention too (arXiv:2309.00071), ``llama3`` does so between two borders without the latter
-(arXiv:2407.21783). A higher base, ``rope_theta``, lowers all frequencies but the first, the low ones most.
-transformers computes them in fp32 from ``rope_parameters`` in config.json, for the run and for its export.
+RoPE rotates each pair of a head's dimensions by position × frequency. A model has only learnt the angles up to its
+number of positions. ``linear`` divides all frequencies by the factor (arXiv:2306.15595). ``yarn`` divides only the low
+ones, and also scales the attention (arXiv:2309.00071). ``llama3`` divides the low ones between two borders and leaves
+the attention unscaled (arXiv:2407.21783). A higher base, ``rope_theta``, lowers all frequencies but the first, and the
+low ones most. transformers computes them in fp32 from ``rope_parameters`` in config.json, for the run and for its
+export.
 """
 
 import copy
@@ -21,9 +22,9 @@ from fabric_train.model.hf_model import ModelShape
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The borders between kept, mixed and divided frequencies, in turns within the original positions, as in Llama 3.1."""
 _UNSCALED_SETTINGS = ("rope_theta", "partial_rotary_factor")
-"""Settings that stay when the scaling changes."""
+"""Settings that are kept when the scaling changes."""
 _KINDS_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
-"""Kinds whose configuration has the number of positions before they were extended."""
+"""The kinds whose configuration has the original number of positions."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class RopeChange:
     """The kind and the factor."""
     theta: float | None
     option_prefix: str = "--"
-    """What precedes the names of the arguments in messages; another one if they are given in a file."""
+    """The prefix of the arguments' names in messages, which is another one if they are given in a file."""
     allows_longer_rows: bool = False
-    """Rows longer than the model's positions are allowed although neither is given."""
+    """Whether rows longer than the model's positions are allowed although neither argument is given."""
 
     def apply(self, shape: ModelShape, longest_row: int) -> ModelShape:
         """Return the shape with another RoPE and number of positions in its configuration.
 
-        To apply it again changes nothing, so a resumed run may give the same arguments. With a scaling, there are
+        Applying it again changes nothing, so a resumed run may give the same arguments. With a scaling, there are
         ``original × factor`` positions, or as many as the model has if that is more; without one, at least
-        ``longest_row``, the tokens of a row. ``none`` goes back to the original positions.
+        ``longest_row``, the tokens of a row. ``none`` restores the original positions.
 
         Raises:
             InputError: the model has no rotary positions, or the scaled ones are fewer than ``longest_row``.
@@ -99,7 +100,7 @@ def _scaled_parameters(rope: Mapping[str, Any], kind: str, factor: float, origin
 
 
 def rotary_parameters(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return ``rope_parameters`` of a model whose layers all have the same plain RoPE; None for another model."""
+    """Return ``rope_parameters`` of a model whose layers all have the same plain RoPE; None for any other model."""
     text_config: Any = config.get_text_config()
     rope = getattr(text_config, "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_type" not in rope:
@@ -111,9 +112,9 @@ def rotary_parameters(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def original_positions(config: PretrainedConfig) -> int:
-    """Return a model's number of positions before they were extended.
+    """Return a model's original number of positions, before they were extended.
 
-    A configuration with ``linear`` scaling does not have it: it is ``max_position_embeddings`` divided by the factor.
+    A configuration with ``linear`` scaling does not store it: it is ``max_position_embeddings`` divided by the factor.
     """
     text_config: Any = config.get_text_config()
     rope = rotary_parameters(config) or {}
@@ -127,7 +128,7 @@ def original_positions(config: PretrainedConfig) -> int:
 
 
 def note_on_rope(stored: ModelShape, used: ModelShape) -> str | None:
-    """Return a line on what a run changes of a stored model's positions; None if nothing."""
+    """Return a line about the changes that a run makes to a stored model's positions; None if there are none."""
     stored_positions = _describe(stored.config)
     used_positions = _describe(used.config)
     if stored_positions == used_positions:

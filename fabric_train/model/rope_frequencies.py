@@ -1,8 +1,9 @@
-"""Choose rotary frequencies once for a whole run where transformers would choose them anew for every batch.
+"""Choose rotary frequencies once for the entire run, where transformers would choose them for every batch.
 
 ``longrope`` (Phi-3.5, Phi-4-mini) has a factor for each frequency, one set for short texts and one for long texts, and
 ``dynamic`` (NTK scaling) raises the base with the length. transformers decides by the largest position of each batch.
-So the loss of a document would depend on the rows beside it, and with that on the micro-batch size and the ranks.
+So the loss of a document would depend on the other rows of its batch, and therefore on the micro-batch size and the
+ranks.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _FIXED = "default"
-"""The kind whose stored frequencies transformers uses as they are."""
+"""The kind whose stored frequencies transformers uses unchanged."""
 
 
 @dataclass(frozen=True)
 class _Frequencies:
-    """One set of frequencies of a rotary module: its kind, and the type of layers that use it (None: all of them)."""
+    """A set of frequencies of a rotary module: its kind, and the type of layers that use it, which is None for all."""
 
     kind: str
     layer_type: str | None
@@ -37,7 +38,7 @@ def _depends_on_length(kind: object) -> bool:
 def choose_frequencies(model: nn.Module, length: int) -> None:
     """Give a model the frequencies for texts of up to ``length`` tokens, for this batch and all later ones.
 
-    It can be called again with another length. Models whose frequencies do not depend on the length stay as they are.
+    It can be called again with another length. Models whose frequencies do not depend on the length are not changed.
     """
     for module in model.modules():
         for frequencies in _length_dependent_frequencies(module):
@@ -74,7 +75,7 @@ def _set_frequencies(module: Any, frequencies: _Frequencies, length: int) -> Non
 
 
 def note_on_frequencies(config: PretrainedConfig, source: str, length: int) -> str | None:
-    """Return a line on the choice for rows of ``length`` tokens; None if there is nothing to choose."""
+    """Return a line about the choice for rows of ``length`` tokens; None if there is nothing to choose."""
     parameters = _length_dependent_parameters(config)
     if parameters is None:
         return None
@@ -115,7 +116,7 @@ def _length_dependent_parameters(config: PretrainedConfig) -> dict[str, Any] | N
 
 
 def _largest_unscaled_length(config: PretrainedConfig, parameters: dict[str, Any]) -> int:
-    """Return the longest text that takes the frequencies of short texts."""
+    """Return the length of the longest text that uses the frequencies for short texts."""
     text_config: Any = config.get_text_config()
     if parameters["rope_type"] == "longrope":
         stored = parameters.get("original_max_position_embeddings")

@@ -1,4 +1,4 @@
-"""Compute the MLPs and the norms of a model for a tile of tokens at a time (``--mlp_tile_size``).
+"""Compute a model's MLPs and norms one tile of tokens at a time (``--mlp_tile_size``).
 
 The MLP and the norms work on each token alone. So they can be computed tile by tile, and again in the backward pass,
 and long rows need less memory: the inner tensors of an MLP, each about 3.5 times as large as its input, exist for one
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 TILE_SIZE = 4096
-"""The tokens of a tile that ``auto`` takes: enough for fast matrix products, and few beside a row that needs tiles."""
+"""The tokens of a tile with ``auto``: enough for fast matrix products, and few compared with a row that needs tiles."""
 CutTiles = Callable[[int, int], Iterable[slice]]
-"""A function of the number of tokens and the tokens of a tile that returns the tiles: :func:`cut_tiles`."""
+"""A function like :func:`cut_tiles`, of the number of tokens and the size of a tile, that returns the tiles."""
 
 
 def why_not_tiled(layers: Iterable[nn.Module]) -> str | None:
     """Return why the MLPs of layers cannot be computed in tiles, or None.
 
-    A layer's MLP is its child ``mlp``, and may only have linear layers and activations. Dropout would draw other
+    A layer's MLP is its child ``mlp``, which may only have linear layers and activations. Dropout would draw other
     numbers when a tile is computed again. Adapters are not checked here.
     """
     for layer in layers:
@@ -35,7 +35,7 @@ def why_not_tiled(layers: Iterable[nn.Module]) -> str | None:
 
 
 def _can_be_tiled(mlp: nn.Module) -> bool:
-    """Return whether an MLP has only linear layers and activations, and no parameters beside theirs."""
+    """Return whether an MLP has only linear layers and activations, and no other parameters."""
     has_parameters_beside = any(True for _ in mlp.parameters(recurse=False))
     return not has_parameters_beside and all(_is_plain(child) for child in mlp.children())
 
@@ -56,12 +56,12 @@ def cut_tiles(num_tokens: int, tile_size: int) -> Iterable[slice]:
 
 
 def cut_two_tiles(num_tokens: int, tile_size: int) -> Iterable[slice]:
-    """Return the first two tiles: for a trace of memory, since later tiles reuse what these have freed."""
+    """Return only the first two tiles, for a trace of memory: later tiles reuse the memory that these have freed."""
     return [slice(begin, min(begin + tile_size, num_tokens)) for begin in (0, tile_size) if begin < num_tokens]
 
 
 def tile_rows(model: Any, layers: Sequence[nn.Module], tile_size: int, cut: CutTiles = cut_tiles) -> None:
-    """Let the MLPs and norms of layers, and the model's last norm, work in tiles of ``tile_size`` tokens.
+    """Make the MLPs and norms of layers, and the model's last norm, work in tiles of ``tile_size`` tokens.
 
     This replaces the ``forward`` of these modules. Names in the state dict stay the same. Call it before layers are
     checkpointed, and before anything is sharded. ``cut`` chooses the tiles; a trace of memory cuts only two.
@@ -87,7 +87,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _ParameterSlot:
-    """Where a parameter is found: the attribute ``name`` of ``module``."""
+    """The attribute ``name`` of ``module``, which is a parameter."""
 
     module: nn.Module
     name: str
@@ -95,7 +95,7 @@ class _ParameterSlot:
 
 @dataclass(frozen=True)
 class _TiledModule:
-    """A module that works in tiles: its own ``forward``, and where its parameters are."""
+    """A module that works in tiles: its original ``forward``, and the attributes with its parameters."""
 
     forward: Callable[..., Any]
     slots: list[_ParameterSlot]
@@ -125,7 +125,7 @@ def _tiled_forward(
 
 
 class _ComputeInTiles(torch.autograd.Function):
-    """Computes a module tile by tile and keeps its input only. The weights are arguments, so they get gradients."""
+    """Computes a module tile by tile and keeps only its input. The weights are arguments, so they get gradients."""
 
     @staticmethod
     def forward(ctx: Any, tiled: _TiledModule, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -188,9 +188,9 @@ class _ComputeInTiles(torch.autograd.Function):
 
 @contextmanager
 def _replaced_parameters(slots: list[_ParameterSlot], tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Let modules compute with ``tensors`` instead of their parameters within the block.
+    """Make modules compute with ``tensors`` instead of their parameters within the block.
 
-    An attribute in the module's ``__dict__`` is found before a parameter, which stays registered.
+    An attribute in the module's ``__dict__`` is found before a registered parameter.
     """
     shadowed = [vars(slot.module).get(slot.name) for slot in slots]
     for slot, tensor in zip(slots, tensors, strict=True):

@@ -1,8 +1,8 @@
-"""The index of a sharded checkpoint, ``shards.json``: which rank's file has which rows of each tensor.
+"""Read and write the index of a sharded checkpoint, ``shards.json``: which rank's file has which rows of a tensor.
 
-Without it, a rank that continues a run reads the headers of all files. Of a 70B that 512 ranks saved these are 220 MB,
-and the rank needs a few. Tensors with the same number of rows are mostly divided alike, so the index has each division
-once and grows by a few kilobytes per hundred ranks.
+Without it, a rank that resumes a run would read the headers of all files. For a 70B that 512 ranks saved these are 220
+MB, and the rank needs only a few. Tensors with the same number of rows are mostly divided alike, so the index has each
+division once and grows by a few kilobytes per hundred ranks.
 """
 
 import json
@@ -20,7 +20,7 @@ from fabric_train.files.regular_file import read_json
 
 SHARD_INDEX = "shards.json"
 NO_ROWS = -1
-"""Stands for the first row of a tensor of which a rank has written nothing."""
+"""In place of the first row, if a rank has written nothing of a tensor."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -56,12 +56,12 @@ class _Tensor:
     dtype: str
     shape: list[int]
     division: int
-    """Index into the divisions."""
+    """The index of the tensor's division in the list of divisions."""
 
 
 @dataclass(frozen=True)
 class _ShardIndex:
-    """The content of the file."""
+    """The content of ``shards.json``."""
 
     divisions: list[_Division]
     tensors: dict[str, _Tensor]
@@ -109,12 +109,12 @@ class ShardedTensor:
 
 
 def write_shard_index(folder: Path, entries: Sequence[Entry], first_rows: Mapping[int, Sequence[int]]) -> Path:
-    """Write the index into the folder of a part of a checkpoint, and return its path.
+    """Write the index to the folder of a part of a checkpoint, and return its path.
 
     Args:
         folder: The folder with the files of the ranks.
-        entries: All tensors, in the order that they have on every rank.
-        first_rows: By rank, the first row of what it has written of each tensor, ``NO_ROWS`` for nothing.
+        entries: All tensors, in the same order as on every rank.
+        first_rows: By rank, the first row that it has written of each tensor, or ``NO_ROWS`` if it has written none.
     """
     ranks = np.array(sorted(first_rows))
     rows_by_rank = np.array([first_rows[rank] for rank in ranks.tolist()], dtype=np.int64)  # [ranks, tensors]
@@ -135,7 +135,7 @@ def write_shard_index(folder: Path, entries: Sequence[Entry], first_rows: Mappin
 
 
 def read_shard_index(folder: Path, advice: str) -> dict[str, ShardedTensor]:
-    """Return the tensors of an index by name; an InputError, with the ``advice``, if the file is damaged."""
+    """Return the tensors of an index by name; raise an InputError with the ``advice`` if the file is damaged."""
     path = folder / SHARD_INDEX
     index = read_json(path, _ShardIndex, advice)
     tensors = {}

@@ -1,4 +1,4 @@
-"""Which parameters of a model train: all, an adapter's, or the parts that patterns choose.
+"""Choose which parameters of a model train: all, an adapter's, or the parts that patterns select.
 
 ``choose_trained`` decides, for ``ModelShape.trained``. Before the model is sharded, ``freeze_other_parts`` applies the
 choice, and ``requires_grad`` carries it on. A frozen parameter has no gradient and no optimizer state; it is in a
@@ -25,13 +25,13 @@ from fabric_train.model.patterns import NamePattern
 ALL = "all"
 """The pattern that matches every parameter."""
 Names = Mapping[str, Sequence[str]]
-"""All names of each parameter, by the first one; a head that is tied to the embedding is a second name."""
+"""All names of each parameter, by the first name; the name of a head that is tied to the embedding is a second one."""
 Sizes = Mapping[str, torch.Size]
 
 
 @dataclass(frozen=True)
 class TrainedParts:
-    """The parts of a model that train: ``train_only`` without ``freeze``, both patterns; empty ``train_only`` is all.
+    """The parts of a model that train: ``train_only`` without ``freeze``, both patterns; no ``train_only`` means all.
 
     ``option`` is the argument that gives ``train_only``, for messages.
     """
@@ -68,7 +68,7 @@ ALL_PARTS = TrainedParts()
 
 
 def names_of_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return all names of each parameter, by the one that ``named_parameters`` has; the model may be on meta."""
+    """Return all names of each parameter, by its name in ``named_parameters``; the model may be on the meta device."""
     names_by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(id(parameter), []).append(name)
@@ -79,7 +79,7 @@ def match_parameters(option: str, pattern: str, names: Names, source: str) -> se
     """Return the first names of the parameters that a pattern matches; ``option`` is the argument that gives it.
 
     Raises:
-        InputError: it matches none of the model, which ``source`` names, or it is no regular expression.
+        InputError: it matches no parameter of the model, which ``source`` names, or it is not a regular expression.
     """
     all_names: list[str] = []
     for synonyms in names.values():
@@ -94,7 +94,7 @@ def match_parameters(option: str, pattern: str, names: Names, source: str) -> se
 
 
 def _describe_names(names: Sequence[str], pattern: str) -> str:
-    """Return the modules and layers that parameters belong to, and a module whose name is like a pattern."""
+    """Return the modules and layers that parameters belong to, and a module with a name similar to a pattern."""
     modules = list(dict.fromkeys(name.split(".")[-2] for name in names if "." in name))
     layers = sorted({int(match[2]) for match in map(IN_LAYER.fullmatch, names) if match})
     layer_range = f", and layers {layers[0]} to {layers[-1]}" if layers else ""
@@ -104,11 +104,11 @@ def _describe_names(names: Sequence[str], pattern: str) -> str:
 def rates_by_name(rates: Mapping[str, float], names: Names, source: str, trained: Container[str]) -> dict[str, float]:
     """Return the learning rate of each parameter, under all its names, that a pattern of ``--lr_of`` matches.
 
-    Of several patterns that match a parameter, the last one counts.
+    If several patterns match a parameter, the last one applies.
 
     Raises:
-        InputError: a pattern decides no rate of the ``trained`` parameters: it matches none of the model, which
-            ``source`` names, or only frozen ones, or only such that later patterns match too.
+        InputError: a pattern sets no rate of the ``trained`` parameters: it matches none of the model, which
+            ``source`` names, or only frozen ones, or only ones that later patterns also match.
     """
     # the pattern that decides the rate of each parameter, by the parameter's first name
     deciding_patterns: dict[str, str] = {}
@@ -137,7 +137,7 @@ def rates_by_name(rates: Mapping[str, float], names: Names, source: str, trained
 def choose_trained(
     model: nn.Module, adapter: Adapter | None = None, parts: TrainedParts = ALL_PARTS
 ) -> dict[str, torch.Size]:
-    """Return names and shapes of what trains, an adapter and modules beside it included; the model may be on meta."""
+    """Return the names and shapes of the parameters that train, including an adapter's; the model may be on meta."""
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if adapter is not None:
         return {name: size for name, size in sizes.items() if adapter.trains(name)}
@@ -148,8 +148,8 @@ def choose_trained(
 def freeze_other_parts(model: nn.Module, adapter: Adapter | None = None, parts: TrainedParts = ALL_PARTS) -> None:
     """Let only the chosen parameters train. Call it before anything wraps the model.
 
-    The choice is made from the model itself, and not taken from ``ModelShape.trained``: a head that is stored beside
-    the embedding is a parameter of its own, although the configuration ties them.
+    The choice is made from the model itself, and not taken from ``ModelShape.trained``: a head that is stored next to
+    the embedding is a separate parameter, although the configuration ties them.
     """
     trained = choose_trained(model, adapter, parts)
     for name, parameter in model.named_parameters():
@@ -168,7 +168,7 @@ def splits_layers(trained: Iterable[str], frozen: Iterable[str]) -> bool:
 
 
 def _layers_of(names: Iterable[str]) -> set[str]:
-    """Return the numbers of the layers, as they are written, that parameters belong to."""
+    """Return the numbers of the layers, as text, that parameters belong to."""
     return {match[2] for match in map(IN_LAYER.fullmatch, names) if match}
 
 

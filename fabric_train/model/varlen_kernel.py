@@ -13,7 +13,7 @@ except ImportError:  # the torch of torch-xla is too old; only GPUs take this ke
 
 
 def grouped_query_arguments(kernel: Callable[..., Any]) -> dict[str, bool]:
-    """Return the arguments with which ``varlen_attn`` takes fewer heads of keys and values: none before torch 2.12."""
+    """Return the arguments that let ``varlen_attn`` have fewer heads of keys and values: none before torch 2.12."""
     if "enable_gqa" in inspect.signature(kernel).parameters:
         return {"enable_gqa": True}
     return {}
@@ -51,7 +51,7 @@ def causal_varlen(
         keys: [M, K, D], with H a multiple of K.
         values: [M, K, D].
         borders: Where documents begin and end among the queries, int32 [documents + 1].
-        key_borders: The same among the keys.
+        key_borders: Where they begin and end among the keys, int32 [documents + 1].
         longest: The most queries of a document.
         longest_keys: The most keys of a document.
         scaling: The factor of the scores; None: D ** -0.5.

@@ -1,7 +1,7 @@
-"""Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
+"""Read tensors one at a time from safetensors files, including the shards of a sharded checkpoint.
 
-Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: the header has under
-``DCP_SHARDING_INFO`` the offsets of each piece. A 70B model can be exported with one tensor in memory. The index next
+Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: their headers have, under
+``DCP_SHARDING_INFO``, the offsets of each piece. A 70B model can be exported with one tensor in memory. The index next
 to them (``shard_index``) says which file has which rows.
 """
 
@@ -20,7 +20,7 @@ from fabric_train.files.regular_file import check_file_name, check_not_pointer, 
 from fabric_train.model.shard_index import DTYPES, SHARD_INDEX, Piece, ShardedTensor, read_shard_index
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""The key in a header's metadata for the offsets of each piece in the full tensor."""
+"""The key for the offsets of each piece in the full tensor, in a header's metadata."""
 _MAX_OPEN_FILES = 2
 
 
@@ -51,7 +51,7 @@ class Weights(Protocol):
 
 
 class StoredTensors(Weights, Protocol):
-    """The named tensors of a model outside of memory; each is read on request."""
+    """A model's tensors by name, which are not in memory but read on request."""
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -67,7 +67,7 @@ class StoredTensors(Weights, Protocol):
 
 
 class CheckpointTensors(StoredTensors):
-    """The tensors of safetensors files by name, in one piece or several; each is read on request.
+    """The tensors in safetensors files by name, each in one piece or several, which are read on request.
 
     Pages that were read stay in memory, so only the last few files stay mapped. ``advice`` is for an unreadable file.
     """
@@ -108,11 +108,11 @@ class CheckpointTensors(StoredTensors):
         return self._pieces[name][0].dtype
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds the tensor; of a tensor in several files, the one with its first row."""
+        """Return the file with a tensor, or for a tensor in several files, the file with its first row."""
         return self._find_pieces(name, (), ())[0].file
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU in its stored dtype, maybe a view of the file, which no write changes."""
+        """Return the full tensor on the CPU in its stored dtype. It may be a view of the file: do not write to it."""
         pieces = self._pieces.get(name, [])
         shape = self.shape(name)
         is_in_one_file = len(pieces) == 1
@@ -123,7 +123,7 @@ class CheckpointTensors(StoredTensors):
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read only the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU.
 
-        Whole rows are read into memory of their own, so that no pages of the file stay in this process.
+        Whole rows are read into new memory, so that no pages of the file stay in this process.
         """
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
         for piece in self._find_pieces(name, offsets, shape):
@@ -198,7 +198,7 @@ class CheckpointTensors(StoredTensors):
         return pieces
 
     def _parse_offsets(self, path: Path, sharding_info: str) -> dict[str, tuple[int, ...]]:
-        """Return the offsets of the pieces in a file by the tensor's name; none of a file with full tensors."""
+        """Return the offsets of the pieces in a file by the tensor's name; empty for a file with full tensors."""
         try:
             saved = parse_json(sharding_info, dict[str, _SavedPiece])
         except ValueError as error:
@@ -237,7 +237,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a Hugging Face folder, which may be none."""
+    """Return the safetensors files of a Hugging Face folder, if there are any."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in shard_names(index)]
@@ -267,7 +267,7 @@ def _full_shape(pieces: Iterable[Piece]) -> torch.Size:
 
 
 def _find_overlap(piece: Piece, offsets: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return what a piece and a block have in common: (begin, end) in each dimension of the full tensor, or None."""
+    """Return the overlap of a piece and a block as (begin, end) in each dimension of the full tensor, or None."""
     overlap = []
     for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True):
         overlap_begin = max(begin, piece_begin)

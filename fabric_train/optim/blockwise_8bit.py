@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 256
-"""Numbers with one scale."""
+"""The number of values that share a scale."""
 _NUM_DECADES = 7  # from 1e-7 to 1
 
 
 class Blockwise8Bit:
-    """A vector in 8 bits; writing back numbers just read changes nothing."""
+    """A vector in 8 bits; writing back values that were just read changes nothing."""
 
     def __init__(self, count: int, *, signed: bool, device: torch.device) -> None:
         """Store ``count`` zeros on a device. Without ``signed``, numbers are not negative and levels are finer."""
@@ -38,7 +38,7 @@ class Blockwise8Bit:
         return numbers.flatten()[: len(codes)]
 
     def write(self, begin: int, numbers: torch.Tensor) -> None:
-        """Store finite fp32 numbers from element ``begin``. They fill whole blocks, or reach to the end."""
+        """Store finite fp32 numbers from element ``begin`` on. They must fill whole blocks, or reach the end."""
         blocks = _split_into_blocks(numbers)
         scales = blocks.abs().amax(1)
         first_block = begin // BLOCK

@@ -1,4 +1,4 @@
-"""Try AdamW's Triton kernel before a run: it must compile on this device, and update like torch's kernel."""
+"""Try AdamW's Triton kernel before a run: it must compile on this device and give the updates of torch's kernel."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,14 @@ from fabric_train.optim.stochastic_rounding import LocalElements
 from fabric_train.optim.tensor_table import TensorTable
 
 _MAX_DIFFERENT_SHARE = 0.01
-"""Share of the numbers that may differ by more than fp32's last bits: those that are rounded to another neighbour."""
+"""The share of values that may differ by more than fp32's last bits, because they are rounded to another neighbour."""
 
 
 def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
-    """Let one Triton kernel update all parameters if it works on their device; else return why it does not.
+    """Use one Triton kernel to update all parameters if it works on their device; otherwise return why it does not.
 
-    It must give the same results for small parameters that are stored alike. The trial also compiles it before the
-    first step.
+    It must give the same results for small parameters that are stored in the same way. The trial also compiles it
+    before the first step.
     """
     fault: str | None
     try:
@@ -33,7 +33,7 @@ def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
 
 
 def _find_difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable], None]) -> str | None:
-    """Return what differs after two steps of small parameters, None if nothing does."""
+    """Return what differs after two steps on small parameters, or None if nothing does."""
     tried = _small_optimizer(optimizer)
     tried.launch = launch
     reference = _small_optimizer(optimizer)
@@ -62,7 +62,7 @@ def _find_difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable
 
 
 def _small_optimizer(optimizer: LowPrecisionAdamW) -> LowPrecisionAdamW:
-    """Return an optimizer like the given one, over a matrix sharded by columns and an unaligned vector."""
+    """Return an optimizer with the same settings over a matrix sharded by columns and an unaligned vector."""
     example = optimizer.param_groups[0]["params"][0]
     numbers = torch.cos(torch.arange(3400, device=example.device)).to(example.dtype)
     matrix = nn.Parameter(numbers[:2100].clone().view(3, 700))

@@ -1,4 +1,4 @@
-"""The learning rate of each step, a pure function of the step and the arguments."""
+"""Compute the learning rate of each step, a pure function of the step and the arguments."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from fabric_train.arguments import TrainingArguments
 
 SCHEDULES_VERSION = "2"
-"""Of the schedules below. In version 1 the last step had ``min_lr``, so it changed nothing if that was 0."""
+"""The version of these schedules. In version 1, the last step had ``min_lr``, so it changed nothing if that was 0."""
 
 _STEP_DECAYS = 3
-"""The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
+"""The number of equal steps in which the ``step`` schedule falls to ``min_lr``; of the logarithm if that is above 0."""
 
 RATE_ARGUMENTS = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 """The arguments that decide the learning rate."""
@@ -69,7 +69,7 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
 
 
 def num_decay_steps(num_steps: int, arguments: "TrainingArguments") -> int:
-    """Return in how many of a run's last steps the rate of the ``wsd`` schedule is below ``lr``."""
+    """Return the number of a run's last steps in which the ``wsd`` schedule is below ``lr``."""
     if arguments.decay_steps is not None:
         return arguments.decay_steps
     assert arguments.decay_share is not None  # one of them is required
@@ -77,7 +77,7 @@ def num_decay_steps(num_steps: int, arguments: "TrainingArguments") -> int:
 
 
 def decay_form(arguments: "TrainingArguments") -> str:
-    """Return how the rate of the ``wsd`` schedule falls; of these forms, arXiv:2405.18392 found 1-sqrt the best."""
+    """Return how the rate of the ``wsd`` schedule falls; arXiv:2405.18392 found 1-sqrt to be the best form."""
     return arguments.decay_form or "1-sqrt"
 
 
@@ -86,10 +86,10 @@ class Schedule:
     """The learning rates of a run, or of a phase of it."""
 
     num_steps: int
-    """Length of the schedule; after it the rate stays."""
+    """The length of the schedule in steps; afterwards the rate stays the same."""
     arguments: "TrainingArguments"
     after_step: int = 0
-    """The step before its first one."""
+    """The step before the first one of the schedule."""
     last_step: int | None = None
     """The last step of the phase; None for the schedule of the run."""
 
@@ -120,7 +120,7 @@ class Schedules:
         return replace(self, run_schedule=replace(self.run_schedule, num_steps=num_steps))
 
     def with_schedule(self, schedule: Schedule) -> "Schedules":
-        """Return the schedules with one of another length in place of the one for the same steps."""
+        """Return the schedules with ``schedule`` in place of the one for the same steps."""
         if schedule.last_step is None:  # the run's own
             return replace(self, run_schedule=schedule)
         phase_schedules = []

@@ -33,9 +33,9 @@ from fabric_train.optim.stochastic_rounding import (
 )
 
 _ROUNDED_AT_ONCE = 2**22
-"""Elements that are rounded together: their fp32 copy and random numbers take 64 MiB."""
+"""The number of elements that are rounded together: their fp32 copy and random numbers take 64 MiB."""
 _ITERATED_ITEMSIZE = 2
-"""Bytes of an element in the Newton–Schulz steps, which compute in bfloat16."""
+"""The bytes of an element in the Newton–Schulz steps, which compute in bfloat16."""
 
 
 def build_muon(parameters: OptimizedParameters) -> DeclaredStates:
@@ -75,7 +75,7 @@ def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _build_muon_alone(parameters: OptimizedParameters) -> "Muon":
-    """Build Muon over parameters that are all matrices."""
+    """Build Muon over parameters, all of which are matrices."""
     arguments = parameters.arguments
     names = parameters.names
     roundings = {}
@@ -98,9 +98,9 @@ class Rounding:
     """The stochastic rounding of a parameter to bfloat16."""
 
     elements: LocalElements
-    """Elements of the parameter that this rank has."""
+    """The elements of the parameter that this rank has."""
     salt: int
-    """Of the random bits, from the seed and the parameter's name."""
+    """The salt of the random bits, from the seed and the parameter's name."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RowRanks:
     """The ranks among which the rows of matrices are divided; this process is rank ``rank`` of ``size``."""
 
     group: dist.ProcessGroup | None
-    """None if a rank has whole matrices."""
+    """None if each rank has full matrices."""
     rank: int
     size: int
 
@@ -130,7 +130,7 @@ def ranks_of_rows(matrix: torch.Tensor) -> RowRanks:
 
 
 class Muon(DeclaredStates, torch.optim.Muon):
-    """torch's Muon, also of matrices whose rows are divided among ranks, and of bf16 rounded stochastically."""
+    """torch's Muon, also for matrices whose rows are divided among ranks and for bf16 with stochastic rounding."""
 
     def __init__(
         self,
@@ -145,10 +145,10 @@ class Muon(DeclaredStates, torch.optim.Muon):
 
         Args:
             groups: Parameter groups of matrices, each with its weight decay; the matrices of a group are on one mesh.
-            lr: Learning rate of groups without one.
+            lr: Learning rate of groups that do not set one.
             momentum: Share of the earlier average that a step keeps.
             adjust_lr_fn: As for ``torch.optim.Muon``.
-            roundings: How bf16 matrices are rounded; those without are rounded to the nearest.
+            roundings: The stochastic rounding of bf16 matrices; without one, a matrix is rounded to the nearest.
         """
         super().__init__(groups, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
         self._roundings = roundings
@@ -177,20 +177,20 @@ class Muon(DeclaredStates, torch.optim.Muon):
         self.state[parameter]["step"] = states["step"].cpu()
 
     def working_bytes(self, parameter: nn.Parameter) -> int:
-        """Return the bytes of the largest step of Newton–Schulz, with the rows that ranks exchange.
+        """Return the bytes that the largest Newton–Schulz step needs, including the rows that ranks exchange.
 
-        They are four tensors of the matrix's size (sent and received rows, the matrix before and after the step) and
+        These are four tensors of the matrix's size (sent and received rows, the matrix before and after the step) and
         two products of its shorter side with itself.
         """
         shorter_side = min(parameter.shape)
         return _ITERATED_ITEMSIZE * (4 * parameter.numel() + 2 * shorter_side**2)
 
     def exchanged_bytes(self, parameter: nn.Parameter) -> int:
-        """Return the bytes of the rows that ranks send twice: to the rank that orthogonalizes them, and back."""
+        """Return the bytes of the rows that ranks send to the rank that orthogonalizes them, and back."""
         return 2 * _ITERATED_ITEMSIZE * parameter.numel()
 
     def _update(self, matrices: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update matrices of a group, as many at once as ranks have rows of them."""
+        """Update the matrices of a group, as many at a time as there are ranks with rows of them."""
         ranks = ranks_of_rows(matrices[0])
         # Matrices of one size together, so that the ranks have equally much to compute.
         by_size = sorted(matrices, key=lambda matrix: matrix.numel(), reverse=True)
@@ -205,7 +205,7 @@ class Muon(DeclaredStates, torch.optim.Muon):
                 self._update_weights(matrix, orthogonal, group)
 
     def _update_momentum(self, matrix: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        """Add the gradient to the momentum; return the direction of the step in bf16, this rank's rows of it."""
+        """Add the gradient to the momentum; return this rank's rows of the step's direction, in bf16."""
         gradient = local_part(matrix.grad)
         momentum = local_part(self.state[matrix]["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
@@ -237,7 +237,7 @@ class Muon(DeclaredStates, torch.optim.Muon):
 
 
 def _orthogonalize(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """Return the nearest matrix with orthogonal rows or columns, roughly, in bf16; overwrites a bf16 ``matrix``."""
+    """Return about the nearest matrix with orthogonal rows or columns, in bf16; overwrites a bf16 ``matrix``."""
     return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
@@ -247,10 +247,10 @@ def _orthogonalize_divided(
     """Orthogonalize up to one matrix per rank: rank r collects all rows of matrix r and sends them back.
 
     Args:
-        matrices: Tensors of the matrices' full shapes.
-        rows: This rank's rows of each, bf16.
-        ranks: All of them call this together.
-        group: Parameter group with the settings of Newton–Schulz.
+        matrices: The matrices, with their full shapes.
+        rows: This rank's rows of each matrix, bf16.
+        ranks: The ranks that have the rows; all of them call this together.
+        group: The parameter group with the settings of the Newton–Schulz steps.
 
     Returns:
         This rank's rows of each orthogonalized matrix, bf16.
@@ -280,7 +280,7 @@ def _orthogonalize_divided(
 
 
 class JoinedOptimizer(DeclaredStates):
-    """Optimizers of different parameters that step together as one."""
+    """Several optimizers of different parameters that act as one optimizer."""
 
     def __init__(self, optimizers: Sequence[DeclaredStates]) -> None:
         """Set up the optimizer with the parameter groups of ``optimizers``, which it shares with them."""

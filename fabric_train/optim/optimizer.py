@@ -1,6 +1,6 @@
-"""The optimizer of a run: parameter groups, and AdamW, the default.
+"""Build the optimizer of a run: its parameter groups, and AdamW, which is the default.
 
-``OPTIMIZERS`` has optimizers by name; CONTRIBUTING.md says how to add one, also from outside.
+``OPTIMIZERS`` has the optimizers by name. CONTRIBUTING.md says how to add one, here or in a module of your own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizedParameters:
-    """What an optimizer is built over: the parameters that train, and how."""
+    """The parameters that an optimizer trains, and settings for building it."""
 
     groups: list[dict[str, Any]]
     """Parameter groups of ``torch.optim``, with names: ``params`` is a list of (name, parameter). Each has its
@@ -32,9 +32,9 @@ class OptimizedParameters:
     """The names of parameters with weight decay, which are matrices."""
     arguments: "TrainingArguments"
     fused: bool = True
-    """AdamW updates with one kernel; under an fp16 gradient scaler Fabric could not clip its gradients."""
+    """Whether AdamW updates with one kernel; with an fp16 gradient scaler, Fabric could not clip its gradients then."""
     seed: int = 0
-    """Of stochastic rounding."""
+    """The seed of stochastic rounding."""
     flat_shards: Mapping[int, FlatShard] = field(default_factory=dict)
     """FSDP1's shards, from ``sharded_parameters.flat_shards``."""
     compiles: bool = False
@@ -52,7 +52,7 @@ class OptimizedParameters:
 
 
 BuildOptimizer = Callable[..., DeclaredStates]
-"""Builds an optimizer from :class:`OptimizedParameters`, and from settings: further parameters, which have defaults."""
+"""A function that builds an optimizer from :class:`OptimizedParameters`, and from settings, which have defaults."""
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -78,10 +78,10 @@ def build_optimizer(
         decayed: Names of parameters with weight decay.
         arguments: Learning rate, weight decay and the optimizer's name and settings.
         fused: See :class:`OptimizedParameters`, as for the next three.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
         flat_shards: FSDP1's shards.
-        compiles: Update with compiled kernels.
-        rates: Peak learning rates of parameters that have another one than ``--lr``, by name.
+        compiles: Whether to update with compiled kernels.
+        rates: Peak learning rates of parameters whose rate is not ``--lr``, by name.
     """
     rates = rates or {}
 
@@ -118,7 +118,7 @@ def build_optimizer(
 
 
 def build_adamw(parameters: OptimizedParameters) -> DeclaredStates:
-    """Build AdamW; torch's own if moments and weights have the same dtype and are not rounded stochastically."""
+    """Build AdamW: torch's own if moments and weights have the same dtype and are not rounded stochastically."""
     arguments = parameters.arguments
     names = parameters.names
     betas = (arguments.beta1, arguments.beta2)

@@ -1,4 +1,4 @@
-"""The states that an optimizer declares: the tensors that it keeps for each parameter.
+"""Declare the states of an optimizer: the tensors that it keeps for each parameter.
 
 Saving, restoring, resharding and the memory plan read nothing of an optimizer but its declared states.
 """
@@ -17,15 +17,15 @@ class State:
     """A tensor that an optimizer keeps for each parameter that it updates."""
 
     name: str
-    """Its key in ``optimizer.state[parameter]``, and the end of its name in a checkpoint."""
+    """The key in ``optimizer.state[parameter]``, and the end of the state's name in a checkpoint."""
     dtype: torch.dtype
-    """Its dtype in a checkpoint."""
+    """The dtype in a checkpoint."""
     shape: torch.Size | None = None
-    """None: it has the parameter's shape, is sharded like the parameter, and starts with zeros. A state of another
+    """None means that the state has the parameter's shape, is sharded like it, and starts at zero. A state of another
     shape is the same on all ranks.
     """
     held_bytes: int | None = None
-    """Bytes of an element in memory; None: as many as ``dtype`` has."""
+    """The bytes of an element in memory; None means as many as ``dtype`` has."""
 
 
 class DeclaredStates(torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class DeclaredStates(torch.optim.Optimizer):
         raise NotImplementedError(f"{type(self).__name__} does not declare its states")
 
     def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return this rank's shard of a parameter's states by name, flat. Before the first step there are none."""
+        """Return this rank's shard of a parameter's states by name, flat; empty before the first step."""
         tensors = self.state.get(parameter, {})
         states = {}
         for state in self.declare_states(parameter):
@@ -45,20 +45,20 @@ class DeclaredStates(torch.optim.Optimizer):
         return states
 
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
-        """Set a parameter's states, on its device; states of its shape are sharded like it."""
+        """Set a parameter's states, on its device; states of the parameter's shape are sharded like it."""
         self.state[parameter] = dict(states)
 
     def working_bytes(self, parameter: nn.Parameter) -> int:
-        """Return the bytes that a step takes for a parameter besides its states, until it comes to the next one."""
+        """Return the bytes that a step needs for a parameter besides its states, until it comes to the next one."""
         return 0
 
     def exchanged_bytes(self, parameter: nn.Parameter) -> int:
-        """Return the bytes of a parameter that ranks send each other in a step if they have divided it."""
+        """Return the bytes that ranks send one another for a parameter in a step, if it is divided among them."""
         return 0
 
     @property
     def joined(self) -> tuple["DeclaredStates", ...]:
-        """The optimizers that step together as this one: itself, unless it joins several."""
+        """The optimizers that this one joins; only itself unless it joins several."""
         return (self,)
 
 

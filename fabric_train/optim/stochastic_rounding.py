@@ -1,6 +1,6 @@
 """Round to bfloat16 stochastically, with random bits that depend on the seed, the parameter, the step and the element.
 
-So a replica on another rank, a run on another number of ranks and a resumed run round in the same way.
+So a replica on another rank, a run on another number of ranks and a resumed run all round in the same way.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _LOWER_16_BITS = 0xFFFF
 
 @dataclass(frozen=True)
 class LocalElements:
-    """The elements of a tensor that a rank has: runs of ``width``, ``stride`` apart, the first at ``begin``."""
+    """The elements of a tensor that a rank has: runs of ``width``, each ``stride`` apart, the first at ``begin``."""
 
     begin: int
     width: int

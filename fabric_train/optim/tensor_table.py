@@ -1,4 +1,4 @@
-"""The table of parameters that one launch of AdamW's Triton kernel updates."""
+"""Build the table of parameters that one launch of AdamW's Triton kernel updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import torch
 from fabric_train.distributed.ranks import to_device_async
 
 CHUNK = 2**15
-"""Elements that one program of the kernel updates. Its 245,000 programs for 8 billion elements take 1 MB of owners."""
+"""The elements that one program of the kernel updates. 8 billion elements need 245,000 programs, and 1 MB of owners."""
 _VECTOR_BYTES = 16  # of the widest load of a GPU's thread
 
 
 class Row(NamedTuple):
-    """A parameter in the table: the addresses of its tensors in bytes, and where its elements are in the full tensor.
+    """A parameter in the table: the byte addresses of its tensors, and the position of its elements in the full tensor.
 
     Local element ``i`` is element ``begin + i + i // width * gap`` of the full tensor.
     """
@@ -25,17 +25,17 @@ class Row(NamedTuple):
     exp_avg: int
     exp_avg_sq: int
     exp_avg_scales: int
-    """0 if moments are not in 8 bits."""
+    """The address of the scales; 0 if moments are not in 8 bits."""
     exp_avg_sq_scales: int
     numel: int
-    """Number of local elements."""
+    """The number of local elements."""
     first_program: int
-    """Number of the parameter's first program. Each next one updates the next ``CHUNK`` elements."""
+    """The number of the parameter's first program. Each later program updates the next ``CHUNK`` elements."""
     begin: int
     width: int
     gap: int
     key: int
-    """For random bits, int32."""
+    """The key of the random bits, int32."""
 
 
 _FIRST_PROGRAM = Row._fields.index("first_program")
@@ -45,7 +45,7 @@ class StepFactors(NamedTuple):
     """The factors of AdamW's step (arXiv:1711.05101), which depend on the step and the parameter group."""
 
     weight_factor: float
-    """Decay of the weights."""
+    """The decay of the weights."""
     first_gain: float
     """1 - β₁."""
     second_decay: float
@@ -53,19 +53,19 @@ class StepFactors(NamedTuple):
     second_gain: float
     """1 - β₂."""
     rate: float
-    """Learning rate, with the bias correction of the first moment."""
+    """The learning rate, with the bias correction of the first moment."""
     root_factor: float
-    """Bias correction of the second moment's root."""
+    """The bias correction of the second moment's root."""
     eps: float
 
 
 class Storage(NamedTuple):
-    """What the parameters of a table have in common, for which a kernel is compiled."""
+    """The storage that all parameters of a table have, for which the kernel is compiled."""
 
     weights: torch.dtype
     gradient: torch.dtype
     moments: torch.dtype
-    """uint8: in 8 bits."""
+    """The dtype of the moments; uint8 for 8 bits."""
     rounds_stochastically: bool
     is_aligned: bool
     """See :func:`are_aligned`."""
@@ -83,7 +83,7 @@ class TensorTable:
     owners: torch.Tensor
     """The index of the parameter that each program updates, int32 [programs]."""
     numel: int
-    """Number of elements of all parameters."""
+    """The number of elements of all parameters."""
 
 
 def tensor_table(storage: Storage, parameters: Sequence[tuple[Row, StepFactors]], device: torch.device) -> TensorTable:
@@ -104,5 +104,5 @@ def tensor_table(storage: Storage, parameters: Sequence[tuple[Row, StepFactors]]
 
 
 def are_aligned(addresses: Sequence[int]) -> bool:
-    """Return whether the kernel can use the widest loads for tensors at these addresses."""
+    """Return whether the kernel can use its widest loads for tensors at these addresses."""
     return all(address % _VECTOR_BYTES == 0 for address in addresses)

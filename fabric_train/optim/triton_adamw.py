@@ -1,7 +1,7 @@
-"""AdamW's step over many parameters as one Triton kernel, which reads and writes each number once.
+"""Take AdamW's step over many parameters in one Triton kernel, which reads and writes each number once.
 
 It computes the formula of ``adamw.adamw_step`` and rounds with the same random bits: in Triton's interpreter the
-results are equal bit for bit. Numbers in bfloat16 are read and written as the upper halves of fp32 numbers, so that the
+results are bit-identical. Numbers in bfloat16 are read and written as the upper halves of fp32 numbers, so that the
 rounding is the one written here.
 """
 

@@ -1,1 +1,1 @@
-"""The programs of the files at the top of the checkout: tokenize, convert, generate, evaluate and download."""
+"""The programs that the scripts at the top of the repository start: tokenize, convert, generate, evaluate, download."""

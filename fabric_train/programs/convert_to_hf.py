@@ -87,18 +87,18 @@ class ConvertArguments(PushArguments):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What a command exports."""
+    """The exports of one command."""
 
     sources: "dict[Path, ExportSource]"
-    """A checkpoint or an average by the folder to write."""
+    """A checkpoint or an average, by the folder to write."""
     damaged: list[str]
     """Names of checkpoints that cannot be exported."""
     push_request: "PushRequest | None"
-    """Where to push the folders; None if they are not pushed."""
+    """The repository to which the folders are pushed; None if they are not pushed."""
 
 
 def main() -> None:
-    """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
+    """Convert and verify each checkpoint, or the average; if one of several fails, the others are still converted."""
     arguments = parse_arguments(ConvertArguments)
     from fabric_train.checkpoint import check_exists
 
@@ -136,7 +136,7 @@ def main() -> None:
 def _export_and_push(
     source: "ExportSource", target: Path, push_request: "PushRequest | None", arguments: ConvertArguments
 ) -> None:
-    """Export to a folder unless it is finished, print the verification, and push the folder if that is asked for."""
+    """Export to a folder unless it is finished, print the verification, and push the folder if asked to."""
     report, is_new = export(source, target, arguments)
     if is_new:
         print_report(report, f"{target}: {source.describe()}")
@@ -148,7 +148,7 @@ def _export_and_push(
 
 
 def plan_exports(arguments: ConvertArguments) -> ExportPlan:
-    """Return what to export to which folders, and check that it can be exported and pushed.
+    """Choose what to export to which folders, and check that it can be exported and pushed.
 
     Raises:
         InputError: a checkpoint cannot be exported, or nothing can be pushed to the repository.
@@ -216,9 +216,9 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
 
 
 def publish(source: "ExportSource", target: Path, request: "PushRequest", arguments: ConvertArguments) -> str:
-    """Push an export to the hub and return its address there.
+    """Push an export to the hub, and return its address there.
 
-    One of several exports goes to a branch with the name of its folder.
+    If there are several exports, each is pushed to a branch with the name of its folder.
 
     Raises:
         RunError: the hub refuses it.
@@ -231,7 +231,7 @@ def publish(source: "ExportSource", target: Path, request: "PushRequest", argume
 
 
 def print_gaps(source: "ExportSource", target: Path) -> None:
-    """Print a note on standard error with the arguments that would complete the model card."""
+    """Print a note on stderr with the arguments that would complete the model card."""
     from huggingface_hub import metadata_load
 
     metadata = metadata_load(target / "README.md") or {}
@@ -246,7 +246,7 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
 
 
 def print_report(report: "VerificationReport", name: str) -> None:
-    """Print a table of the comparisons of an export with its checkpoint; ``name`` is the title."""
+    """Print a table that compares an export with its checkpoint; ``name`` is the title."""
     from rich.table import Table
 
     from fabric_train.cli.output import open_console

@@ -10,7 +10,7 @@ from fabric_train.evaluation.arguments import EvaluateArguments
 
 
 def main() -> None:
-    """Print the results by model, and write them into the output folder."""
+    """Print the results by model, and write them to the output folder."""
     arguments = parse_arguments(EvaluateArguments)
     if arguments.watch is not None or arguments.tasks is not None:
         from fabric_train.evaluation.watch import watch_run  # slow

@@ -28,7 +28,7 @@ _WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich wou
 
 
 def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> None:
-    """Tokenize what the command line names, in shards of these ``sizes``, and print a summary.
+    """Tokenize the documents that the command line names, in shards of these ``sizes``, and print a summary.
 
     Raises:
         InputError: the input cannot be used; nothing has been written.
@@ -75,7 +75,7 @@ def build_dataset(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = N
 
 
 def build_slice(arguments: "TokenizeArguments", sizes: "ShardSizes | None" = None) -> list[str] | None:
-    """Encode the slice of --shard or count its lines; return the lines of a summary, None if it is finished already."""
+    """Encode the slice of --shard, or count its lines; return a summary, or None if the slice was finished already."""
     from fabric_train.tokenization.shards import SIZES
     from fabric_train.tokenization.slice_folder import find_finished_slice
     from fabric_train.tokenization.slices import count_slice, encode_slice
@@ -111,8 +111,8 @@ def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
     """Check that the token dataset can be pushed, if --push_to_hub asks for it.
 
     Returns:
-        The manifest of a finished token dataset, which is only pushed; None if it has to be written first or is not to
-        be pushed.
+        The manifest of a finished token dataset, which only has to be pushed; None if it must be written first, or is
+        not to be pushed.
     """
     if not arguments.push_to_hub:
         return None
@@ -127,7 +127,7 @@ def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
 
 @contextmanager
 def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output_dir: str) -> Iterator[None]:
-    """Write documents as JSON lines for ``--dataset``; remove the file if the block fails.
+    """Write documents as JSON lines for ``--dataset``; if the block raises, remove the file.
 
     Raises:
         InputError: the file or ``output_dir`` exists, and nothing has been written; or a document is not a mapping that
@@ -155,7 +155,7 @@ def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output
 
 
 def _describe_unvalidated_sources(manifest: "Manifest") -> list[str]:
-    """Return a line for each source without a document in ``validation/``, if that split is not empty."""
+    """Return a line for each source that has no document in a validation split which is not empty."""
     splits = manifest.ledger.splits
     if "validation" not in splits or not splits["validation"].sources:
         return []
@@ -171,7 +171,7 @@ def _describe_unvalidated_sources(manifest: "Manifest") -> list[str]:
 
 
 def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
-    """Print a table of the splits, then lines about documents, tokenizer and speed, and the command that trains."""
+    """Print a table of the splits, lines about documents, tokenizer and speed, and the command for training."""
     from rich import box
     from rich.table import Table
 

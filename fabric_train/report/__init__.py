@@ -1,1 +1,1 @@
-"""The report of a run, or of several beside one another: one page and the same as Markdown, from files alone."""
+"""Write the report of one run, or a comparison of several, as a page and as Markdown, from the files of the runs."""

@@ -1,4 +1,4 @@
-"""Build the sections on several runs: differences of configuration and data, unfair comparisons, results, curves."""
+"""Build the sections that compare runs: configuration, data, reasons why losses are not comparable, results, curves."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +19,15 @@ from fabric_train.training.metrics_table import MetricsTable
 
 T = TypeVar("T")
 _IRRELEVANT_ARGUMENTS = {"output_dir", "resume", "plan", "report"}
-"""Arguments that change nothing about what a run computes."""
+"""Arguments that do not change what a run computes."""
 
 
 @dataclass(frozen=True)
 class _ComparedRun:
-    """A run of a comparison; None stands for a file that cannot be read."""
+    """A run of a comparison; a field is None if its file cannot be read."""
 
     name: str
-    """Unique in the comparison."""
+    """A name that no other run of the comparison has."""
     files: ReportedRun
     config: dict[str, Any] | None
     metrics: MetricsTable | None
@@ -40,7 +40,7 @@ class _ComparedRun:
 
 
 def comparison_sections(runs: Sequence[ReportedRun], price_per_hour: float | None = None) -> list[Section]:
-    """Return the sections on several runs; ``price_per_hour`` is the price of one device."""
+    """Return the sections that compare runs; ``price_per_hour`` is what an hour of one device costs."""
     # read the files; those that cannot be read are sections at the end
     faults: dict[str, str] = {}
     configs = [_read_or_note(run, "config.yaml", lambda run: run.config, faults) for run in runs]
@@ -69,7 +69,7 @@ def comparison_sections(runs: Sequence[ReportedRun], price_per_hour: float | Non
 
 
 def _read_or_note(run: ReportedRun, file: str, read: Callable[[ReportedRun], T], faults: dict[str, str]) -> T | None:
-    """Return what ``read`` returns for a run; if it cannot be read, add the reason to ``faults`` and return None."""
+    """Return the result of ``read``; if the run's file cannot be read, add the reason to ``faults`` and return None."""
     try:
         return read(run)
     except (InputError, OSError) as error:
@@ -78,7 +78,7 @@ def _read_or_note(run: ReportedRun, file: str, read: Callable[[ReportedRun], T],
 
 
 def _unique_names(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return a name for each run; for runs with the same name, their folders."""
+    """Return a name for each run: its folder's name, or its folder's path if several runs have the same name."""
     names = [run.name for run in runs]
     return [run.name if names.count(run.name) == 1 else redact(str(run.folder)) for run in runs]
 
@@ -97,7 +97,7 @@ def _compare_arguments(runs: Sequence[_ComparedRun]) -> str:
 
 
 def _compare_data(runs: Sequence[_ComparedRun]) -> str:
-    """Return a table of the shares of the sources, and of the token datasets."""
+    """Return a table of the sources' shares and of the token datasets."""
     # shares of the sources
     shares = [dict(seen_shares(run.record)) if run.record else {} for run in runs]
     rows: list[Sequence[Any]] = []
@@ -118,7 +118,7 @@ def _compare_data(runs: Sequence[_ComparedRun]) -> str:
 
 
 def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
-    """Yield the reasons why losses of the runs cannot be compared."""
+    """Yield the reasons why the runs' losses cannot be compared."""
     # validation rows and units
     evaluations = [(run.name, run.evaluation) for run in runs if run.evaluation is not None]
     for name, evaluation in evaluations[1:]:
@@ -155,7 +155,7 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
 
 
 def _compare_results(runs: Sequence[_ComparedRun], price_per_hour: float | None) -> str:
-    """Return a table of the last values of each run; a column is a run."""
+    """Return a table with the last values of each run in a column."""
     cells_of_runs = [_result_cells(run, price_per_hour) for run in runs]
     rows = []
     for name in dict.fromkeys(chain.from_iterable(cells_of_runs)):  # the names of the rows, each once
@@ -164,7 +164,7 @@ def _compare_results(runs: Sequence[_ComparedRun], price_per_hour: float | None)
 
 
 def _result_cells(run: _ComparedRun, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the cells of a run in the table of results, by the name of their row; rows may be absent."""
+    """Return the cells of a run in the table of results, by the row's title; a value that is not known is absent."""
     saved = run.record.saved if run.record else None  # of the newest checkpoint
     cells: dict[str, Any] = {}
     if saved is not None:

@@ -35,7 +35,7 @@ class Finding:
 
 
 def health_section(runs: Sequence[tuple[str, ReportedRun]]) -> Section:
-    """Return the section on unusual values of runs, each with the name that its sentences begin with, or ""."""
+    """Return the section on unusual values; ``runs`` have the name that their sentences begin with, which may be ""."""
     markdown_lines = []
     terminal_lines = []
     for name, run in runs:
@@ -49,7 +49,7 @@ def health_section(runs: Sequence[tuple[str, ReportedRun]]) -> Section:
 
 
 def find_unusual(run: ReportedRun) -> list[Finding]:
-    """Return the unusual values of a run; files that cannot be read are not judged."""
+    """Return a run's unusual values; a file that cannot be read is skipped."""
     table = run.metrics
     findings: list[Finding] = []
     for check in _CHECKS_OF_METRICS:
@@ -126,7 +126,7 @@ def _check_rising_sources(table: MetricsTable) -> Iterator[Finding]:
 
 
 def _check_slow_rank(table: MetricsTable) -> Iterator[Finding]:
-    """Yield a finding if one rank is the slowest of most steps, by much of a step's time."""
+    """Yield a finding if one rank is the slowest in most steps, and by a large part of the step's time."""
     row_indices = table.measured_rows("rank_lag")[1:]
     if len(row_indices) < _MIN_ROWS:
         return
@@ -188,7 +188,7 @@ _CHECKS_OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
     _check_speed,
     _check_has_evaluation,
 )
-"""In the order of the report."""
+"""The checks that read metrics.csv, in the order of the report."""
 
 
 def _check_near_uniform(run: ReportedRun, table: MetricsTable) -> Iterator[Finding]:
@@ -234,7 +234,7 @@ def _check_lost_time(run: ReportedRun) -> Iterator[Finding]:
 
 
 def _check_log(run: ReportedRun) -> Iterator[Finding]:
-    """Yield what run.log says about slow steps and lost ranks."""
+    """Yield findings about slow steps and lost ranks, which are in run.log."""
     try:
         problems = run.problems
     except OSError:  # a copy without run.log

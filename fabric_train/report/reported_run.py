@@ -1,4 +1,4 @@
-"""What the report of a run derives from its folder: the model's record, problems in the log, marks, the best step."""
+"""Derive from a run folder what its report shows: the model's record, problems in the log, events, the best step."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class ReportedRun(RunFolder):
 
     @cached_property
     def problems(self) -> list[LogLine]:
-        """The lines of run.log about faults and stops."""
+        """The lines of run.log about errors, warnings and stops."""
         return [line for line in self.log if _PROBLEM.search(line.text)]
 
     @property
@@ -72,7 +72,7 @@ class ReportedRun(RunFolder):
             yield Mark(phase.first_step, "phase", f"a phase begins with step {phase.first_step:,}")
 
     def _marks_of_skipped_steps(self, saved: TrainerJson) -> Iterator[Mark]:
-        """Yield the logged rows at which the number of skipped steps grew."""
+        """Yield a mark for each row of metrics.csv at which the number of skipped steps grew."""
         table = self.metrics
         row_indices = table.measured_rows("skipped_steps")
         if not len(row_indices):
@@ -86,7 +86,7 @@ class ReportedRun(RunFolder):
             num_skipped = table.columns["skipped_steps"][row_index]
 
     def _marks_of_log(self) -> Iterator[Mark]:
-        """Yield the signals and lost ranks in run.log; none without the file."""
+        """Yield a mark for each signal and lost rank in run.log; none without the file."""
         try:
             problems = self.problems
         except OSError:

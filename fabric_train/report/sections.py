@@ -1,4 +1,4 @@
-"""Build the sections of a report on one run, each from its own files; a section whose files are damaged says so."""
+"""Build the sections of the report on one run, each from its own files; if these are damaged, the section says so."""
 
 import hashlib
 import json
@@ -43,11 +43,11 @@ _MAX_LOG_LINES = 200
 _MAX_SIBLING_RUNS = 200  # in the same folder
 _SEED = 0  # of the bootstrap, as in fabric-train evaluate
 Rows = list[tuple[str, Any]]
-"""Names and values of a table."""
+"""The rows of a table: a name and its value."""
 
 
 def run_sections(run: ReportedRun, price_per_hour: float | None = None) -> list[Section]:
-    """Return the sections on a run; ``price_per_hour`` is the price of one device."""
+    """Return the sections on a run; ``price_per_hour`` is what an hour of one device costs."""
     builders: tuple[tuple[str, str, Callable[[ReportedRun], Iterator[Section]]], ...] = (
         ("summary", "Summary", partial(_summary_section, price_per_hour=price_per_hour)),
         ("results", "Results", _results_section),
@@ -75,7 +75,7 @@ def run_sections(run: ReportedRun, price_per_hour: float | None = None) -> list[
 def _build_or_report_fault(
     run: ReportedRun, key: str, title: str, build: Callable[[ReportedRun], Iterator[Section]]
 ) -> list[Section]:
-    """Return the sections that ``build`` yields, or one with the reason why a file cannot be read."""
+    """Return the sections that ``build`` yields; if a file cannot be read, a section that says why."""
     try:
         return list(build(run))
     except InputError as error:
@@ -103,7 +103,7 @@ def _owner(file: Path) -> str:
 
 
 def _rows_or_fault(build: Callable[[], Rows]) -> Rows:
-    """Return the rows that ``build`` returns, or one with the reason why a file cannot be read."""
+    """Return the rows that ``build`` returns; if a file cannot be read, a row that says why."""
     try:
         return build()
     except InputError as error:
@@ -111,7 +111,7 @@ def _rows_or_fault(build: Callable[[], Rows]) -> Rows:
 
 
 def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
-    """Return what was trained, on what, for how long and by which code."""
+    """Return rows about the model, the steps, the devices and the version that trained."""
     record = run.record
     saved = run.newest
 
@@ -149,7 +149,7 @@ def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
 
 
 def _describe_sources(record: ModelRecord) -> str:
-    """Return the sources with their shares of what the steps consumed; only their names if that is not known."""
+    """Return the sources with their shares of the consumed tokens; only the names if the shares are not known."""
     shares = card_facts.seen_shares(record)
     if shares:
         return ", ".join(f"{name} ({share:.1%})" for name, share in shares[:_MAX_SOURCES])
@@ -222,7 +222,7 @@ def _events_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _time_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield how the time of the run was used, and how long saves and starts took."""
+    """Yield a table of how the run's time was used, and of how long saves and starts took."""
     times = run.times
     if times is None:
         body = f"Not known: the run has no {code(TIMES)}, which earlier versions did not write."
@@ -248,7 +248,7 @@ def _time_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _evaluation_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield the losses of fabric-train evaluate, if it has evaluated the run."""
+    """Yield the losses that fabric-train evaluate has written for the run, if there are any."""
     folder = run.folder / "evaluation"
     if not (folder / DOCUMENTS).is_file():
         return
@@ -264,7 +264,7 @@ def _evaluation_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _scores_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield the scores on tasks, if fabric-train evaluate has measured some."""
+    """Yield the scores on tasks that fabric-train evaluate has written, if there are any."""
     file = run.folder / "evaluation" / "scores.csv"
     if file.is_file():
         means = read_means(file)
@@ -272,7 +272,7 @@ def _scores_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _changes_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield how the losses of single tokens changed, if fabric-train evaluate has compared them."""
+    """Yield the changes of single tokens' losses that fabric-train evaluate has written, if there are any."""
     file = run.folder / "evaluation" / CHANGES
     if file.is_file():
         yield from changes_sections(read_json(file, ShownChanges, "evaluate again"))
@@ -293,7 +293,7 @@ def _samples_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _code_block(text: str) -> str:
-    """Return a text as an indented block of code; nothing in it ends the block."""
+    """Return a text as an indented block of code, which no line of the text can end."""
     return "\n".join(f"    {line}" for line in redact(text).splitlines() or [""])
 
 
@@ -326,7 +326,7 @@ def _data_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _lineage_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield a tree: the runs before this one, this one, and its branches in the same folder.
+    """Yield a tree of the runs before this one, this one, and the runs in the same folder that branched off it.
 
     Example of a run "b" that branched off "a", and of a branch "c" of "b":
 
@@ -393,13 +393,13 @@ def _checkpoints_section(run: ReportedRun) -> Iterator[Section]:
 
 
 def _content_hash(checkpoint: Path) -> str:
-    """Return the first digits of the SHA-256 of checksums.json, which has the hashes of all files of a checkpoint."""
+    """Return the first digits of the SHA-256 of checksums.json, which hashes all files of the checkpoint."""
     checksums = (checkpoint / CHECKSUMS).read_bytes()
     return hashlib.sha256(checksums).hexdigest()[:SHOWN_DIGITS]
 
 
 def _exports_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield a table of the exports of the run and what their verification found, if there are any."""
+    """Yield a table of the run's exports with the results of their verification, if there are any."""
     rows = []
     for export in card_facts.read_exports(run.folder):
         if export.faults:

@@ -1,4 +1,4 @@
-"""Write the report of a run, or the comparison of several: the page, the Markdown, and the picture that it shows."""
+"""Write the report of one run, or a comparison of several: the page, the Markdown, and the picture in the Markdown."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -15,16 +15,16 @@ from fabric_train.report.sections import run_sections
 
 PAGE = "report.html"
 _PICTURE_HEIGHTS = {"loss": 260, "sources": 220}
-"""Pixels of the charts that the picture has, by their key."""
+"""The height in pixels of each chart in the picture, by the chart's key."""
 
 
 def write_report(runs: Sequence[ReportedRun], page: Path, price_per_hour: float | None = None) -> WrittenPage:
     """Write the report of one run, or the comparison of several.
 
     Args:
-        runs: The run folders.
+        runs: The opened runs.
         page: The HTML file; Markdown and picture are written next to it with other endings.
-        price_per_hour: Price of an hour of one device, to show the cost.
+        price_per_hour: What an hour of one device costs; None leaves the cost out.
 
     Raises:
         InputError: a file cannot be written.

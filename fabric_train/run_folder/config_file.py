@@ -10,7 +10,7 @@ CONFIG = "config.yaml"
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the arguments of a run as its config.yaml has them.
+    """Return the arguments in a run's config.yaml, by name.
 
     Raises:
         InputError: The file is missing or damaged.

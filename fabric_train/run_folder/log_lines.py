@@ -13,7 +13,7 @@ LOG = "run.log"
 _LINE = re.compile(r"([0-9]{4}-[0-9-]{5} [0-9:]{8}[+-][0-9]{4}) (.*) rank ([0-9]{1,18}): (.*)")
 _STEP = re.compile(r"\bstep[ -]0*([0-9]{1,18})\b")
 _AFTER_LAST_MESSAGE = ("warning: ", "note: ", "written ")
-"""Lines that may follow the one that says how a session ended."""
+"""The beginnings of lines that may follow the line that says how a session ended."""
 _TAIL_BYTES = 1 << 18
 
 
@@ -26,7 +26,7 @@ class LogLine:
     rank: int
     text: str
     step: int
-    """The step that the line names, else the last step named before it."""
+    """The step that the line names; if it names none, the last step named before it."""
 
 
 def read_log(run_dir: Path) -> Iterator[LogLine]:
@@ -49,7 +49,7 @@ def read_log(run_dir: Path) -> Iterator[LogLine]:
 
 
 def read_last_message(run_dir: Path) -> str:
-    """Return the line of run.log that says how the last session ended, without its time; "" without such a line.
+    """Return the line of run.log that says how the last session ended, without its time; "" if there is no such line.
 
     Only the end of the file is read.
     """

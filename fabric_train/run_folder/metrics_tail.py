@@ -13,9 +13,9 @@ _TAIL_BYTES = 1 << 18
 
 
 def read_last_rows(run_dir: Path) -> list[dict[str, float]]:
-    """Return the last rows of metrics.csv by column, without empty cells; none without a file.
+    """Return the last rows of metrics.csv as values by column, without empty cells; an empty list without the file.
 
-    A row that is not complete is left out.
+    An incomplete row at the end is left out.
 
     Raises:
         ValueError, csv.Error: The file is damaged.

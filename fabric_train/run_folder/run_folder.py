@@ -52,7 +52,7 @@ class RunFolder:
 
     @cached_property
     def metrics(self) -> MetricsTable:
-        """The rows of metrics.csv, after those of the runs that this run branched off, as far as these still exist."""
+        """The rows of metrics.csv, after the rows of the runs that this run branched off, if these still exist."""
         try:
             lineage = self.newest.lineage
         except InputError:  # no readable checkpoint: then only this run's rows
@@ -61,12 +61,12 @@ class RunFolder:
 
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints by step, the oldest first; also those whose trainer.json is damaged."""
+        """The checkpoint folders by step, the oldest first, including those with a damaged trainer.json."""
         return saved_checkpoints(self.folder)
 
     @cached_property
     def saved_by_step(self) -> dict[int, TrainerJson]:
-        """The trainer.json of each checkpoint that has an undamaged one, by step, the oldest first."""
+        """Each trainer.json that is not damaged, by step, the oldest first."""
         saved_by_step = {}
         for step, checkpoint in self.checkpoints.items():
             with suppress(InputError):
@@ -75,7 +75,7 @@ class RunFolder:
 
     @cached_property
     def newest(self) -> TrainerJson:
-        """The trainer.json of the newest checkpoint that has an undamaged one."""
+        """The newest trainer.json that is not damaged."""
         faults = []
         for checkpoint in reversed(self.checkpoints.values()):  # the newest first; often the only one that is read
             try:
@@ -117,7 +117,7 @@ class RunFolder:
 
     @cached_property
     def times(self) -> RunTimes | None:
-        """How the time of the run was used; None if an earlier version trained it."""
+        """How the run's time was used; None if an earlier version trained it."""
         return read_times(self.folder)
 
 
@@ -125,7 +125,7 @@ def find_run_folders(names: Sequence[str]) -> list[Path]:
     """Return the run folders that paths mean; a checkpoint, such as RUN/best, means its run.
 
     Raises:
-        InputError: some are not run folders; a line for each.
+        InputError: some paths do not mean a run folder; the error has a line for each.
     """
     folders: list[Path] = []
     faults: list[str] = []

@@ -1,4 +1,4 @@
-"""Find out whether a run is training, has ended or was killed, from its lock file and the end of its log."""
+"""Tell from a run's lock file and the end of its log whether it is training, has ended or was killed."""
 
 import fcntl
 import re
@@ -18,16 +18,16 @@ _RECENT_SECONDS = 600.0
 def find_state(run_dir: Path, changed: float) -> str:
     """Return the state of a run.
 
-    ``running?`` and ``stopped?``: the run has a lock file, but nobody on this machine holds it. Then the run was
-    killed, the folder is a copy, or another machine holds it on a file system without locks; if it changed recently,
-    that is more likely.
+    ``running?`` and ``stopped?`` mean that the run has a lock file which no process on this machine holds. Either the
+    run was killed, or the folder is a copy, or a process on another machine holds the lock and the file system does not
+    show it. The last case is ``running?``: another machine wrote the lock file, and the run changed recently.
 
     Args:
         run_dir: The run's folder.
         changed: When one of its files was last changed, in seconds since 1970.
 
     Returns:
-        running, running?, done, stopped (by a signal, or it has not begun), stopped? or failed.
+        "running", "running?", "done", "stopped" (by a signal, or before its first step), "stopped?" or "failed".
     """
     lock = run_dir / ".lock"
     if lock.is_file() and not lock.is_symlink():
@@ -48,7 +48,8 @@ def find_state(run_dir: Path, changed: float) -> str:
 def _is_held(lock: Path) -> bool:
     """Return whether a process holds a lock file.
 
-    To try the lock could disturb a run that starts, so it is not tried if the process has ended on this machine.
+    Trying the lock could disturb a run that is starting, so it is not tried if the process in the file ran on this
+    machine and has ended.
     """
     with lock.open(encoding="utf-8", errors="replace") as file:
         match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", file.readline().strip())

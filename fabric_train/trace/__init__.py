@@ -1,4 +1,4 @@
-"""Which documents a step read, and which steps and checkpoints read a document, from checkpoints and token datasets.
+"""Find which documents a step read, and which steps and checkpoints read a document.
 
-Open ``run_history.py`` first: it puts together which run took which steps, and the data that each of them read.
+Open ``run_history.py`` first: it finds out from checkpoints which run took which steps, and which data they read.
 """

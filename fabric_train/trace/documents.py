@@ -24,22 +24,22 @@ _MAX_LISTED_FILES = 6
 
 @dataclass(frozen=True)
 class DocumentInStep:
-    """A document, or the part of a document, in a row of a step; the whole row without a document index."""
+    """A document, or a part of one, in a row of a step; without a document index, the full row."""
 
     ranks: list[int]
     """The ranks that read the row."""
     dataset: str
     row: int
-    """Of the token dataset's train split."""
+    """The index of the row in the token dataset's train split."""
     source: str | None
     file: str | None
     line: int | None
     first_token: int
-    """Position in the document of the first token that is in the row."""
+    """The position in the document of its first token in the row."""
     tokens: int
-    """Number of the document's tokens in the row."""
+    """The number of the document's tokens in the row."""
     text: str
-    """The first words."""
+    """The first words of the document in the row."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class StepDocuments:
     step: int
     epoch: int
     is_taken: bool
-    """Whether a checkpoint has the step; otherwise it is a step that the run would take."""
+    """Whether the run has taken the step, up to its newest checkpoint; otherwise it would take it."""
     run: str
     checkpoint: str
-    """The checkpoint that tells how many ranks took the step."""
+    """The checkpoint that records how many ranks took the step."""
     num_ranks: int
     num_rows: int
     documents: list[DocumentInStep]
@@ -116,12 +116,12 @@ class DocumentRow:
     row: int
     tokens: int
     repeated: int
-    """Those of the tokens that are in another row too."""
+    """The number of these tokens that are in an earlier row too."""
 
 
 @dataclass(frozen=True)
 class IndexedDocument:
-    """The document in a split of a token dataset: ``copies`` of it, each of ``tokens`` and ``bytes``, in ``rows``."""
+    """A document in a split of a token dataset: its size, the number of its copies, and the rows that hold them."""
 
     dataset: str
     split: str
@@ -148,19 +148,19 @@ class DocumentRead:
 
 @dataclass(frozen=True)
 class DocumentSteps:
-    """The steps and checkpoints that read a document. The names of the fields are those of the JSON output."""
+    """The steps and checkpoints that read a document; the fields have the names of the JSON output."""
 
     found: list[IndexedDocument]
     num_done: int
     """The step of the newest checkpoint."""
     read: list[DocumentRead]
-    """Up to this step."""
+    """The steps up to ``num_done`` that read the document."""
     to_come: list[DocumentRead]
-    """After it, if the run continues to its end."""
+    """The later steps that will read it if the run continues to its end."""
     checkpoints: list[str]
-    """Those that have read the document."""
+    """The checkpoints that have read the document."""
     last_without: str | None
-    """The newest checkpoint that has not."""
+    """The newest checkpoint that has not read it."""
     notes: list[str]
 
 
@@ -213,7 +213,7 @@ def find_steps(history: RunHistory, document: str) -> DocumentSteps:
 
 
 def _not_found_error(document: str, splits: list["_IndexedSplit"]) -> InputError:
-    """Return the error for a document that is not in token datasets that have its file; say why it may be left out."""
+    """Return the error for a document that no token dataset with its file has, and say why it may be absent."""
     manifests = {split.dataset.folder: split.manifest for split in splits}
     skip_reasons: dict[str, None] = {}  # in order, each once
     for manifest in manifests.values():
@@ -251,10 +251,10 @@ def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
 
 
 def _find_file(splits: list[_IndexedSplit], name: str) -> dict[Path, list[int]]:
-    """Find the file that ``name``, a file's name or its end, means.
+    """Find the file with a name, which may also be the end of a path.
 
     Returns:
-        The numbers of the file in each token dataset that has it, by the folder of the token dataset.
+        The numbers of the file in each token dataset that has it, by the token dataset's folder.
 
     Raises:
         InputError: there is no such file, or several.
@@ -287,7 +287,7 @@ def _list_names(names: list[str]) -> str:
 def _search_splits(
     splits: list[_IndexedSplit], file_numbers: dict[Path, list[int]], line: int, progress: Progress
 ) -> Iterator[IndexedDocument]:
-    """Yield the document of a file and line in each split that has it; for ``file_numbers`` see :func:`_find_file`."""
+    """Yield the document at a line of a file in each split that has it; ``file_numbers``: see :func:`_find_file`."""
     num_records = sum(document_search.num_records(split.index) for split in splits)
     task = progress.add_task("", total=num_records)
     advance = partial(progress.advance, task)

@@ -82,7 +82,7 @@ def print_document(steps: DocumentSteps) -> None:
 
 
 def _describe_document(document: IndexedDocument) -> str:
-    """Return a line about a document in a split of a token dataset: its origin, sizes and rows."""
+    """Return a line about a document in a split of a token dataset: its origin, size and rows."""
     if document.rows:
         training_note = "" if document.split == "train" else ", which is not trained on"
         copies = "" if document.copies == 1 else f", {document.copies} times"
@@ -101,7 +101,7 @@ def _count_steps(reads: list[DocumentRead]) -> str:
 
 
 def _create_table_of_reads(reads: list[DocumentRead]) -> Table:
-    """Return a table of the steps that read a document; with a column of runs if there are several."""
+    """Return a table of the steps that read a document, with a column for the run if there are several runs."""
     columns = ["step", "epoch", "row", "tokens"]
     has_several_runs = len({read.run for read in reads}) > 1
     if has_several_runs:
@@ -129,7 +129,7 @@ def _add_row(table: Table, cells: list[str]) -> None:
 
 
 def _shorten_path(path: str) -> str:
-    """Return a path relative to the current folder if it is inside, else as it is."""
+    """Return a path relative to the current folder if it is in that folder, and otherwise unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 

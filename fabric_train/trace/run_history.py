@@ -1,4 +1,4 @@
-"""Reconstruct from checkpoints which rows every step of a run read, also the steps of the runs that it branched off."""
+"""Reconstruct from checkpoints which rows each step of a run read, and each step of the runs that it branched off."""
 
 import math
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ class _SavedArguments(BaseModel):
 
     @property
     def group_size(self) -> int:
-        """Number of ranks that read the same rows."""
+        """The number of ranks that read the same rows."""
         return self.tensor_parallel_size * self.context_parallel_size
 
 
 class _SavedRun(BaseModel):
-    """What this module reads of a trainer.json in addition to the fields of ``TrainerJson``."""
+    """The content of a trainer.json that this module reads in addition to the fields of ``TrainerJson``."""
 
     arguments: _SavedArguments
     mixture_sources: list[str] = []
@@ -73,7 +73,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Consecutive steps of one run: of the run itself, or of a run that it branched off."""
+    """Consecutive steps of one run, which is the traced run or a run that it branched off."""
 
     run: RunFolder
     first_step: int
@@ -82,16 +82,16 @@ class RunSegment:
     data_starts_after: int
     """The step after which the data order begins."""
     order_saved_in: TrainerJson | None
-    """The trainer.json of a checkpoint with the data order; None if the run has no checkpoint any more and later steps
-    read other data."""
+    """The trainer.json of a checkpoint that records the data order; None if the run has no checkpoint any more and the
+    next segment reads other data."""
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints of the segment by step, damaged ones too."""
+        """Return the segment's checkpoints by step, including damaged ones."""
         checkpoints = self.run.checkpoints
         return {step: path for step, path in checkpoints.items() if self.first_step <= step <= self.last_step}
 
     def saved_of(self, step: int) -> TrainerJson:
-        """Return the trainer.json of the first readable checkpoint that contains a step, else of ``order_saved_in``."""
+        """Return the first readable trainer.json that was saved at a step or later, or else ``order_saved_in``."""
         for checkpoint_step, saved in self.run.saved_by_step.items():
             if step <= checkpoint_step <= self.last_step:
                 return saved
@@ -101,7 +101,7 @@ class RunSegment:
 
 @dataclass(frozen=True)
 class RunData:
-    """The token datasets of a segment, and the steps that read their rows."""
+    """The token datasets of a segment, and the order in which its steps read their rows."""
 
     datasets: TokenDataset | TokenMixture
     order: WindowOrder
@@ -114,9 +114,9 @@ class RunData:
         return self.datasets.parts[dataset_index], dataset_row
 
     def row_at(self, folder: str, dataset_row: int) -> int | None:
-        """Return the row of the data order that is a row of a token dataset's train split: undo :meth:`locate`.
+        """Return the row of the data order for a row of a token dataset's train split, the inverse of :meth:`locate`.
 
-        None if the data order does not have it.
+        None if the data order does not have the row.
         """
         folders = [str(dataset.folder) for dataset in self.datasets.parts]
         if folder not in folders:
@@ -128,7 +128,7 @@ class RunData:
 
 
 class RunHistory:
-    """The steps of a run, from the first step of the first run that it branched off."""
+    """The steps of a run, beginning with the first step of the first run in its lineage."""
 
     def __init__(self, path: Path, data_dirs: Sequence[str] | None = None) -> None:
         """Read the history from the checkpoints.
@@ -151,7 +151,7 @@ class RunHistory:
         self.num_planned = max(self.num_done, num_planned)
 
     def notes(self) -> list[str]:
-        """Return a note for each checkpoint from whose weights a run started: the history does not go back further."""
+        """Return a note for each checkpoint from whose weights a run started, because the history ends there."""
         start_checkpoints: dict[str | None, None] = {}  # in order, each once
         runs = {segment.run.folder: segment.run for segment in self.segments}
         for run in runs.values():
@@ -165,16 +165,16 @@ class RunHistory:
         return notes
 
     def segment_of(self, step: int) -> RunSegment:
-        """Return the segment with a step; raise an InputError if the run ends before it."""
+        """Return the segment with a step; raise an InputError if the run ends before the step."""
         if step > self.num_planned:
             raise InputError(f"--step {step}: the run of {self.checkpoint} ends at step {self.num_planned}")
         return next(segment for segment in reversed(self.segments) if step >= segment.first_step)
 
     def ranks_of(self, step: int) -> tuple[Ranks, Path]:
-        """Return the ranks that took a step, and the checkpoint that tells this.
+        """Return the ranks that took a step, and the checkpoint that records them.
 
-        It is the newest one, with its sessions. Earlier versions did not list sessions, or not how they split a step;
-        then it is the first checkpoint that contains the step.
+        This is the newest checkpoint, which lists the sessions. Checkpoints of earlier versions have no sessions, or no
+        arguments in them. For these it is the first checkpoint at the step or later.
         """
         saved = self.segment_of(step).saved_of(step)
         session = self.newest.session_of(step)
@@ -189,13 +189,13 @@ class RunHistory:
         return ranks, self.checkpoint
 
     def data_of(self, segment: RunSegment) -> RunData:
-        """Return the token datasets of a segment and their order; open them once."""
+        """Return the token datasets of a segment and their order, opened on the first call."""
         if segment.first_step not in self._data_by_segment:
             self._data_by_segment[segment.first_step] = self._open_data(segment)
         return self._data_by_segment[segment.first_step]
 
     def _open_data(self, segment: RunSegment) -> RunData:
-        """Open the token datasets of a segment, and check that its steps read them."""
+        """Open the token datasets of a segment, and check that its steps read their rows in the computed order."""
         saved = segment.order_saved_in
         if saved is None:
             raise InputError(
@@ -218,7 +218,7 @@ class RunHistory:
 
 
 def _read_segments(run: RunFolder, saved: TrainerJson) -> list[RunSegment]:
-    """Return the segments of a run and of the runs that it branched off, the first steps first."""
+    """Return the segments of a run and of the runs that it branched off, in the order of their steps."""
     lineage = saved.lineage
 
     # the run itself
@@ -290,7 +290,7 @@ def _token_order(saved: TrainerJson) -> DataOrder:
 
 
 def _count_ranks(saved: TrainerJson, order: DataOrder) -> Ranks:
-    """Count the ranks from the rows of a window, which all of them read together."""
+    """Compute the number of ranks from the number of rows that a window has and each rank reads."""
     arguments = saved.parse_content(_SavedRun).arguments
     rows_per_data_rank = arguments.micro_batch_size * arguments.gradient_accumulation_steps
     return Ranks(
@@ -359,7 +359,7 @@ def _open_datasets(
 def _build_window_order(
     order: DataOrder, data: TokenDataset | TokenMixture, ranks: Ranks, step_before_data: int
 ) -> WindowOrder:
-    """Return the rows of each step as the run has computed them; its data begin after ``step_before_data``."""
+    """Return the rows of each step as the run has computed them; its data order begins after ``step_before_data``."""
     if order.version not in (SHUFFLED, Mixture.VERSION, KEYED):
         raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
     mixture_order = None
