@@ -33,7 +33,7 @@ from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 from fabric_train.files.requirements import check_room
 
 _ROOM_OF_TABLES = 1_000_000
-"""Bytes that the tables, pages and pictures of an evaluation take."""
+"""The bytes that the tables, pages and pictures of an evaluation take."""
 _BYTES_OF_LOSS = 4
 
 
@@ -126,7 +126,7 @@ def _compare_losses(
 
 
 def check_output(folder: Path) -> None:
-    """Raise an InputError unless ``--output_dir`` is a new folder, or has an evaluation, which is added to."""
+    """Raise an InputError unless ``--output_dir`` is a new folder, or has an evaluation to which results are added."""
     check_no_dead_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
@@ -154,10 +154,10 @@ def _open_texts(arguments: EvaluateArguments, models: Sequence[ComparedModel], d
 def _encode_texts(
     models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: EvaluateArguments
 ) -> Mapping[str, Sequence[EncodedText]]:
-    """Return the texts as the tokens of each model, by the model's name; they are encoded once for each tokenizer.
+    """Return the texts as each model's tokens, by the model's name; they are encoded once for each tokenizer.
 
     Raises:
-        InputError: a model has too few ids or positions, or another tokenizer than a token dataset.
+        InputError: a model has too few ids or positions, or its tokenizer is not that of a token dataset.
     """
     packed_texts = {text: PackedText(text) for text in texts if isinstance(text, HeldOutRows)}
     texts_by_tokenizer: dict[str, list[EncodedText]] = {}

@@ -1,6 +1,6 @@
 """Evaluate a model in a separate process:  python -m fabric_train.evaluation.lm_eval_worker  < REQUEST
 
-So the memory of a model is free after its evaluation. A request is the JSON of a :class:`WorkerRequest`.
+A model's memory is then free after its evaluation. A request is the JSON of a :class:`WorkerRequest`.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from fabric_train.files.regular_file import parse_json
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _OFFLINE = "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
 _NO_TEXTS = -1
-"""RULER's metrics are lengths of texts; a length that was not asked for has this value."""
+"""The value of a length that was not requested: RULER's metrics are lengths of texts."""
 _PYTHON_SEED = 0  # of random, as in lm_eval's own program
 _SEED = 1234  # of torch and the examples in prompts, as there
 
@@ -43,14 +43,14 @@ class RequestedTask:
 
     settings: TaskSettings
     source: str
-    """A name of lm_eval or a task file."""
+    """lm_eval's name of the task, or a task file."""
     metric: str | None = None
-    """A metric that it must have."""
+    """A metric that the task must have."""
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """What a worker does: evaluate a model on texts, evaluate it on tasks, or check tasks."""
+    """A worker's request: to evaluate a model on texts, to evaluate it on tasks, or to check tasks."""
 
     tasks: list[RequestedTask] = field(default_factory=list)
     source: str = ""
@@ -58,14 +58,14 @@ class WorkerRequest:
     file: str = ""
     """The file of the scores."""
     scores: ModelScores | None = None
-    """The scores so far; None: the tasks are only checked."""
+    """The scores so far; if None, the tasks are only checked."""
     batch_size: int = 1
     words: list[str] = field(default_factory=list)
-    """The words of a command line that evaluates a model on texts; then there are no tasks."""
+    """The words of a command line that evaluates a model on texts, for a request without tasks."""
 
 
 def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Do what a request asks for in a separate process, and return its exit code; Ctrl-C ends that process too."""
+    """Run a request in a separate process, and return its exit code; Ctrl-C ends that process too."""
     worker = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -82,7 +82,7 @@ def evaluate_in_worker(request: WorkerRequest) -> int:
 
 
 def main() -> None:
-    """Check tasks, evaluate a model on them, or evaluate it on texts, as standard input asks."""
+    """Run the request on standard input: check tasks, evaluate a model on them, or evaluate it on texts."""
     if sys.platform == "linux":  # a killed watcher leaves no process behind that writes scores
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
@@ -134,9 +134,9 @@ def check_lengths(name: str, max_positions: int | None, settings: Sequence[TaskS
 
 
 def _load_tasks(requested_tasks: Sequence[RequestedTask], tokenizer: Any) -> dict[TaskSettings, Any]:
-    """Return lm_eval's tasks and groups, with their data; raise an InputError with every fault at once.
+    """Return lm_eval's tasks and groups, with their data; raise an InputError that lists all faults.
 
-    Tasks with metadata generate their texts with ``tokenizer``; if it is None, they are left out.
+    Tasks with metadata generate their texts with ``tokenizer``; if that is None, they are left out.
     """
     plain_tasks = [task for task in requested_tasks if task.settings.metadata is None]
     if tokenizer is None or len(plain_tasks) == len(requested_tasks):
@@ -148,7 +148,7 @@ def _load_tasks(requested_tasks: Sequence[RequestedTask], tokenizer: Any) -> dic
 
 
 def _save_without_code(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer without the names of its own Python code, which RULER's tasks would run without being asked."""
+    """Save a tokenizer without the names of its Python code, which RULER's tasks would run without asking."""
     tokenizer.save_pretrained(folder)
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -238,7 +238,7 @@ def _evaluate(request: WorkerRequest, scores: ModelScores) -> None:
 
 
 def _without_progress_bars() -> AbstractContextManager[object]:
-    """Keep lm_eval's progress bars out of a log."""
+    """Keep lm_eval's progress bars out of logs."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO())
 
 
@@ -265,7 +265,7 @@ def _task_score(
     Args:
         settings: The settings of the task.
         tasks: The names of lm_eval's tasks that were run; a group has several.
-        groups: The names of its groups, the requested one first.
+        groups: The names of lm_eval's groups, the requested one first.
         results: What lm_eval's ``evaluate`` returned.
         seconds: The duration.
     """

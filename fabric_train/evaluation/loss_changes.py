@@ -1,4 +1,4 @@
-"""Find where tokens got better and worse between two models of one tokenizer: by source, by frequency, by document."""
+"""Find tokens that got better or worse between two models with the same tokenizer, by source, frequency, document."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ CHANGES = "changes.json"
 PAGE = "report.html"
 NUM_DOCUMENTS = 10
 FEWEST_TOKENS = 16
-"""Documents with fewer tokens are not ranked: a single token would decide their mean."""
+"""The fewest tokens of a ranked document; with fewer, a single token would decide the mean."""
 CLEAR_CHANGE = 0.1  # nats
 _NUM_BINS = 6
 _SHOWN_TOKENS = 1000
 _SHADES = (CLEAR_CHANGE, 0.5, 1.0, 2.0)
-"""Changes in nats from which on a token has the next darker shade."""
+"""The changes in nats at which a token gets the next darker shade."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class ChangedDocument:
     location: str
     """The file and line of the document."""
     ids: np.ndarray
-    """Its predicted tokens, int32 [N]."""
+    """The document's predicted tokens, int32 [N]."""
     losses_before: np.ndarray
-    """Their losses under the first model, fp32 [N]."""
+    """The tokens' losses under the first model, fp32 [N]."""
     losses_after: np.ndarray
-    """Their losses under the last model, fp32 [N]."""
+    """The tokens' losses under the last model, fp32 [N]."""
 
     @property
     def change(self) -> float:
@@ -67,7 +67,7 @@ class ChangedDocument:
 
 @dataclass(frozen=True)
 class LossChanges:
-    """Where the model ``last_model`` has a lower and a higher loss than ``first_model``."""
+    """The texts on which ``last_model`` has a lower or a higher loss than ``first_model``."""
 
     first_model: str
     last_model: str
@@ -93,7 +93,7 @@ def find_changes(
     Args:
         first_model: The name of the first model.
         last_model: The name of the model that is compared with it.
-        texts: The texts, as tokens of the tokenizer of both models.
+        texts: The texts, as tokens of both models' tokenizer.
         losses_before: The losses of the first model, fp32 [N] for each text.
         losses_after: The losses of the last model.
     """
@@ -139,7 +139,7 @@ def _token_group(name: str, is_in_group: np.ndarray, losses_before: np.ndarray, 
 
 
 def _group_by_frequency(ids: np.ndarray, losses_before: np.ndarray, losses_after: np.ndarray) -> list[TokenGroup]:
-    """Group tokens by how often their id is predicted in these texts, into quantiles: about as many tokens in each."""
+    """Group tokens into quantiles of about the same size by how often their id is predicted in these texts."""
     counts = np.bincount(ids)[ids]  # [N]
     quantiles = np.linspace(0, 1, _NUM_BINS + 1)[1:]
     # equal limits are one bin: many tokens may have the same count
@@ -166,7 +166,7 @@ class _RankedDocument(NamedTuple):
 def _rank_documents(
     texts: Sequence["EncodedText"], losses_before: Sequence[np.ndarray], losses_after: Sequence[np.ndarray]
 ) -> list[_RankedDocument]:
-    """Return the documents of at least ``FEWEST_TOKENS`` tokens, those whose mean loss fell most first."""
+    """Return the documents with at least ``FEWEST_TOKENS`` tokens, beginning with those whose mean loss fell most."""
     documents = []
     for text_index, text in enumerate(texts):
         num_documents = len(text.sources)
@@ -199,7 +199,7 @@ def _load_documents(
 
 @dataclass(frozen=True)
 class ShownToken:
-    """Text and ids of tokens that share a character, mostly one; the losses are sums in nats."""
+    """The text and ids of one token, or of several that share a character; the losses are sums in nats."""
 
     text: str
     ids: list[int]
@@ -212,7 +212,7 @@ class ShownToken:
 
     @property
     def shade(self) -> str:
-        """Its class in the page: better or worse, and how much; empty for a small change."""
+        """The token's class in the page: better or worse, and how much; "" for a small change."""
         change = self.after - self.before
         level = sum(abs(change) >= limit for limit in _SHADES)
         if level == 0:
@@ -239,7 +239,7 @@ class ShownDocument:
 
 @dataclass(frozen=True)
 class ShownChanges:
-    """The content of ``changes.json``; the same as ``LossChanges``, with texts in place of ids and arrays."""
+    """The content of ``changes.json``: ``LossChanges`` with texts in place of ids and arrays."""
 
     first: str
     last: str
@@ -296,7 +296,7 @@ def write_changes(folder: Path, changes: ShownChanges) -> None:
 
 
 def changes_sections(changes: ShownChanges) -> list[Section]:
-    """Return what a page shows: tables of the groups of tokens, and the documents with coloured tokens."""
+    """Return the sections of a page: tables of the groups of tokens, and documents with coloured tokens."""
     # the models and all tokens
     rows = [
         ("first model", escaped(changes.first)),

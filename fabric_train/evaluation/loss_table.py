@@ -1,4 +1,4 @@
-"""Print and write the losses of the compared models; ``documents.jsonl`` has those that all else is computed from."""
+"""Print and write the losses of the compared models; all figures are computed from those in ``documents.jsonl``."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 DOCUMENTS = "documents.jsonl"
 Results = Mapping[str, Mapping[str, ModelLoss]]
-"""The losses by source and model, in their order; models that were not evaluated on a source are left out there."""
+"""The losses by source and model, in order; a source lacks the models that were not evaluated on it."""
 COLUMNS = (
     *("source", "model", "documents", "tokens", "loss", "perplexity", "bits/byte", f"{LEVEL} % interval"),
     *("to the first", f"{LEVEL} % interval", ""),
 )
 NUM_WORDS = 2
-"""The number of columns with words, which come first; the others are aligned at the right."""
+"""The number of columns with words, which come first; the other columns are right-aligned."""
 _PANELS_IN_A_ROW = 3
 
 
 def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = ()) -> None:
-    """Print the losses of each source and model, and notes on how to read them; ``notes`` follow these."""
+    """Print the losses of each source and model, notes on how to read them, and then ``notes``."""
     table = Table(box=None, pad_edge=False)
     for index, name in enumerate(COLUMNS):
         # names and counts may be wrapped, losses may not
@@ -68,14 +68,14 @@ def cells(loss: ModelLoss) -> Iterator[str]:
 
 
 def _verdict(loss: ModelLoss) -> str:
-    """Return whether a model is better or worse than the first one; empty if the interval includes 0."""
+    """Return whether a model is better or worse than the first one; "" if the interval includes 0."""
     if loss.difference is None or not loss.difference.excludes_0:
         return ""
     return "better" if loss.difference.value < 0 else "worse"
 
 
 def notes_on(results: Results, are_same_tokens: bool) -> Iterator[str]:
-    """Yield what to know to read a table of these results."""
+    """Yield notes on how to read a table of these results."""
     yield "loss in nats per token; lower is better"
     if any(len(loss_by_model) > 1 for loss_by_model in results.values()):
         yield "better, worse: the interval of the difference (paired bootstrap over documents) is on one side of 0"
@@ -93,22 +93,22 @@ class DocumentLoss:
 
     model: str
     weights: str
-    """Identifies the model's weights."""
+    """A hash that identifies the model's weights."""
     source: str
     text: str
-    """Identifies the text that the document belongs to, its windows and the kind of device."""
+    """A hash that identifies the document's text, its windows and the kind of device."""
     document: str
     """The file and line of the document."""
     tokens: int
     """The number of predicted tokens."""
     bytes: float | None
-    """The bytes of its text; None if they are not known."""
+    """The bytes of the document's text; None if they are not known."""
     nats: float
     """The sum of the tokens' losses."""
 
 
 Evaluated = dict[str, dict[str, list[DocumentLoss]]]
-"""The losses on documents by model and source, in their order."""
+"""The losses on documents by model and source, in order."""
 
 
 def document_losses(
@@ -140,7 +140,7 @@ def document_losses(
 
 
 def read_evaluated(folder: Path) -> Evaluated:
-    """Return what earlier evaluations have written into a folder, which need not exist."""
+    """Return the losses that earlier evaluations have written to a folder, which need not exist."""
     file = folder / DOCUMENTS
     evaluated: Evaluated = {}
     if not file.exists():
@@ -159,7 +159,7 @@ def read_evaluated(folder: Path) -> Evaluated:
 
 
 def outdated_models(earlier: Evaluated, weights: Mapping[str, str]) -> list[str]:
-    """Return the models of earlier evaluations whose weights are not the current ``weights`` of the model."""
+    """Return the models of earlier evaluations whose weights differ from their current ``weights``."""
     names = []
     for model, lines_by_source in earlier.items():
         earlier_weights = _weights_of(lines_by_source)
@@ -171,11 +171,11 @@ def outdated_models(earlier: Evaluated, weights: Mapping[str, str]) -> list[str]
 def check_same_documents(
     earlier: Evaluated, weights: Mapping[str, str], documents: Mapping[str, Sequence[str]], folder: Path
 ) -> None:
-    """Raise an InputError if a model in ``folder`` has losses on other documents, windows or another kind of device.
+    """Raise an InputError if a model in ``folder`` has losses on other documents or windows, or another kind of device.
 
     Args:
         earlier: The losses in ``folder``.
-        weights: Has the models that are evaluated again.
+        weights: The weights of the models that are evaluated again.
         documents: The ``DocumentLoss.text`` of each document by source.
         folder: The ``--output_dir``.
     """
@@ -200,7 +200,7 @@ def check_same_documents(
 def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
     """Return earlier losses with new ones, which replace losses of the same model and source.
 
-    The first model, with which the others are compared, stays the first unless it is evaluated again at another place.
+    The first model, with which the others are compared, stays first unless it is evaluated again in another position.
     """
     # earlier losses of other weights do not count
     new_weights = {model: _weights_of(lines_by_source) for model, lines_by_source in new.items()}
@@ -218,7 +218,7 @@ def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
 
 
 def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
-    """Return the losses of all models with intervals; within a source, models are compared with its first one."""
+    """Return the losses of all models with intervals; within a source, models are compared with the first one."""
     results: dict[str, dict[str, ModelLoss]] = {}
     sources = dict.fromkeys(chain.from_iterable(evaluated.values()))  # of all models, each once
     for source in sources:
@@ -259,7 +259,7 @@ def write_evaluated(folder: Path, evaluated: Evaluated, results: Results) -> Non
 
 
 def _figures(loss: ModelLoss, reference: str) -> dict[str, Any]:
-    """Return the figures of a model as ``evaluation.json`` has them; its loss is compared with the ``reference``'s."""
+    """Return a model's figures for ``evaluation.json``; its loss is compared with the ``reference``'s."""
     total = loss.total
     figures: dict[str, Any] = {
         **total.figures(),
@@ -295,13 +295,13 @@ def _document_sums(lines: Sequence[DocumentLoss]) -> DocumentSums:
 
 
 def _weights_of(lines_by_source: Mapping[str, Sequence[DocumentLoss]]) -> str:
-    """Return what identifies the weights of a model: all of its lines have the same."""
+    """Return the hash of a model's weights, which all of its lines have."""
     lines = next(iter(lines_by_source.values()))
     return lines[0].weights
 
 
 def _int_if_whole(count: float) -> float:
-    """Return a count of bytes; it has a fraction if a document's tokens are predicted only in part."""
+    """Return a number of bytes as int, unless it has a fraction because a document is predicted only in part."""
     return int(count) if count.is_integer() else count
 
 

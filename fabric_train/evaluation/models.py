@@ -1,6 +1,6 @@
-"""The models of an evaluation: find each before any is loaded, load it, and compute the loss of every predicted token.
+"""Find the models of an evaluation before any is loaded, load each, and compute the loss of every predicted token.
 
-Finished chunks of a text stay on the disk, so that a stopped evaluation can be continued.
+Finished chunks of a text are kept on disk, so that a stopped evaluation can be resumed.
 """
 
 import json
@@ -50,12 +50,12 @@ from fabric_train.training.objective import CrossEntropy
 
 FOLDER = "token_losses"
 ShowScored = Callable[[str, int], None]
-"""Shows the progress: the model, and the number of tokens that were scored since the last call."""
+"""A function that shows progress: the model, and the number of tokens scored since the last call."""
 
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A model of ``--models``, with the name that was given there."""
+    """A model in ``--models``, with its name there."""
 
     name: str
     source: str
@@ -63,27 +63,27 @@ class ComparedModel:
     checkpoint: bool
     """Whether it is a checkpoint of a run."""
     identity: str
-    """Changes when the weights change."""
+    """A text that changes when the weights change."""
     tokenizer: Any
     """A tokenizer of transformers."""
     tokenizer_id: str
-    """Equal for tokenizers that give the same ids."""
+    """A hash that is equal for tokenizers that give the same ids."""
     max_positions: int | None
     """None without a limit."""
     vocab_size: int
-    """The rows of its embedding."""
+    """The number of rows of the embedding."""
     base: str
-    """Where its weights are, or those of the base of an adapter."""
+    """The location of the weights; for an adapter, of its base's weights."""
     config: PretrainedConfig
 
     @property
     def weights(self) -> str:
-        """Identifies the weights in ``documents.jsonl``."""
+        """The hash that identifies the weights in ``documents.jsonl``."""
         return full_digest(self.identity)[:NUM_DIGITS]
 
 
 def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
-    """Find the models of ``--models``, RUN/step-00000500 … for RUN/all, and the names of damaged checkpoints in it."""
+    """Find the models in ``--models``, where RUN/all means all checkpoints; also return the names of damaged ones."""
     models: dict[str, ComparedModel] = {}
     damaged_names: list[str] = []
     for name in names:
@@ -100,7 +100,7 @@ def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
 
 
 def check_all_evaluated(damaged: Sequence[str]) -> None:
-    """Raise a RunError if ``RUN/all`` had damaged checkpoints; the others have been evaluated."""
+    """Raise a RunError if ``RUN/all`` has damaged checkpoints, after the others have been evaluated."""
     if damaged:
         names = ", ".join(damaged)
         raise RunError(f"not evaluated, since damaged: {names}; remove them, or restore their files")
@@ -109,7 +109,7 @@ def check_all_evaluated(damaged: Sequence[str]) -> None:
 def find_model(name: str, tokenizer_dir: Path | None = None) -> ComparedModel:
     """Find a model: a checkpoint, a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name.
 
-    ``tokenizer_dir`` has the tokenizer of an adapter on this model, which need not have one itself.
+    ``tokenizer_dir`` has the tokenizer of an adapter on this model, which then needs no tokenizer.
     """
     folder = Path(name)
     with naming_option("--models"):
@@ -125,7 +125,7 @@ def find_model(name: str, tokenizer_dir: Path | None = None) -> ComparedModel:
 
 
 def _find_whole_model(name: str, tokenizer_dir: Path | None) -> ComparedModel:
-    """Find a model that is not an adapter of peft; see :func:`find_model`."""
+    """Find a model that is not an adapter for peft; see :func:`find_model`."""
     # a run's folder or short name means one of its checkpoints
     folder = Path(name)
     source = name
@@ -173,7 +173,7 @@ def _find_whole_model(name: str, tokenizer_dir: Path | None) -> ComparedModel:
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
-    """Raise an InputError if a token dataset says that its tokenizer has other ids than the model's."""
+    """Raise an InputError if the ids of a token dataset's tokenizer differ from the model's."""
     dataset_tokenizer = dataset.folder / "tokenizer" / "tokenizer.json"
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
     if dataset.manifest is None or not dataset_tokenizer.is_file() or backend is None:
@@ -192,7 +192,7 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
 
 
 def identity_of_files(folder: Path) -> str:
-    """Return the checksums of a checkpoint, or the names, sizes and times of all files of another folder."""
+    """Return the checksums of a checkpoint, or the names, sizes and times of all files in any other folder."""
     checksums = folder / "checksums.json"
     if checksums.is_file():
         return checksums.read_text(encoding="utf-8")
@@ -204,7 +204,7 @@ def identity_of_files(folder: Path) -> str:
 
 
 def _tokenizer_id(tokenizer: Any) -> str:
-    """Return a hash of all that decides the ids of a text, and of the tokens around it."""
+    """Return a hash of everything that decides the ids of a text and the tokens around it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
@@ -217,7 +217,7 @@ def _tokenizer_id(tokenizer: Any) -> str:
 
 @contextmanager
 def scoring_progress(total: int) -> Iterator[ShowScored]:
-    """Yield the function that shows the progress, on a terminal as a bar; ``total`` counts the tokens to score."""
+    """Yield a function that shows progress, as a bar on a terminal; ``total`` is the number of tokens to score."""
     log = ThrottledLog()
     started = time.monotonic()
     num_scored = 0
@@ -243,7 +243,7 @@ def scoring_progress(total: int) -> Iterator[ShowScored]:
 
 
 class LossCache:
-    """Finished chunks in ``folder``: one file of fp32 losses for each chunk of a text and model."""
+    """The finished chunks in ``folder``, as one file of fp32 losses for each chunk of a text and model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -283,7 +283,7 @@ class LossCache:
 def count_unscored_tokens(
     models: Sequence[ComparedModel], texts: Mapping[str, Sequence[EncodedText]], cache: LossCache
 ) -> int:
-    """Return how many losses of tokens are not in the cache; ``texts`` are by the model's name."""
+    """Return the number of tokens whose loss is not in the cache; ``texts`` are by the model's name."""
     num_tokens = 0
     for model in models:
         for text in texts[model.name]:
@@ -300,7 +300,7 @@ def score_models(
 ) -> dict[str, list[np.ndarray]]:
     """Return the losses of each model as :func:`score_texts` does, by the model's name; ``texts`` are by name too.
 
-    Models with the same base are evaluated one after the other, since it stays in memory. The progress is shown;
+    Models with the same base are evaluated one after the other, since the base stays in memory. Progress is shown;
     ``num_tokens`` is the result of :func:`count_unscored_tokens`.
     """
     bases = [model.base for model in models]
@@ -328,10 +328,10 @@ def score_texts(
     Args:
         model: The model.
         texts: The texts, as tokens of the model's tokenizer.
-        cache: Has finished chunks, and gets the others.
+        cache: The finished chunks, to which new ones are added.
         batch_tokens: The tokens of a forward pass.
         show: Called after each forward pass.
-        models_in_turn: Loads the model.
+        models_in_turn: The object that loads the model.
 
     Raises:
         RunError: a loss is not finite.

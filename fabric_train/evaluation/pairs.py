@@ -1,4 +1,4 @@
-"""Evaluate models on preference pairs: how often the chosen answer is the likelier one, by how much, and length bias.
+"""Evaluate models on preference pairs: how often the chosen answer is likelier, by how much, and the length bias.
 
 Shapes: D pairs.
 """
@@ -35,7 +35,7 @@ from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure of a model on the pairs of a source, with its interval; none for few pairs."""
+    """A figure of a model on a source's pairs, with its interval, which is None for few pairs."""
 
     value: float
     ci: Interval | None
@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairFigures:
-    """The figures of a model on the pairs of a source, as ``pairs.json`` has them."""
+    """The figures of a model on a source's pairs, with the names in ``pairs.json``."""
 
     pairs: int
     """The number of pairs."""
@@ -58,7 +58,7 @@ class PairFigures:
     one, as DPO's rewards do (arXiv:2305.18290, section 4); None for the first model.
     """
     length_bias: Estimate | None
-    """The accuracy on pairs whose chosen answer has more tokens, minus the accuracy on pairs where it has fewer; None
+    """The accuracy on pairs whose chosen answer has more tokens, minus the accuracy on pairs where it has fewer. None
     if there are no pairs of one of both kinds.
     """
 
@@ -70,7 +70,7 @@ class PairScores:
     sums: np.ndarray
     """The log-probabilities of the answers in nats, fp64 [D, 2]."""
     tokens: np.ndarray
-    """The tokens of the answers, with the token that ends them, int64 [D, 2]."""
+    """The number of tokens in the answers, including the token that ends them, int64 [D, 2]."""
     locations: list[str]
     """The file and line of each pair."""
 
@@ -86,7 +86,7 @@ def compare_pairs(
     """Score the answers of ``--pairs`` with each model, write ``pairs.json`` and ``pairs.jsonl``, and print a table.
 
     Raises:
-        InputError: a place has no pairs, or a model cannot read them.
+        InputError: a source has no pairs, or a model cannot read them.
     """
     assert arguments.pairs is not None
     assert arguments.output_dir is not None
@@ -158,7 +158,7 @@ def figures_of(scores: Sequence[PairScores], seed: int) -> list[PairFigures]:
 
 
 def _wins(margins: np.ndarray) -> np.ndarray:
-    """Return 1 for each margin above 0, 0.5 for 0, else 0."""
+    """Return 1 for each margin above 0, 0.5 for each 0, and otherwise 0."""
     return np.where(margins == 0, 0.5, margins > 0)
 
 
@@ -196,9 +196,9 @@ def _length_bias(wins: np.ndarray, extra_tokens: np.ndarray, seed: int) -> Estim
 def _open_pairs(
     source: str, location: str, models: Sequence[ComparedModel], arguments: EvaluateArguments, folder: Path
 ) -> dict[str, PackedText]:
-    """Return the pairs at a place as the tokens of each model, by the model's name.
+    """Return a source's pairs as the tokens of each model, by the model's name.
 
-    Rows that are not tokenized yet are tokenized into ``folder``, once for each tokenizer.
+    Rows that are not tokenized yet are tokenized in ``folder``, once for each tokenizer.
     """
     # open or tokenize
     texts_by_tokenizer: dict[str, PackedText] = {}
@@ -236,7 +236,7 @@ def _open_pairs(
 
 
 def _with_all_pairs(dataset: TokenDataset) -> TokenDataset:
-    """Return a token dataset with its pairs as validation split: all of them if it has no such split."""
+    """Return a token dataset with pairs as its validation split: all pairs if it has no such split."""
     if dataset.manifest is None or not dataset.manifest.has_pairs:
         raise InputError(f"--pairs {dataset.folder}: a token dataset without preference pairs; give it to --texts")
     if dataset.validation is not None:
@@ -245,7 +245,7 @@ def _with_all_pairs(dataset: TokenDataset) -> TokenDataset:
 
 
 def _tokenize_pairs(location: str, model: ComparedModel, arguments: EvaluateArguments, target: Path) -> TokenDataset:
-    """Tokenize the pairs at a place into ``target`` for a model."""
+    """Tokenize a source's pairs for a model, and write them to ``target``."""
     tokenizer = Path(model.source, "tokenizer") if model.checkpoint else model.source
     tokenize_arguments = TokenizeArguments(
         dataset=[location],

@@ -1,4 +1,4 @@
-"""The scores of models on tasks: one JSON file for each model, the table of means by language, and its picture."""
+"""Store the scores of models on tasks in a JSON file for each model; write a table of means by language, a picture."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ACCURACIES = ("acc_norm", "acc", "exact_match", "f1")  # shares of right answers, whose mean has a meaning
 _USUAL_METRICS = (*_ACCURACIES, "bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
-"""Of a task's metrics, the first of these is shown."""
+"""The metrics in order of preference: the first one that a task has is shown."""
 _PANELS_PER_ROW = 3
 _CSV_COLUMNS = (
     *("model", "step", "language", "task", "metric", "value", "stderr", "num_documents", "num_fewshot"),
@@ -32,7 +32,7 @@ _CSV_COLUMNS = (
 
 @dataclass(frozen=True)
 class MetricScore:
-    """The value of a metric of lm_eval and its standard error; None if it has none, or is not finite."""
+    """The value and the standard error of one of lm_eval's metrics; None if it has none, or if it is not finite."""
 
     value: float | None
     stderr: float | None
@@ -54,14 +54,14 @@ class TaskScore:
     metrics: dict[str, MetricScore]
     num_documents: int
     num_fewshot: int
-    """Examples in each prompt; a task may allow none."""
+    """The number of examples in each prompt; a task may allow none."""
     seconds: float
     lm_eval: str
 
 
 @dataclass(frozen=True)
 class ModelScores:
-    """The scores of a model. ``identity`` changes with its weights; ``step`` is None for a model of ``--models``."""
+    """The scores of a model. ``identity`` changes with its weights; ``step`` is None for a model in ``--models``."""
 
     name: str
     step: int | None
@@ -69,16 +69,16 @@ class ModelScores:
     scores: list[TaskScore]
 
     def of(self, settings: TaskSettings) -> TaskScore | None:
-        """Return the scores of a task with these settings, None if it has not been evaluated."""
+        """Return the scores on a task with these settings; None if the model has not been evaluated on it."""
         return next((score for score in self.scores if score.settings == settings), None)
 
     def missing(self, settings: Sequence[TaskSettings]) -> list[TaskSettings]:
-        """Return the tasks that have not been evaluated, each once."""
+        """Return the tasks on which the model has not been evaluated, each once."""
         return [task_settings for task_settings in dict.fromkeys(settings) if self.of(task_settings) is None]
 
 
 def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
-    """Return the scores of a model so far; scores of other weights do not count, and ``path`` need not exist."""
+    """Return a model's scores so far, except scores of other weights; ``path`` need not exist."""
     if not path.exists():
         return unscored
     scores = read_score_file(path)
@@ -93,20 +93,20 @@ def read_score_file(path: Path) -> ModelScores:
 
 
 def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
-    """Add the scores of a task, write all, and return them."""
+    """Add the scores on a task, write all scores, and return them."""
     extended = replace(scores, scores=[*scores.scores, score])
     write_atomically(path, json.dumps(asdict(extended), indent=1, allow_nan=False) + "\n")
     return extended
 
 
 def finite(value: float) -> float | None:
-    """Return the number, None if it is infinite or NaN."""
+    """Return the number, or None if it is infinite or NaN."""
     return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Column:
-    """A language, and the metric that is averaged over its tasks: accuracy, or another one."""
+    """A language, and the metric that is averaged over its tasks, which may be accuracy or another one."""
 
     language: str
     quantity: str
@@ -126,7 +126,7 @@ class ScoreTable:
     cells: Mapping[tuple[str, Column], MetricScore]
 
     def cell(self, model: ModelScores, column: Column) -> MetricScore | None:
-        """Return a mean score, None if it is not complete."""
+        """Return a mean score; None if it is not complete."""
         return self.cells.get((model.name, column))
 
 
@@ -146,7 +146,7 @@ def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) ->
 
 
 def _scores_by_column(tasks: Sequence[LanguageTask], model: ModelScores) -> dict[Column, list[MetricScore]]:
-    """Return a model's scores on the tasks of a language that are averaged together; none unless it has all."""
+    """Return a model's scores on a language's tasks that are averaged together; none unless it has all of them."""
     scores_by_column: dict[Column, list[MetricScore]] = {}
     for task in tasks:
         task_score = model.of(task.settings)
@@ -162,7 +162,7 @@ def _scores_by_column(tasks: Sequence[LanguageTask], model: ModelScores) -> dict
 
 
 def main_metric(score: TaskScore, requested_metric: str | None = None) -> str:
-    """Return the key of the requested metric, or of the usual one; of several filters, the first.
+    """Return the key of the requested metric, or of the usual one; if it has several filters, the first.
 
     A requested metric may have a filter, as in ``exact_match,strict``.
     """
@@ -215,7 +215,7 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
 
 
 def _csv_cells(model: ModelScores, language: str, score: MetricScore) -> dict[str, Any]:
-    """Return the cells that tasks and means have in common."""
+    """Return the cells that rows of tasks and of means have in common."""
     return {
         "model": model.name,
         "step": model.step,
@@ -227,7 +227,7 @@ def _csv_cells(model: ModelScores, language: str, score: MetricScore) -> dict[st
 
 
 def read_means(file: Path) -> ScoreTable:
-    """Return the means of a file that :func:`to_csv` wrote; an InputError if it is damaged or of an earlier version."""
+    """Return the means in a file of :func:`to_csv`; an InputError if it is damaged or from an earlier version."""
     models: dict[str, ModelScores] = {}
     columns: dict[Column, None] = {}
     cells: dict[tuple[str, Column], MetricScore] = {}
@@ -277,7 +277,7 @@ def _cells(table: ScoreTable, model: ModelScores) -> Iterator[str]:
 
 
 def write_picture(table: ScoreTable, path: Path) -> None:
-    """Write a PNG, complete or unchanged: a line with errors for the checkpoints, a level one for each other model."""
+    """Write a PNG, complete or unchanged: a line with errors for the checkpoints, a level line for each other model."""
     num_columns = min(len(table.columns), _PANELS_PER_ROW)
     charts = score_charts(table)
     draw(charts, path, title="Mean scores of each language", heights=[200] * len(charts), columns=num_columns)

@@ -27,22 +27,22 @@ _LONGEST_NAME = 1000
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What decides the scores of a task."""
+    """The settings that decide the scores on a task."""
 
     task: str
-    """A name of lm_eval, or of a task file without its folder, which may move."""
+    """lm_eval's name of the task, or the name of a task file without its folder, which may move."""
     num_fewshot: int | None = None
-    """Examples in a prompt; None: the task's own number."""
+    """The number of examples in a prompt; None means the task's own number."""
     limit: int | None = None
-    """Documents; None: all."""
+    """The most documents; None means all."""
     files: str | None = None
-    """SHA-256 of a task file and the local files that it names."""
+    """The SHA-256 of a task file and the local files that it names."""
     metadata: str | None = None
-    """JSON of what lm_eval passes to the task, such as {"max_seq_lengths": [4096]}."""
+    """The metadata that lm_eval passes to the task, as JSON such as {"max_seq_lengths": [4096]}."""
 
     @property
     def max_seq_lengths(self) -> list[int]:
-        """Lengths in tokens of the texts that a synthetic task such as RULER generates; empty for other tasks."""
+        """The lengths in tokens of the texts that a synthetic task such as RULER generates; empty for other tasks."""
         return json.loads(self.metadata or "{}").get("max_seq_lengths", [])
 
 
@@ -52,14 +52,14 @@ class LanguageTask:
 
     language: str
     source: str
-    """A name of lm_eval, or the absolute path of a task file."""
+    """lm_eval's name of the task, or the absolute path of a task file."""
     settings: TaskSettings
     metric: str | None = None
-    """The metric to show; None: the usual one."""
+    """The metric to show; None means the usual one."""
 
 
 def read_tasks(path: str) -> list[LanguageTask]:
-    """Return the tasks of lm_eval in a file, in its order; an InputError has every fault at once.
+    """Return the tasks of lm_eval in a file, in order; raise an InputError that lists all faults.
 
     ::
 
@@ -120,7 +120,7 @@ def is_task_file(task: str) -> bool:
 
 
 def _metadata_as_json(metadata: Any, owner: str, faults: list[str]) -> str:
-    """Return ``metadata`` as sorted JSON; add a fault if it is no mapping.
+    """Return ``metadata`` as sorted JSON; add a fault if it is not a mapping.
 
     ``max_seq_lengths``, the lengths in tokens of the texts that RULER's tasks generate, must be a list of them.
     """
@@ -143,9 +143,9 @@ def _metadata_as_json(metadata: Any, owner: str, faults: list[str]) -> str:
 def _convert_values(
     content: Mapping[Any, Any], types: Mapping[str, Any], owner: str, known_keys: list[str], faults: list[str]
 ) -> dict[str, Any]:
-    """Return the values of a mapping as their ``types``; add a fault for each unknown key and wrong value.
+    """Convert the values of a mapping to their ``types``; add a fault for each unknown key and wrong value.
 
-    ``owner`` and ``known_keys`` are for messages: what the mapping belongs to, and the keys that it may have.
+    ``owner``, to which the mapping belongs, and ``known_keys``, which it may have, are for messages.
     """
     values = {}
     for key, value in content.items():
@@ -161,7 +161,7 @@ def _convert_values(
 
 
 def _open_task(language: str, values: Mapping[str, Any], folder: Path, faults: list[str]) -> LanguageTask | None:
-    """Return the task with these values; add a fault and return None if it is a file that cannot be read.
+    """Return the task with these values; if it is a file that cannot be read, add a fault and return None.
 
     A task file is named relative to ``folder``.
     """

@@ -1,4 +1,4 @@
-"""The texts of an evaluation, documents or the validation split of a token dataset, as a model reads and predicts them.
+"""Turn the texts of an evaluation, documents or a token dataset's validation split, into forward passes of a model.
 
 Open :class:`EncodedText` first: a text in the tokens of one tokenizer, in chunks and forward passes.
 """
@@ -24,7 +24,7 @@ from fabric_train.token_dataset.manifest import FILE_NAME
 from fabric_train.tokenization.corpus import find_kind
 
 NUM_DIGITS = 16
-"""Hexadecimal digits that identify weights and texts in ``documents.jsonl``."""
+"""The number of hexadecimal digits that identify weights and texts in ``documents.jsonl``."""
 _CHUNK_TOKENS = 1 << 18
 _ROWS_AT_ONCE = 64
 _TEXTS_AT_ONCE = 256
@@ -42,7 +42,7 @@ class DocumentTexts:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutRows:
-    """The validation split of a token dataset. ``name`` is the source of all documents; None: each has its own."""
+    """The validation split of a token dataset. ``name`` is the source of all documents; None keeps their sources."""
 
     name: str | None
     dataset: TokenDataset
@@ -52,7 +52,7 @@ EvaluatedText = DocumentTexts | HeldOutRows
 
 
 def open_texts(entries: Sequence[str], text_column: str, downloads: Path) -> list[EvaluatedText]:
-    """Read the documents that ``--texts`` names as NAME=PLACE or PLACE; files at a URL come into ``downloads``."""
+    """Read the documents that ``--texts`` names as NAME=PLACE or PLACE; URLs are downloaded to ``downloads``."""
     texts: list[EvaluatedText] = []
     faults: list[str] = []
     for entry, (name, location) in zip(entries, split_names(entries, "--texts"), strict=True):
@@ -71,7 +71,7 @@ def open_texts(entries: Sequence[str], text_column: str, downloads: Path) -> lis
 
 
 def open_validation_of(checkpoint: Path) -> list[EvaluatedText]:
-    """Open the validation split of what a checkpoint's run was trained on, to be read as the run itself does."""
+    """Open the validation split of a checkpoint's run, to be read as the run itself reads it."""
     saved = read_trainer_json(checkpoint)
     if saved.stream is not None:
         raise InputError(f"{checkpoint}: its run read a stream, which has no validation split; give --texts")
@@ -93,7 +93,7 @@ def _open_rows(folder: str, name: str | None, isolates: bool) -> HeldOutRows:
 
 
 def _read_documents(name: str, location: str, text_column: str, downloads: Path) -> DocumentTexts:
-    """Read all documents of a place with texts; files at a URL come into ``downloads``."""
+    """Read all documents of a source; files at a URL are downloaded to ``downloads``."""
     (source,) = open_sources([location], "--texts", stream=False, downloads=downloads)
     # bad rows are skipped only here: reading them below is an error
     kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)
@@ -119,7 +119,7 @@ class PredictedBatch:
     input_ids: torch.Tensor
     """int64 [B, T]."""
     documents: Documents | None
-    """The borders of its documents; None if each row is one."""
+    """The borders of the documents; None if each row is one document."""
     targets: Targets
     token_indices: np.ndarray
     """The indices of the targets among all predicted tokens of the text, int64 [N]."""
@@ -132,18 +132,18 @@ class TextChunk:
     units: range
     """The documents of a ``WindowedText``, or the rows of a ``PackedText``."""
     tokens: range
-    """Their tokens among all predicted tokens of the text."""
+    """The range of the chunk's tokens among all predicted tokens of the text."""
     content: str
-    """Identifies their content and how it is read."""
+    """A hash that identifies the chunk's content and how it is read."""
     longest_input: int
-    """The text's ``input_tokens``, by which some models choose how they compute."""
+    """The text's ``input_tokens``, which decides how some models compute."""
 
 
 class EncodedText(Protocol):
     """The documents of a text as the tokens of one tokenizer: D documents, N predicted tokens."""
 
     name: str
-    """For messages."""
+    """The name in messages."""
     identity: str
     """See ``identity_of``."""
     target_ids: np.ndarray
@@ -152,16 +152,16 @@ class EncodedText(Protocol):
     """The document of each predicted token, int64 [N]."""
     source_names: tuple[str, ...]
     sources: np.ndarray
-    """The source of each document, int64 [D]: an index of ``source_names``."""
+    """The source of each document, int64 [D], as an index of ``source_names``."""
     num_bytes: np.ndarray
     """The UTF-8 bytes that the predicted tokens of each document stand for, fp64 [D]; NaN if they are not known."""
     input_tokens: int
-    """The tokens of the longest sequence that a model reads."""
+    """The number of tokens in the longest sequence that a model reads."""
     highest_id: int
     """The highest of all ids."""
 
     def location(self, document: int) -> str:
-        """Return where a document is: its file and line."""
+        """Return a document's file and line."""
 
     def chunks(self) -> Iterator[TextChunk]:
         """Yield consecutive chunks of about ``_CHUNK_TOKENS`` predicted tokens."""
@@ -172,7 +172,7 @@ class EncodedText(Protocol):
 
 @dataclass(frozen=True)
 class TextWindow:
-    """A forward pass over tokens ``begin`` to ``stop`` of a document; those from ``first_predicting`` on predict."""
+    """A forward pass over tokens ``begin`` to ``stop`` of a document, which predict from ``first_predicting`` on."""
 
     document: int
     begin: int
@@ -183,11 +183,11 @@ class TextWindow:
 def cut_windows(document: int, num_tokens: int, max_length: int, overlap: int) -> Iterator[TextWindow]:
     """Yield windows of at most ``max_length`` tokens in which each of a document's tokens is predicted exactly once.
 
-    Token 0 is the BOS before the document, and tokens 1 to ``num_tokens`` are its own. Each token of a window predicts
-    the next one. The first window predicts as many tokens as it can. Every other one has at least ``overlap`` tokens
-    before its first predicted token, and the last one is as long as the others. With an overlap of 1 they
-    are lm_eval's windows (``get_rolling_token_windows`` with ``context_len=1``). A document of 10 tokens, with a
-    max_length of 4 and an overlap of 2::
+    Token 0 is the BOS before the document, and tokens 1 to ``num_tokens`` are the document. Each token of a window
+    predicts the next one. The first window predicts as many tokens as it can. Every other window has at least
+    ``overlap`` tokens before its first predicted token, and the last one is as long as the others. With an overlap of
+    1, these are lm_eval's windows (``get_rolling_token_windows`` with ``context_len=1``). A document of 10 tokens, with
+    a max_length of 4 and an overlap of 2::
 
         reads 0-3, predicts 1-4;  reads 3-6, predicts 5-7;  reads 6-9, predicts 8-10
     """
@@ -201,7 +201,7 @@ def cut_windows(document: int, num_tokens: int, max_length: int, overlap: int) -
 
 
 class WindowedText(EncodedText):
-    """Texts, each document on its own: BOS (EOS for a tokenizer without it), then its tokens, see ``cut_windows``."""
+    """Texts whose documents are read one by one: BOS (EOS for a tokenizer without BOS), then the document's tokens."""
 
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
         """Encode the documents with a tokenizer of transformers; for the lengths see :func:`cut_windows`."""
@@ -278,11 +278,11 @@ class WindowedText(EncodedText):
 
 
 class PackedText(EncodedText):
-    """The validation split of a token dataset, read in its rows as in training.
+    """The validation split of a token dataset, read row by row as in training.
 
-    So a document that is cut at the end of a row continues without context, the labels decide which tokens are
-    predicted, EOS too, and the loss is the run's ``val_loss``. Without a document index, each row is a document of
-    unknown bytes.
+    A document that is cut at the end of a row therefore continues without context, the labels decide which tokens are
+    predicted, including EOS, and the loss is the run's ``val_loss``. Without a document index, each row is a document
+    of unknown bytes.
     """
 
     def __init__(self, text: HeldOutRows) -> None:
@@ -387,7 +387,7 @@ class PackedText(EncodedText):
 
 
 def identity_of(text: EvaluatedText, max_length: int = 0, overlap: int = 0) -> str:
-    """Return what identifies a text, the windows of documents and the kind of device, whatever the tokenizer."""
+    """Return a hash of a text, the windows of documents and the kind of device, which no tokenizer changes."""
     if isinstance(text, HeldOutRows):
         content = _digest(f"{text.dataset.fingerprint} {text.dataset.isolates}".encode())
     else:
@@ -407,7 +407,7 @@ def full_digest(text: str) -> str:
 
 
 def _encode(texts: Sequence[str], tokenizer: Any, prefix: int) -> Iterator[np.ndarray]:
-    """Yield the ids of each text, int32, without special tokens around it; a leading ``prefix`` is left out."""
+    """Yield the ids of each text, int32, without special tokens around it and without a leading ``prefix``."""
     for indices in _slices(range(len(texts)), _TEXTS_AT_ONCE):
         batch = list(texts[indices.start : indices.stop])
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
@@ -436,7 +436,7 @@ def _slices(indices: range, size: int) -> Iterator[range]:
 
 
 def _digest(*contents: "np.ndarray | bytes") -> str:
-    """Return the SHA-256 of contents, one after the other."""
+    """Return the SHA-256 of the joined contents."""
     digest = hashlib.sha256()
     for content in contents:
         if not isinstance(content, bytes):

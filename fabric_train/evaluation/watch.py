@@ -1,4 +1,4 @@
-"""Evaluate models, and each checkpoint of a run beside its training or afterwards, on lm_eval's tasks and on texts.
+"""Evaluate models, and a run's checkpoints while it trains or afterwards, on lm_eval's tasks and on texts.
 
 Any number of watchers may share the output folder: a lock for each model keeps them apart.
 """
@@ -30,7 +30,7 @@ from fabric_train.run_folder.run_folder import RunFolder
 _SECONDS_BETWEEN_LOOKS = 10.0
 
 Evaluate = Callable[[WorkerRequest], int]
-"""Evaluates a model on the tasks of a request, writes its scores, and returns an exit code."""
+"""A function that evaluates a model on the tasks of a request, writes its scores, and returns an exit code."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class WatchedModel:
     """The argument of ``load_for_inference``."""
     step: int | None
     identity: str
-    """Changes with the weights."""
+    """A text that changes when the weights change."""
 
     @property
     def weights(self) -> str:
-        """Identifies the weights in ``documents.jsonl``."""
+        """The hash that identifies the weights in ``documents.jsonl``."""
         return self.identity[:NUM_DIGITS]
 
     @property
@@ -69,13 +69,13 @@ class WatchedTexts:
     """The texts of ``--texts``."""
 
     identities: frozenset[str]
-    """What identifies each text, see ``texts.identity_of``."""
+    """The identity of each text, see ``texts.identity_of``."""
     words: tuple[str, ...]
     """The words of a command line that evaluates a model on them."""
 
     @classmethod
     def open(cls, arguments: EvaluateArguments, output_dir: Path) -> "WatchedTexts":
-        """Read the texts, and check that they are those of an earlier evaluation in ``output_dir``."""
+        """Read the texts, and check that an earlier evaluation in ``output_dir`` used the same texts."""
         assert arguments.texts is not None
         texts = open_texts(arguments.texts, arguments.text_column, output_dir / FOLDER / "downloads")
         identities = [identity_of(text, arguments.max_length, arguments.overlap) for text in texts]
@@ -91,7 +91,7 @@ class WatchedTexts:
         return cls(frozenset(identities), tuple(words))
 
     def has_all(self, evaluated: loss_table.Evaluated, model: WatchedModel, name: str) -> bool:
-        """Return whether a model with these weights has been evaluated on each text, under a name."""
+        """Return whether a model with this name and these weights has been evaluated on each text."""
         evaluated_texts = set()
         for lines in evaluated.get(name, {}).values():
             evaluated_texts |= {line.text for line in lines if line.weights == model.weights}
@@ -100,22 +100,22 @@ class WatchedTexts:
 
 @dataclass
 class Watch:
-    """The evaluation of models, and of the checkpoints of a run, each of them once."""
+    """Evaluates models and the checkpoints of a run, each once."""
 
     run: Path | None
     """None if only ``models`` are evaluated."""
     output: Path
     tasks: list[LanguageTask]
     models: list[WatchedModel]
-    """The models of ``--models``."""
+    """The models in ``--models``."""
     batch_size: int
     evaluate: Evaluate
     texts: WatchedTexts | None = None
     """None without ``--texts``."""
     failed: dict[str, str] = field(default_factory=dict)
-    """The names of models whose evaluation has failed, by identity; they are not tried again."""
+    """The names of models whose evaluation failed, by identity; these models are not tried again."""
     _expected: dict[str, Path] = field(default_factory=dict)
-    """The checkpoints that were pending, by name: a note is printed if the run removes one before its evaluation."""
+    """The pending checkpoints by name. A note is printed if the run removes one before its evaluation."""
 
     def pending(self) -> list[WatchedModel]:
         """Return the models to evaluate: first the other models, then the checkpoints by step."""
@@ -129,7 +129,7 @@ class Watch:
         return pending
 
     def evaluate_next(self) -> bool:
-        """Evaluate the first pending model that no other process evaluates; return False if there is none."""
+        """Evaluate the first pending model that no other process is evaluating; return False if there is none."""
         # checkpoints that the run has removed since the last look
         pending = self.pending()
         for name, checkpoint in self._expected.items():
@@ -190,7 +190,7 @@ class Watch:
         return str(self.run / model.name)
 
     def _evaluate(self, model: WatchedModel) -> None:
-        """Evaluate a model on texts and then on the tasks that it lacks; print why if that fails."""
+        """Evaluate a model on texts and then on the tasks that it lacks; if this fails, print why."""
         # texts
         exit_code = 0
         if self.texts is not None and self._lacks_texts(model, loss_table.read_evaluated(self.output)):
@@ -227,7 +227,7 @@ class Watch:
         )
 
     def _all_models(self) -> Iterator[WatchedModel]:
-        """Yield the models of ``--models``, then the checkpoints of the run by step."""
+        """Yield the models in ``--models``, then the checkpoints of the run by step."""
         yield from self.models
         if self.run is None:
             return
@@ -238,7 +238,7 @@ class Watch:
                     yield WatchedModel(checkpoint.name, str(checkpoint), step, identity)
 
     def _all_scores(self) -> list[ModelScores]:
-        """Return the scores of all models, those of ``models`` first, with those of removed checkpoints."""
+        """Return the scores of all models, beginning with ``models``, and including checkpoints that were removed."""
         models_by_file = {self._file(model): model for model in self._all_models()}
         all_scores = [scores.read_scores(file, model.unscored) for file, model in models_by_file.items()]
         for pattern in ("model-*.json", "step-*.json"):
@@ -252,18 +252,18 @@ class Watch:
 
 
 def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_worker, *, prints: bool = True) -> None:
-    """Evaluate the models of ``--models``, and the checkpoints of ``--watch``, until nothing is left to evaluate.
+    """Evaluate the models in ``--models`` and the checkpoints of ``--watch`` until nothing is left to evaluate.
 
-    With ``--watch`` and ``--wait true``, wait for further checkpoints until the run has ended.
+    With ``--watch`` and ``--wait true``, wait for more checkpoints until the run has ended.
 
     Args:
         arguments: The arguments of ``evaluate.py``.
-        evaluate: Evaluates a model.
+        evaluate: The function that evaluates a model.
         prints: Whether to print tables.
 
     Raises:
         InputError: an argument, a text or a model is wrong; nothing has been written.
-        RunError: a model could not be evaluated; the others have been.
+        RunError: a model could not be evaluated; the others have been evaluated.
     """
     # check everything before anything is evaluated
     run = None
@@ -330,12 +330,12 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
 def _check_tasks(tasks: list[LanguageTask], model_source: str, *, prints: bool) -> None:
     """Load the tasks in a separate process, which prints their faults.
 
-    Tasks that generate their texts need the tokenizer of a model, ``model_source``. If it is empty, no model is there
-    to evaluate yet, and the process that evaluates the next checkpoint loads them.
+    Tasks that generate their texts need the tokenizer of a model, ``model_source``. If that is empty, there is no model
+    yet, and the process that evaluates the next checkpoint loads these tasks.
 
     Raises:
         RunError: a task cannot be loaded, and this program does not print.
-        SystemExit: a task cannot be loaded; with the code of that process.
+        SystemExit: a task cannot be loaded; it has the exit code of that process.
     """
     _print_line("loading the tasks")
     requested = [RequestedTask(task.settings, task.source, task.metric) for task in tasks]
@@ -347,7 +347,7 @@ def _check_tasks(tasks: list[LanguageTask], model_source: str, *, prints: bool) 
 
 
 def _evaluate_all(watch: Watch, arguments: EvaluateArguments, *, prints: bool) -> None:
-    """Evaluate all pending models; with ``--wait true``, also those that the run saves until it ends."""
+    """Evaluate all pending models; with ``--wait true``, also checkpoints that the run saves until it ends."""
     is_waiting = False
     while True:
         # looked at before the checkpoints: one that is saved in between is found in the next round

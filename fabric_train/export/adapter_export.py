@@ -21,7 +21,7 @@ from fabric_train.model.origin import legal_files
 
 
 def check_positions(saved: TrainerJson) -> None:
-    """Raise an InputError for an adapter whose run extended the positions, which its base's folder does not say."""
+    """Raise an InputError for an adapter whose run extended the positions, which its base's config.json lacks."""
     arguments = saved.arguments
     options = [f"--{name} {arguments[name]}" for name in ("rope_scaling", "rope_theta") if arguments.get(name)]
     if options:
@@ -32,7 +32,7 @@ def check_positions(saved: TrainerJson) -> None:
 
 
 def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write an adapter for peft, with tokenizer, licence and model card, into ``folder`` without verification."""
+    """Write an adapter for peft, with tokenizer, licence and model card, to ``folder``, without verifying it."""
     checkpoint = source.checkpoint
     tied_names = _find_tied_names(checkpoint)
     if tied_names:
@@ -48,9 +48,9 @@ def write_adapter(source: ExportSource, folder: Path, facts: CardFacts) -> None:
 
 
 def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write the configurations of an exported adapter; they name the base on the hub, if known, or else its folder.
+    """Write the configurations of an exported adapter, which name the base on the hub, or if unknown its folder.
 
-    peft itself does not read ``generation_config.json``; the model card says how to use it.
+    peft does not read ``generation_config.json`` itself; the model card says how to use it.
     """
     # a tied weight is written under each of its names, see ``_write_untied_weights``
     checkpoint = source.checkpoint
@@ -80,7 +80,7 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
 
 
 def _find_tied_names(checkpoint: Path) -> dict[str, str]:
-    """Return the other names of weights that trained whole, such as a tied head's, with their names in the adapter."""
+    """Return the second names of weights that trained in full, such as a tied head's, with their names in the adapter."""
     model = build_on_meta(hf_model.read_shape(str(checkpoint)), torch.float32)
     adapter_names = set(AdapterTensors(checkpoint))
     named_parameters = list(model.named_parameters(remove_duplicate=False))  # tied weights come once for each name
@@ -94,7 +94,7 @@ def _find_tied_names(checkpoint: Path) -> dict[str, str]:
 
 
 def _write_untied_weights(checkpoint: Path, file: Path, tied_names: dict[str, str]) -> None:
-    """Write an adapter with tied weights under each of their names, since peft takes them for two modules."""
+    """Write an adapter with tied weights under each of their names, because peft treats them as two modules."""
     tensors = load_file(checkpoint / WEIGHTS)
     copies = {}
     for name, adapter_name in tied_names.items():

@@ -1,6 +1,6 @@
 """Average the tensors of several checkpoints, a block at a time.
 
-The uniform average of the last checkpoints of a run often has a lower loss than each of them (LAWA, arXiv:2209.14981).
+The uniform average of a run's last checkpoints often has a lower loss than each of them (LAWA, arXiv:2209.14981).
 """
 
 import functools
@@ -33,7 +33,7 @@ class WeightedCheckpoint:
 class CombinedTensors:
     """Tensors that are computed from the tensors of several models, in fp32 and a block at a time.
 
-    The names and shapes are those of one of the models. Its tensors without floating-point numbers are not combined.
+    The names and shapes come from one of the models. Its tensors without floating-point numbers are not combined.
     """
 
     def __init__(self, models: Sequence[StoredTensors], reference: StoredTensors) -> None:
@@ -52,7 +52,7 @@ class CombinedTensors:
         return torch.float32 if stored_dtype.is_floating_point else stored_dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU. Besides it, only blocks of the models are in memory."""
+        """Return the full tensor on the CPU; only blocks of the models are in memory at the same time."""
         shape = self.shape(name)
         if not shape or 0 in shape:
             return self.read_block(name, (0,) * len(shape), shape)
@@ -73,7 +73,7 @@ class CombinedTensors:
         return self._combine(name, offsets, model_blocks)
 
     def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the combined block in fp32; ``blocks`` are those of the models, read one after the other."""
+        """Return the combined block in fp32 from the models' ``blocks``, which are read one after the other."""
         raise NotImplementedError
 
 
@@ -107,7 +107,7 @@ class AveragedTensors(CombinedTensors):
 
 
 class PlainAverage(AveragedTensors):
-    """The same average as one formula of numpy, which holds a block of every checkpoint: for verification."""
+    """The same average by one numpy formula, with a block of every checkpoint in memory, for verification."""
 
     def _combine(self, name: str, offsets: Sequence[int], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
         terms = [weight * np.asarray(block.double()) for block, weight in zip(blocks, self._weights, strict=True)]
@@ -117,7 +117,7 @@ class PlainAverage(AveragedTensors):
 
 
 def check_one_model(checkpoints: Sequence[Path]) -> None:
-    """Raise an InputError if a configuration, the tensors or a tokenizer's vocabulary differ from the last one's."""
+    """Raise an InputError if a checkpoint's configuration, tensors or vocabulary differ from the last one's."""
     reference = checkpoints[-1]
     AveragedTensors([WeightedCheckpoint(checkpoint) for checkpoint in checkpoints])  # compares the tensors
     expected_configuration = _relevant_configuration(reference)
@@ -139,7 +139,7 @@ def _shapes_by_name(tensors: StoredTensors) -> dict[str, list[int]]:
 
 
 def _relevant_configuration(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings that decide what the weights mean."""
+    """Return the settings that decide the meaning of the weights."""
     content = read_json(checkpoint / "config.json", dict, "use another checkpoint")
     return {name: value for name, value in content.items() if name not in _IRRELEVANT_SETTINGS}
 

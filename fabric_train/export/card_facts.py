@@ -1,4 +1,4 @@
-"""What a checkpoint says about its model: sources, stages, mixture, devices and hours, as facts and rows of tables."""
+"""Read what a checkpoint says about its model: sources, stages, mixture, devices and hours, as facts and table rows."""
 
 import hashlib
 import itertools
@@ -39,7 +39,7 @@ Row = tuple[Any, ...]
 
 
 class PublicNames:
-    """A public name for each source, no two the same: its given name, dataset on the hub, or last part of its path."""
+    """A different public name for each source: its given name, its dataset on the hub, or the last part of its path."""
 
     def __init__(self, manifest: Manifest | None) -> None:
         self._names: dict[str, str] = {}
@@ -69,7 +69,7 @@ class PublicNames:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What the files of a checkpoint say about a model."""
+    """The facts about a model in a checkpoint's files."""
 
     checkpoint: Path
     saved: checkpoints.TrainerJson
@@ -79,12 +79,12 @@ class ModelRecord:
     names: PublicNames
     """The public names of the sources."""
     averaged: "tuple[WeightedCheckpoint, ...]"
-    """The checkpoints whose average the weights are, this one last; empty if they are its own weights."""
+    """The checkpoints that the weights average, this one last; empty if the weights are not an average."""
     merges: "MergeInto | None"
-    """The weights that its adapter is merged into; None for an adapter or a whole model."""
+    """The weights that the adapter is merged into; None for an adapter that is not merged, or a model without one."""
 
     def evaluated_name(self, source: str) -> str:
-        """Return the public name of a source of the last validation, or of "all"; see ``Evaluation.parts``."""
+        """Return the public name of a source in the last validation, or of "all"; see ``Evaluation.parts``."""
         if source != "all":
             return self.names[source]
         evaluation = self.saved.state.evaluation
@@ -94,7 +94,7 @@ class ModelRecord:
         return self.names[sources[0]] if sources and sources[0] else "validation"
 
     def training_sources(self) -> list[SourceRecord]:
-        """Return the sources of ``--dataset``. One that is also a ``--validation_dataset`` is in ``sources`` twice."""
+        """Return the sources in ``--dataset``; one that is also in ``--validation_dataset`` is in ``sources`` twice."""
         if self.manifest is None:
             return []
         held_out_counts: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class ModelRecord:
         return training_sources
 
     def stream_sources(self) -> list[StageSource]:
-        """Return the sources that a stream reads, in their order, with the share that a pass reads."""
+        """Return the sources that a stream reads, in order, with the share that a pass reads."""
         stream = self.saved.stream
         commits = {}  # by the name of a dataset on the hub
         for identity in stream.sources if stream else ():
@@ -134,7 +134,7 @@ class ModelRecord:
         return sources
 
     def hub_datasets(self) -> list[str]:
-        """Return the datasets on the hub that the model was trained on, in any stage, without subset and revision."""
+        """Return the hub datasets that the model was trained on in any stage, without subset and revision."""
         repositories = []
         for stage in self.saved.stages:
             for source in stage.sources:
@@ -146,7 +146,7 @@ class ModelRecord:
 
 
 def _all_settings(manifest: Manifest) -> list[Settings]:
-    """Return the settings of each merged token dataset, or of a single one."""
+    """Return the settings of each merged token dataset, or of the only one."""
     return [dataset.settings for dataset in manifest.parts] or [manifest.settings]
 
 
@@ -155,7 +155,7 @@ def read_record(
     averaged: "Sequence[WeightedCheckpoint]" = (),
     merges: "MergeInto | None" = None,
 ) -> ModelRecord:
-    """Return what a complete checkpoint says about its model."""
+    """Read the facts about a model in a complete checkpoint."""
     checkpoint = saved.checkpoint
     manifest = read_manifest(checkpoint)
     return ModelRecord(
@@ -171,7 +171,7 @@ def read_record(
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """A line of RUN/exports.jsonl: an export of a checkpoint of the run, and what its verification found."""
+    """A line of RUN/exports.jsonl: an export of one of the run's checkpoints, and the result of its verification."""
 
     time: str
     source: str
@@ -183,7 +183,7 @@ class ExportRecord:
     weights: dict[str, str]
     """The SHA-256 of the weight files by name."""
     faults: str
-    """Why the export was given up; then the other fields about its content are empty."""
+    """Why the export was given up; the fields about its content are then empty."""
 
 
 def read_exports(run: Path) -> list[ExportRecord]:
@@ -194,7 +194,7 @@ def read_exports(run: Path) -> list[ExportRecord]:
 def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
     """Return the stages of training, the record's own run last.
 
-    Its sources have shares of the tokens seen, or of the token dataset if that is not known.
+    The sources have shares of the tokens seen, or if these are not known, of the token dataset.
     """
     shares = _seen_shares_by_tokens(record) or dict(seen_shares(record))
     sources = stored_sources(record) or record.stream_sources()
@@ -213,7 +213,7 @@ def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
 
 
 def stored_sources(record: ModelRecord) -> list[StageSource]:
-    """Return the sources of a token dataset in their order, with shares of its tokens; none without a manifest."""
+    """Return the sources of a token dataset in order, with their shares of its tokens; none without a manifest."""
     if record.manifest is None:
         return []
     records_by_name: dict[str, list[SourceRecord]] = {}
@@ -255,11 +255,11 @@ def stored_sources(record: ModelRecord) -> list[StageSource]:
 
 
 def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
-    """Return the public name of each source and its share of what the steps consumed; none if that is not known.
+    """Return each source's public name and its share of the tokens that the steps consumed; none if not known.
 
-    Of a mixture, these are shares of rows. They are shares of supervised tokens if the run has several sources
-    otherwise, or has read other data before. Checkpoints of earlier versions have no such counts: then a run that reads
-    whole passes has the shares of its token dataset.
+    For a mixture, these are shares of rows. They are shares of supervised tokens if the run has several sources
+    otherwise, or has read other data before. Checkpoints of earlier versions lack these counts; a run that reads
+    full passes then has the shares of its token dataset.
     """
     state = record.saved.state
     mixture_sources = record.saved.content.get("mixture_sources") or ()
@@ -280,7 +280,7 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
 
 
 def _seen_shares_by_tokens(record: ModelRecord) -> dict[str, float]:
-    """Return each source's share of the tokens seen in a mixture, by public name; empty if that is not known.
+    """Return each source's share of the tokens seen in a mixture, by public name; empty if not known.
 
     The mixture counts rows of its entries, each of which may have several sources. The rows of an entry are divided
     in proportion to the tokens of its sources.
@@ -303,7 +303,7 @@ def _seen_shares_by_tokens(record: ModelRecord) -> dict[str, float]:
 
 
 def source_row(source: StageSource) -> Row:
-    """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
+    """Return name, share, tokens, documents, number of files, and the files' short hash or the revision on the hub."""
     lines = source.files
     if not lines:
         revisions = [dataset.revision[:SHOWN_DIGITS] for dataset in source.datasets if dataset.revision]
@@ -352,7 +352,7 @@ def stream_files(record: ModelRecord) -> list[str]:
 
 
 def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
-    """Return the documents read, kept and left out of each source; of all together if no more is known."""
+    """Return the documents read, kept and left out, for each source or, if that is not known, for all together."""
     kept_documents: dict[str, int] = {}
     left_out: dict[str, Counter[str]] = {}  # by the name of the source and the reason
     if all(source.documents_skipped is not None for source in manifest.sources):
@@ -374,7 +374,7 @@ def left_out_rows(manifest: Manifest, names: PublicNames) -> list[Row]:
 
 
 def mixture_names(record: ModelRecord) -> list[str]:
-    """Return the public names of what has a share: SOURCE for FOLDER:SOURCE, if no two folders have it."""
+    """Return the public names of a mixture's parts: SOURCE for FOLDER:SOURCE, unless two folders have it."""
     # the names of the sources alone would be ambiguous if two folders have a source of the same name
     entries = record.saved.content["mixture_sources"]
     sources = [entry.rpartition(":")[2] for entry in entries]
@@ -385,7 +385,7 @@ def mixture_names(record: ModelRecord) -> list[str]:
 
 
 def mixture_rows(record: ModelRecord) -> list[Row]:
-    """Return name, share and number of the tokens that were seen of each source of a mixture; none without one."""
+    """Return name, share and tokens seen of each source of a mixture; none without a mixture."""
     if record.manifest is None or not record.saved.content.get("mixture_sources"):
         return []
     names = mixture_names(record)
@@ -399,7 +399,7 @@ def mixture_rows(record: ModelRecord) -> list[Row]:
 
 
 def phase_rows(record: ModelRecord) -> list[Row]:
-    """Return first step, shares and learning rate of the phases that have begun; none without phases."""
+    """Return first step, shares and learning rate of each phase that has begun; none without phases."""
     content = record.saved.content
     names = [code(name) for name in mixture_names(record)]
     begun_phases = []
@@ -439,7 +439,7 @@ def phase_rows(record: ModelRecord) -> list[Row]:
 
 
 def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
-    """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
+    """Return the total device hours in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
     devices = listed(list(dict.fromkeys(map(_hardware, sessions))))
     unrecorded = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
     hours = _shown_hours(sum(session.device_hours for session in sessions))
@@ -447,13 +447,13 @@ def device_hours(sessions: Sequence[TrainingSession]) -> Markdown:
 
 
 def hours_unit(sessions: Sequence[TrainingSession]) -> str:
-    """Return the unit of the devices' hours; a name of a device that is no GPU begins as ``device_name`` says."""
+    """Return the unit of the devices' hours; the name of a device that is not a GPU begins as in ``device_name``."""
     has_other_devices = any(session.device.startswith(("CPU", "xla")) for session in sessions)
     return "device hours" if has_other_devices else "GPU hours"
 
 
 def compute_rows(record: ModelRecord) -> list[Row]:
-    """Return the devices and their hours by steps; the steps of runs that this one branched off are apart."""
+    """Return the devices and their hours by steps, with separate rows for runs that this one branched off."""
     sessions = record.saved.sessions
     branch_steps = {branch.step for branch in record.saved.lineage}
     # consecutive sessions of one run on the same hardware are one row
@@ -476,7 +476,7 @@ def compute_rows(record: ModelRecord) -> list[Row]:
 
 
 def _clock_and_device_hours(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
-    """Return the hours of the clock, and the hours of all devices together."""
+    """Return the hours on the clock, and the total device hours."""
     clock_hours = sum(session.seconds for session in sessions) / 3600
     device_hours = sum(session.device_hours for session in sessions)
     return _shown_hours(clock_hours), _shown_hours(device_hours)
@@ -496,7 +496,7 @@ def _hardware(session: TrainingSession) -> str:
 
 
 def lineage_row(branch: checkpoints.BranchPoint, shown_arguments: Sequence[str] | None = None) -> Row:
-    """Return the run that was branched off, the step, and the changed arguments, or the ``shown_arguments`` of these.
+    """Return the run that was branched off, the step, and the changed arguments, or only ``shown_arguments`` of them.
 
     Paths are shown by their last part.
     """
@@ -524,9 +524,9 @@ def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
 
 
 def results_of(record: ModelRecord) -> dict[str, Any]:
-    """Return what the section on the results shows: the losses of each source, at the first evaluation and now.
+    """Return the values of the section on results: each source's loss at the first evaluation and now.
 
-    The names are those of ``templates/model_card.md.j2``.
+    The names are the same as in ``templates/model_card.md.j2``.
     """
     # the losses of each source, "before → after" if there was an evaluation before
     state = record.saved.state
@@ -575,7 +575,7 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
 
 
 def _figure_cell(loss: checkpoints.TokenLoss | None, figure: str) -> str:
-    """Return a figure with fewer digits the larger it is; empty if there is none."""
+    """Format a figure, with fewer digits the larger it is; "" if there is none."""
     value = loss.figures().get(figure) if loss else None
     if value is None:
         return ""
@@ -585,7 +585,7 @@ def _figure_cell(loss: checkpoints.TokenLoss | None, figure: str) -> str:
 
 
 def _change_of_loss(first_loss: checkpoints.TokenLoss | None, loss: checkpoints.TokenLoss) -> str:
-    """Return the relative change in percent, which is also that of the bits per byte; empty if there is none."""
+    """Return the relative change in percent, which bits per byte have too; "" if there is none."""
     if first_loss is None or not first_loss.loss > 0:
         return ""
     change = loss.loss / first_loss.loss - 1

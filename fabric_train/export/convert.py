@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a Hugging Face folder, which gets its name only after it was verified.
+"""Convert a checkpoint to a Hugging Face folder, which gets its name only after it has been verified.
 
 ``convert_to_hf.py`` plans the exports (``plan.py``), and calls :func:`convert` for each folder.
 """
@@ -39,14 +39,14 @@ from fabric_train.token_dataset.manifest import read_manifest
 def convert(
     source: ExportSource, target: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts
 ) -> VerificationReport:
-    """Export ``source`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
+    """Export ``source`` as the Hugging Face folder ``target``, which only exists if a fresh process has verified it.
 
     Args:
         source: What is exported.
         target: The folder to write.
-        dtype: The type of the weights; an adapter has always float32.
+        dtype: The type of the weights; for an adapter, always float32.
         max_shard_size: Limits the size of a safetensors file, such as 5GB.
-        facts: What the model card says besides the checkpoint.
+        facts: Facts for the model card that are not in the checkpoint.
 
     Raises:
         InputError: the source is damaged, or cannot be exported as asked.
@@ -86,7 +86,7 @@ def convert(
 def _record_export(source: ExportSource, target: Path, dtype: torch.dtype, result: VerificationReport | str) -> None:
     """Append a line to RUN/exports.jsonl, for the report of the run; for a read-only run, print a note instead.
 
-    ``result`` is the report of a good export, or why the export was given up.
+    ``result`` is the report of a good export, or the reason why the export was given up.
     """
     run = run_of(source.checkpoint)
     if not (run / "checkpoints").is_dir():  # a checkpoint apart from its run
@@ -125,13 +125,13 @@ def _record_export(source: ExportSource, target: Path, dtype: torch.dtype, resul
 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
-    """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
+    """Write weights, configurations, tokenizer, licence and model card to ``folder``, without verifying them."""
     write_model(source, folder, dtype, max_shard_size, f"writing {source.checkpoint.name}")
     write_card(source, folder, facts)
 
 
 def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, title: str) -> None:
-    """Write weights, configurations, tokenizer and licence into ``folder``; ``title`` is for the progress bar."""
+    """Write weights, configurations, tokenizer and licence to ``folder``; ``title`` is for the progress bar."""
     # the weights, by their published names
     checkpoint = source.checkpoint
     shape = hf_model.read_shape(str(checkpoint))

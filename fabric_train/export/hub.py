@@ -1,4 +1,4 @@
-"""Push an export or a token dataset to the Hugging Face hub, and check beforehand that this may be done."""
+"""Push an export or a token dataset to the Hugging Face hub, and check beforehand that the token may."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ from fabric_train.cli.output import redact
 
 RepoType = Literal["model", "dataset"]
 _REPLACED = {"model": ["*.safetensors", "*.safetensors.index.json"], "dataset": ["train/*", "validation/*"]}
-"""Files of an earlier push that a reader could take for a part of this one: removed unless they are pushed again."""
+"""Files of an earlier push that would look like a part of this one; they are removed unless they are pushed again."""
 _NEW_TOKEN = "create one with write access at https://huggingface.co/settings/tokens"
 
 
@@ -34,15 +34,15 @@ class PushError(RunError):
 
 @dataclass(frozen=True)
 class PushRequest:
-    """Where to push, as the arguments of the command line say."""
+    """The destination of a push, from the arguments of the command line."""
 
     repository: str
-    """OWNER/NAME; a model and a dataset may have the same."""
+    """The repository, OWNER/NAME; a model and a dataset may have the same name."""
     repo_type: RepoType
     private: bool = True
     """Whether a new repository is private."""
     revision: str | None = None
-    """A branch, created if it is missing, or refs/pr/N of an open pull request; None is main."""
+    """A branch, which is created if missing, or refs/pr/N of an open pull request; None means main."""
     create_pr: bool = False
     """Whether to open a pull request."""
 
@@ -55,14 +55,14 @@ class PushRequest:
 def push(folder: Path, request: PushRequest, message: str, content: Path | None = None) -> str:
     """Upload a folder in one commit.
 
-    Content that an earlier push has uploaded is not sent again: pieces of files with ``hf_xet``, whole files without
-    it. ``huggingface_hub`` repeats a request that fails for a moment (a cut connection, 429, 5xx).
+    Content that an earlier push has uploaded is not sent again: pieces of files with ``hf_xet``, full files without
+    it. ``huggingface_hub`` retries a request that fails temporarily (a cut connection, 429, 5xx).
 
     Args:
-        folder: The folder that messages name.
-        request: Where to push.
+        folder: The folder to upload, which messages name.
+        request: The destination.
         message: The message of the commit.
-        content: Has the files to upload, if they are not those of ``folder``.
+        content: A folder with the files to upload, if they are not in ``folder``.
 
     Returns:
         The URL of the files or the pull request.
@@ -114,7 +114,7 @@ def _page_url(request: PushRequest) -> str:
 
 
 def _failure_reason(error: BaseException) -> str:
-    """Return in one line, without the token, what the hub answered or why there was no answer."""
+    """Return in one line the hub's answer, or why there was none, without the token."""
     # the upload of a file wraps its failure in a RuntimeError
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
@@ -140,7 +140,7 @@ def _failure_reason(error: BaseException) -> str:
 
 
 class _WithoutSecrets(logging.Filter):
-    """Removes what authorizes an upload from the addresses in a log line."""
+    """Removes the parts that authorize an upload from the addresses in a log line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg = redact(record.getMessage())
@@ -150,7 +150,7 @@ class _WithoutSecrets(logging.Filter):
 
 @contextmanager
 def _shown_progress() -> Iterator[None]:
-    """Let huggingface_hub show its progress, as bars on a terminal and else as lines, and its retries."""
+    """Let huggingface_hub show its retries and its progress, as bars on a terminal and otherwise as lines."""
     # remember what is changed
     is_terminal = sys.stderr.isatty()
     user_decides = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # the environment variable decides about bars
@@ -187,8 +187,8 @@ def _set_progress_bars(enabled: bool) -> None:
 def check_push(request: PushRequest) -> None:
     """Raise an InputError if the hub says that the token may not push to ``request.repository``; create nothing there.
 
-    So a user without the right learns it before hours of tokenization or conversion. What the user should know about
-    a repository that exists is printed as notes on standard error.
+    A user without permission learns this before hours of tokenization or conversion. Facts that the user should know
+    about an existing repository are printed as notes on standard error.
     """
     option = f"--push_to_hub {request.repository}"
     api = HfApi()
@@ -234,7 +234,7 @@ def _find_repository(api: HfApi, request: PushRequest, repo_type: str) -> ModelI
 
 
 def _refusal_to_write(api: HfApi, account: dict[str, Any], request: PushRequest) -> str | None:
-    """Return why the token cannot write to a repository that exists, by the hub's own check; None if it can."""
+    """Return why the token cannot write to an existing repository, by the hub's own check; None if it can."""
     token = _read_token(account)
     if request.revision and request.revision.startswith("refs/pr/"):
         # the token may belong to the author of the pull request, who may have no other right to write
@@ -258,7 +258,7 @@ def _refusal_to_write(api: HfApi, account: dict[str, Any], request: PushRequest)
 
 
 def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | None:
-    """Return why the token cannot create the repository; None if nothing in its account speaks against it."""
+    """Return why the token cannot create the repository; None if the account's data do not rule it out."""
     name = account.get("name")
     owner = request.repository.split("/")[0]
     token = _read_token(account)
@@ -290,14 +290,15 @@ def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | N
 
 @dataclass(frozen=True)
 class _Token:
-    """What the hub says about a token."""
+    """The hub's data about a token."""
 
     description: str
-    """Its name and account, for messages."""
+    """The token's name and account, for messages."""
     role: str | None
-    """read, write or fineGrained; None if the hub does not say it."""
+    """"read", "write" or "fineGrained"; None if the hub does not say."""
     permissions_by_owner: dict[str, list[str]]
-    """The permissions of a fine-grained token, by owner in lower case; "" has those for all owners."""
+    """The permissions of a fine-grained token, by owner in lower case; the key "" has the permissions for all
+    owners."""
 
     def permissions_for(self, owner: str) -> set[str]:
         return {*self.permissions_by_owner.get("", ()), *self.permissions_by_owner.get(owner.casefold(), ())}
@@ -321,7 +322,7 @@ def _read_token(account: dict[str, Any]) -> _Token:
 
 
 def _push_notes(api: HfApi, request: PushRequest, repository: ModelInfo | DatasetInfo | None) -> list[str]:
-    """Return what the user should know before a push to ``repository``, which is None if it does not exist."""
+    """Return notes for the user before a push to ``repository``, which is None if it does not exist."""
     if repository is None:
         other_type: RepoType = "dataset" if request.repo_type == "model" else "model"
         if _find_repository(api, request, other_type) is None:

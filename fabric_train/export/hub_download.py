@@ -1,4 +1,4 @@
-"""Download a model from the Hugging Face hub into a folder that is complete or absent."""
+"""Download a model from the Hugging Face hub to a folder that is complete or absent."""
 
 import json
 import re
@@ -33,7 +33,7 @@ class DownloadedModel:
 def download(
     name: str, folder: Path, revision: str = "main", *, tokenizer_only: bool = False, pickles: bool = False
 ) -> DownloadedModel:
-    """Download a model into ``folder``, which is complete or absent.
+    """Download a model to ``folder``, which is complete or absent.
 
     ``hub_source.json`` in the folder names the repository and commit. Files that an interrupted download has left are
     not fetched again.
@@ -89,14 +89,14 @@ def download(
 
 
 def text_files(names: Iterable[str]) -> list[str]:
-    """Return the files of configuration, tokenizer, template and licence; an index belongs to the weights."""
+    """Return the files of configuration, tokenizer, template and licence; an index of weights is not among them."""
     return [name for name in names if _TEXTS.fullmatch(name) and not _INDEX.fullmatch(name)]
 
 
 def _choose_weights(name: str, hub_names: set[str], commit: str, unfinished: Path, *, pickles: bool) -> list[str]:
     """Return the files of the weights: safetensors, or pickles if they are requested and nothing else exists.
 
-    An index is fetched into ``unfinished``, since it lists the files.
+    The index, which lists the files, is downloaded to ``unfinished``.
     """
     formats = [(SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)]
     if pickles:

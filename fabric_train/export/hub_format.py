@@ -1,6 +1,6 @@
-"""Write an export in the form that other software reads: published names of tensors, and settings for transformers 4.
+"""Write an export in the form that other software reads: published tensor names, and settings for transformers 4.
 
-transformers 5 has other names for some weights in memory, and joins the experts of a layer to one tensor (GPT-NeoX,
+transformers 5 has other names for some weights in memory, and joins a layer's experts in one tensor (GPT-NeoX,
 Mixtral). ``save_pretrained`` writes the published form, and so does an export, a tensor at a time.
 """
 
@@ -26,11 +26,11 @@ _ADVICE = "convert again"
 _GPT_NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 INDEX_NAME = "model.safetensors.index.json"
 BLOCK_BYTES = 4 << 20
-"""Bytes in fp32 of a block that is read and written at once."""
+"""The fp32 bytes of a block that is read and written at once."""
 
 
 def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
-    """Return tensors, by names in memory, by their published names; as they are if one cannot be converted alone."""
+    """Return tensors by their published names instead of names in memory; as they are if one cannot be converted."""
     try:
         return PublishedTensors(model, tensors)
     except (LookupError, RuntimeError, TypeError, ValueError):
@@ -38,14 +38,14 @@ def published(model: PreTrainedModel, tensors: StoredTensors) -> StoredTensors:
 
 
 class PublishedTensors(StoredTensors):
-    """Tensors by their published names, see :func:`published`; each is read on request, and joined ones whole."""
+    """Tensors by their published names, see :func:`published`. Each is read on request, and joined tensors in full."""
 
     def __init__(self, model: PreTrainedModel, tensors: StoredTensors) -> None:
-        """Find the published names and shapes by a conversion of tensors without memory.
+        """Find the published names and shapes by converting tensors on the meta device.
 
         Args:
-            model: The model on the meta device, whose class knows the published names.
-            tensors: Its tensors by their names in memory.
+            model: The model on the meta device; its class has the published names.
+            tensors: The model's tensors by their names in memory.
         """
         self._tensors = tensors
         self._memory_names: dict[str, str] = {}
@@ -91,9 +91,9 @@ class PublishedTensors(StoredTensors):
 
 
 def add_former_names(folder: Path) -> None:
-    """Add the names of transformers 4, which many a server and converter reads, to the configurations of an export.
+    """Add the setting names of transformers 4, which many servers and converters read, to an export's configurations.
 
-    config.json stays as it is if transformers 5 would then read one of the settings differently.
+    config.json is not changed if transformers 5 would then read one of the settings differently.
     """
     # config.json
     config_file = folder / "config.json"
@@ -120,7 +120,7 @@ def add_former_names(folder: Path) -> None:
 
 
 def raise_tokenizer_limit(folder: Path, longest_row: int, positions: int) -> None:
-    """Let an export's tokenizer take as many tokens as the model, if training rows were longer than its limit."""
+    """Raise the limit of an export's tokenizer to the model's positions if training rows were longer than the limit."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return
@@ -159,9 +159,9 @@ def write_weights(
 
     Args:
         tensors: The tensors to write.
-        folder: The folder to write them into.
-        dtype: The type to round them to; None: each tensor keeps its type.
-        max_shard_size: The largest size of a file, such as 5GB. A larger tensor gets a file of its own.
+        folder: The folder to write them to.
+        dtype: The type to round them to; None keeps each tensor's type.
+        max_shard_size: The largest size of a file, such as 5GB. A larger tensor gets its own file.
         title: The text of the progress bar.
     """
     # plan the files with tensors that have no memory
@@ -206,7 +206,7 @@ def blocks(weights: Weights, name: str, shape: torch.Size) -> Iterator[torch.Ten
 
 
 def _write_all(file: BinaryIO, content: memoryview) -> None:
-    """Write all bytes; one call to the kernel writes 2 GiB at most."""
+    """Write all bytes; a single call to the kernel writes 2 GiB at most."""
     while content:
         num_written = file.write(content)
         content = content[num_written:]

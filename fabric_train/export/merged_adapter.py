@@ -1,6 +1,6 @@
 """Open the weights of a checkpoint, with its adapter merged into the weights of its base.
 
-A tensor is computed a block at a time. An adapter's matrix is merged in fp32, and rounded once, by whoever writes it:
+A tensor is computed a block at a time. An adapter's matrix is merged in fp32, and rounded only when it is written:
 W + scale · B A, and for DoRA each of its rows scaled to the trained magnitude. W is the original weight, or for an
 adapter that was trained on weights in 4 bits also their dequantized values.
 """
@@ -24,7 +24,7 @@ from fabric_train.model.nf4 import BLOCK, NF4Linear
 from fabric_train.model.weight_files import StoredTensors, Weights, open_weights
 
 MergeInto = Literal["original", "dequantized"]
-"""The weights of a base that an adapter is merged into: its original ones, or the dequantized values of its 4 bits."""
+"""The base's weights that an adapter is merged into: the original ones, or the dequantized values of the 4 bits."""
 
 
 def open_whole(checkpoint: Path, into: MergeInto | None = None) -> StoredTensors:
@@ -35,14 +35,14 @@ def open_whole(checkpoint: Path, into: MergeInto | None = None) -> StoredTensors
 
 
 def is_in_4_bits(checkpoint: Path) -> bool:
-    """Return whether the base of a checkpoint's adapter was in 4 bits in its training."""
+    """Return whether the base of a checkpoint's adapter was in 4 bits during training."""
     return read_trainer_json(checkpoint).arguments.get("base_weights") is not None
 
 
 def open_unmerged(
     checkpoint: Path, dtype: torch.dtype, base_weights: MergeInto = "original"
 ) -> tuple[MetaModel, hf_model.ModelShape]:
-    """Open the base and the adapter of a checkpoint side by side, on the meta device.
+    """Open the base and the adapter of a checkpoint without merging them, on the meta device.
 
     Raises:
         InputError: the base is gone, its weights cannot be read in parts, or bitsandbytes is missing.
@@ -62,7 +62,7 @@ def open_unmerged(
 
 
 class _Dequantized:
-    """The weights of a model, with those in 4 bits dequantized to fp32; see ``Weights``."""
+    """A model's weights, with weights in 4 bits dequantized to fp32; see ``Weights``."""
 
     def __init__(self, in_4_bits: MetaModel) -> None:
         assert in_4_bits.weights is not None
@@ -105,7 +105,7 @@ class MergedTensors:
     """The tensors of a model with its adapter merged, fp32, by their names in memory; see ``StoredTensors``."""
 
     def __init__(self, checkpoint: Path, into: MergeInto = "original") -> None:
-        """Open a checkpoint of an adapter, and its base; ``into`` says which weights of the base are meant."""
+        """Open a checkpoint with an adapter, and its base; ``into`` says which weights of the base."""
         opened, shape = open_unmerged(checkpoint, torch.float32, into)
         assert opened.weights is not None
         assert shape.adapter is not None
@@ -134,7 +134,7 @@ class MergedTensors:
         return torch.float32
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU, with the bits of its blocks: a product's bits depend on its shape."""
+        """Return the full tensor on the CPU, computed in the same blocks: a product's bits depend on its shape."""
         shape = self._shapes[name]
         if not shape:
             return self.read_block(name, (), ())

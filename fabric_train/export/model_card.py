@@ -1,7 +1,7 @@
 """Write the model card, ``README.md`` of an exported folder, from the checkpoint.
 
-``templates/model_card.md.j2`` has its text and the order of its sections. It contains nothing private to the machine:
-only the last part of paths, and only the arguments that are listed here.
+``templates/model_card.md.j2`` has the text and the order of the sections. The card contains nothing private to the
+machine: only the last part of paths, and only the arguments that are listed here.
 """
 
 import hashlib
@@ -55,20 +55,20 @@ _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a checkpoint does not say about its export."""
+    """The facts about an export that are not in its checkpoint."""
 
     name: str
-    """The repository that it is pushed to, else the name of its folder."""
+    """The repository that the export is pushed to, or else the name of its folder."""
     license: str | None = None
-    """Identifier on the hub; None takes the base model's."""
+    """The licence's identifier on the hub; None takes the base model's."""
     languages: tuple[str, ...] | None = None
-    """ISO 639 codes; None if they are not known."""
+    """The languages as ISO 639 codes; None if they are not known."""
     base_model: str | None = None
-    """Name on the hub; None takes the one that the checkpoint names."""
+    """The base model's name on the hub; None takes the name in the checkpoint."""
 
 
 def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line."""
+    """Write the model card ``README.md`` to the export ``folder``, with its picture and a hidden last line."""
     record = read_record(source.saved, source.averaged, source.merges)
     draw_card_picture(record, folder, facts)
     write_model_card(record, folder, facts)
@@ -78,7 +78,7 @@ def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
 
 
 def renew_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write a finished export's card again with ``facts``, unless a user has edited it or an older version wrote it."""
+    """Rewrite a finished export's card with ``facts``, unless a user has edited it or an older version wrote it."""
     text = (folder / "README.md").read_text(encoding="utf-8")
     mark = _MARK.search(text)
     if mark and mark[1] == _sha256(text[: mark.start()]):
@@ -90,13 +90,13 @@ def _sha256(text: str) -> str:
 
 
 def write_model_card(record: ModelRecord, folder: Path, facts: CardFacts) -> None:
-    """Write ``README.md`` into ``folder``, and the hashes of the training data and the stages of training next to it.
+    """Write ``README.md`` to ``folder``, with the hashes of the training data and the stages of training next to it.
 
     Args:
-        record: What the checkpoint that is exported says.
-        folder: The export. It has the licence's files, the picture of the losses if the card shall show it, and the
-            report of the verification if the card shall give the difference from the trained model.
-        facts: What the checkpoint does not say.
+        record: The facts in the exported checkpoint.
+        folder: The export. It has the licence's files, the picture of the losses if the card is to show it, and the
+            report of the verification if the card is to give the difference from the trained model.
+        facts: The facts that are not in the checkpoint.
     """
     name = facts.base_model
     if name:
@@ -183,7 +183,7 @@ def licence_metadata(origin: ModelOrigin | None, folder: Path) -> dict[str, str]
 
 
 def _eval_results(record: ModelRecord) -> list[EvalResult]:
-    """Return the finite figures of the last validation, of each source and of all; none of an average."""
+    """Return the finite figures of the last validation, for each source and for all; an average has none."""
     evaluation = record.saved.state.evaluation
     if evaluation is None or record.averaged:
         return []
@@ -258,7 +258,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
 
 
 def _context_lengths(record: ModelRecord, config: PretrainedConfig) -> list[str]:
-    """Return the model's positions and the tokens of its training rows, in words; each may be unknown."""
+    """Return the model's number of positions and the length of its training rows, in words; each may be unknown."""
     lengths = []
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions:
@@ -283,7 +283,7 @@ def _has_chats(record: ModelRecord) -> bool | None:
 
 
 def _hyperparameters(saved: checkpoints.TrainerJson) -> dict[str, Any]:
-    """Return the values of the arguments that decided the training, and the components that were registered."""
+    """Return the values of the arguments that decided the training, and the registered components."""
     objective = saved.component("objective")
     names = [*(_ADAPTER_ARGUMENTS if saved.adapter_base else _TRAINED_PARTS_ARGUMENTS), *_HYPERPARAMETERS]
     if objective.is_own and objective.name != "sft":
@@ -299,7 +299,7 @@ def _hyperparameters(saved: checkpoints.TrainerJson) -> dict[str, Any]:
 
 
 def _difference_from_training(folder: Path) -> OutputReport | None:
-    """Return how far logits are from the trained model's; None if that is not measured, or not yet."""
+    """Return how far logits are from the trained model's; None if this is not measured, or not yet."""
     if not (folder / REPORT_NAME).is_file():
         return None
     return read_json(folder / REPORT_NAME, VerificationReport, "convert again").trained
@@ -336,9 +336,9 @@ def _stage_row(stage_number: int, stage: TrainingStage) -> Row:
 
 
 def draw_card_picture(record: ModelRecord, folder: Path, facts: CardFacts) -> None:
-    """Draw the losses of the checkpoint's run into ``folder``, and of the runs that it branched off.
+    """Draw the losses of the checkpoint's run, and of the runs that it branched off, in ``folder``.
 
-    Nothing is drawn if a metrics.csv is missing or damaged. Runs that it branched off may be gone.
+    Nothing is drawn if a metrics.csv is missing or damaged. The runs that it branched off may be gone.
     """
     run = checkpoints.run_of(record.checkpoint)
     try:

@@ -51,7 +51,7 @@ _REWRITTEN_SETTINGS = {
     "dtype",
     "use_cache",
 }
-"""Settings that an export writes itself, so they may differ from the checkpoint's."""
+"""Settings that an export writes, so that they may differ from the checkpoint's."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _ModelPair:
     stored_tensors: StoredTensors
     """The source's tensors by the names of weights in memory."""
     published_tensors: StoredTensors
-    """The same tensors by the names in which they are exported."""
+    """The same tensors by their names in the export."""
     exported_shape: hf_model.ModelShape
     stored_shape: hf_model.ModelShape
     input_ids: torch.Tensor
@@ -74,23 +74,23 @@ class _ModelPair:
 
 @dataclass(frozen=True)
 class _OutputComparison:
-    """The comparison of what two models compute."""
+    """The comparison of the outputs of two models."""
 
     method: Method
     layers: list[OutputReport]
     logits: OutputReport | None
     wrongly_loaded: list[str]
-    """Weights that transformers misses, does not know, or loads with other values."""
+    """Weights that transformers misses, does not use, or loads with other values."""
 
 
 _NOT_RUN = _OutputComparison("tensors only", layers=[], logits=None, wrongly_loaded=[])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
-    """Compare an export with what it was made from; a damaged file of it is a fault of the report, not an error.
+    """Compare an export with its source; a damaged file of the export is a fault in the report, not an error.
 
     Raises:
-        InputError: what the comparison needs beside the export is missing.
+        InputError: something else that the comparison needs, apart from the export, is missing.
     """
     hf_model.quiet_transformers()
     source.check_needs()
@@ -130,7 +130,7 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _ModelPair:
 
 
 def _compare_models(pair: _ModelPair) -> VerificationReport:
-    """Compare a whole model: settings, tokenizer, tensors, and outputs if everything else fits together."""
+    """Compare a full model: settings, tokenizer, tensors, and the outputs if all else fits together."""
     settings = [*_compare_configurations(pair), *_compare_index(pair.export_dir, pair.exported_tensors)]
     tokenizer_differences = compare_tokenizers(pair.export_dir, pair.source)
     tensors = _compare_tensors(pair.published_tensors, pair.exported_tensors, pair.dtype)
@@ -167,10 +167,10 @@ def _tokenizer_verdict(differences: list[str] | None) -> str:
 
 
 def _compare_merged(pair: _ModelPair, into: MergeInto, report: VerificationReport) -> VerificationReport:
-    """Return the report with logits of base and adapter compared with those of the merged weights.
+    """Add to the report the comparison of the logits of base and adapter with those of the merged weights.
 
-    All are computed in fp32, before and after the merged weights are rounded to the export's type. If the base was in
-    4 bits in training, the logits of the trained model are compared with the rounded ones too.
+    All logits are computed in fp32, before and after the merged weights are rounded to the export's type. If the base
+    was in 4 bits during training, the trained model's logits are also compared with the rounded ones.
     """
     checkpoint = pair.source.checkpoint
     dtype = torch.float32
@@ -254,7 +254,7 @@ def _compare_tensors(stored: StoredTensors, exported: StoredTensors, dtype: torc
 def _tensor_difference(stored: StoredTensors, exported: StoredTensors, name: str, dtype: torch.dtype) -> float | None:
     """Return the largest absolute difference of a tensor; None if every bit is equal.
 
-    It is infinite for another shape, and 0 if only bits differ, such as those of the type or the sign of a zero.
+    It is infinite if the shapes differ, and 0 if only bits differ, such as in another dtype or the sign of a zero.
     """
     shape = stored.shape(name)
     if exported.shape(name) != shape:
@@ -372,7 +372,7 @@ def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _fixed_input(folder: Path, shape: hf_model.ModelShape) -> torch.Tensor:
-    """Return the ids [1, T] of the fixed text, or fixed ids without a tokenizer; as many as the model has positions."""
+    """Return the ids [1, T] of the fixed text, or without a tokenizer fixed ids, at most as many as the positions."""
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         ids: torch.Tensor = tokenizer(FIXED_TEXT, return_tensors="pt")["input_ids"]
@@ -385,7 +385,7 @@ def _fixed_input(folder: Path, shape: hf_model.ModelShape) -> torch.Tensor:
 def _compare_configurations(pair: _ModelPair) -> list[str]:
     """Return the settings of config.json and generation_config.json that differ from the checkpoint's.
 
-    An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
+    An export has its own dtype and architecture, always uses the cache, and also has the names of transformers 4.
     """
     export_dir = pair.export_dir
     exported_config = pair.exported_shape.config

@@ -30,10 +30,10 @@ from fabric_train.model.weight_files import check_weight_files
 def plan_targets(
     paths: list[Path], output_dir: Path, dtype: torch.dtype, *, push: bool = False, merges: MergeInto | None = None
 ) -> tuple[dict[Path, ExportSource], list[str]]:
-    """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
+    """Return the source of each folder to write, and the names of damaged checkpoints in ``RUN/all``.
 
-    The folder is ``output_dir`` for one checkpoint, else one of its subfolders for each. A checkpoint whose folder is
-    a verified export already is left out with a note; with ``push`` it is returned, to be pushed.
+    The folder is ``output_dir`` for one checkpoint, and otherwise a subfolder for each. A checkpoint whose folder is
+    already a verified export is left out with a note; with ``push``, it is returned to be pushed.
 
     Raises:
         InputError: a checkpoint cannot be exported, two have the same name, or the disk has no room for all.
@@ -79,7 +79,7 @@ def _is_finished(target: Path, source: ExportSource, dtype: torch.dtype) -> bool
     """Return whether ``target`` is a verified export of ``source``.
 
     Raises:
-        InputError: it is not, and it cannot be written; or its files are damaged.
+        InputError: it is not one, and cannot be written; or its files are damaged.
     """
     if is_verified_export(target, source, torch.float32 if source.is_adapter else dtype):
         if not source.is_adapter:
@@ -100,11 +100,11 @@ def plan_average(
     push: bool = False,
     merges: MergeInto | None = None,
 ) -> dict[Path, ExportSource]:
-    """Return the average that ``--average`` asks for, to be written as ``output_dir``.
+    """Return the average that ``--average`` asks for, to be written to ``output_dir``.
 
     Args:
         paths: A run, or checkpoints as :func:`find_checkpoint` reads them, the oldest first.
-        output_dir: The folder to write; with ``push``, it may be a verified export of this average already.
+        output_dir: The folder to write; with ``push``, it may already be a verified export of this average.
         average: last:K for the K newest checkpoints of the run, without the ones that a signal or a loss saved, or all.
         decay: The weight of each checkpoint, relative to the next.
         dtype: The type of the exported weights.
@@ -136,7 +136,7 @@ def plan_average(
 
 
 def _averaged_checkpoints(paths: list[Path], average: str) -> list[Path]:
-    """Return the checkpoints that ``--average`` takes, the oldest first; see :func:`plan_average`."""
+    """Return the checkpoints to average, the oldest first; see :func:`plan_average`."""
     _, _, count_text = average.partition(":")
     count = int(count_text) if count_text else None  # None: all
     if len(paths) == 1 and means_all(paths[0]):
@@ -193,7 +193,7 @@ def _check_room(output_dir: Path, sources: Collection[ExportSource], dtype: torc
 
 
 def _check_merge(checkpoint: Path, into: MergeInto | None) -> MergeInto | None:
-    """Return ``into`` if the checkpoint can be merged into these weights, else raise an InputError."""
+    """Return ``into`` if the checkpoint can be merged into these weights; otherwise raise an InputError."""
     if into and not is_adapter(checkpoint):
         raise InputError(f"--merge true: {checkpoint} is a whole model, without an adapter; leave it out")
     if into == "dequantized" and not is_in_4_bits(checkpoint):

@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """Publish a finished token dataset:  fabric-train publish DIR --push_to_hub OWNER/NAME
 
-The public copy has the files of the token dataset, a card, and its manifest without names of private places. Parts
-become one plain token dataset, with the files of the full merge.
+The public copy has the token dataset's files, a card, and the manifest without private paths. Parts
+become one plain token dataset, with the files of a full merge.
 """
 
 import json
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
         InputError: it cannot be published, or the hub does not allow it; nothing has been sent.
-        RunError: the push failed; the token dataset is as before.
+        RunError: the push failed; the token dataset is unchanged.
     """
     arguments = parse_arguments(PublishArguments, argv)
     from fabric_train.export.hub import PushRequest, check_push  # slow
@@ -115,9 +115,9 @@ def publish(arguments: CardArguments, folder: Path, manifest: Manifest) -> str:
 def dataset_card(
     manifest: Manifest, repository: str, license: str | None, languages: list[str] | None
 ) -> "DatasetCard":
-    """Return the card of the token dataset ``repository``, OWNER/NAME; its text is in ``templates/dataset_card.md.j2``.
+    """Return the card of the token dataset ``repository``, OWNER/NAME, from the text in ``templates/dataset_card.md.j2``.
 
-    What the manifest says is shown as it is. ``license`` is an identifier on the hub, ``languages`` are ISO 639 codes.
+    The manifest's content is shown unchanged. ``license`` is an identifier on the hub, ``languages`` are ISO 639 codes.
     """
     from huggingface_hub import DatasetCard, DatasetCardData  # slow
 
@@ -161,7 +161,7 @@ def _source_rows(manifest: Manifest) -> "list[Row]":
 def _source_row(records: Sequence[SourceRecord]) -> "Row":
     """Return name, counts and share of a source, and its revision on the hub or the number of its files.
 
-    ``records`` are those of the same source in several token datasets.
+    ``records`` are the records of the same source in several token datasets.
     """
     source = records[0]
     share = None if source.share_reached is None else f"{source.share_reached:.2%}"
@@ -194,16 +194,16 @@ class Cleaning:
     """The changes to the texts of a token dataset before they became tokens."""
 
     is_by_dataset: bool
-    """Whether several token datasets were merged that were cleaned differently."""
+    """Whether token datasets that were cleaned differently were merged."""
     steps: "list[Row]"
-    """Name and settings of each step, with the token dataset before them if there are several."""
+    """The name and settings of each step, after the token dataset if there are several."""
     edits: "list[Row]"
     checks: list[dict[str, Any]]
     """The check against evaluation tasks, if there was one."""
 
 
 def read_cleaning(manifest: Manifest) -> Cleaning:
-    """Return what a manifest says about the cleaning of the texts."""
+    """Return the cleaning of the texts that a manifest records."""
     # the token datasets, each with the settings of its steps; a manifest without parts is a single one
     names = [markdown.last_part(dataset.name) for dataset in manifest.parts] or [""]
     cleanings = [dataset.cleaning for dataset in manifest.parts] or [manifest.cleaning]
@@ -227,7 +227,7 @@ def read_cleaning(manifest: Manifest) -> Cleaning:
 
 
 def _checked_tasks(cleanings: Sequence[dict[str, Any]], contaminated: dict[str, int]) -> list[dict[str, Any]]:
-    """Return the check of token datasets against evaluation tasks as ``templates/cleaning.md.j2`` shows it.
+    """Return the check of token datasets against evaluation tasks, for ``templates/cleaning.md.j2``.
 
     ``contaminated`` counts the documents that share words with each task.
     """
@@ -256,8 +256,8 @@ def public_copy(
 ) -> Iterator[Path]:
     """Yield a folder with links to the files of a token dataset, a public manifest and a card.
 
-    A token dataset of parts becomes a plain one, with the files that a full merge writes: links to the rows of the
-    parts, and their document indexes joined.
+    A token dataset of parts becomes a plain one with the files that a full merge writes: links to the rows of the
+    parts, and the joined document index.
     """
     has_parts = is_of_parts(folder)
     # the index of a large dataset may be too large for /tmp
@@ -286,9 +286,9 @@ def _link(file: Path, link: Path) -> None:
 
 
 def public_manifest(manifest: Manifest) -> Manifest:
-    """Return a manifest in which paths and URLs are their last parts; two sources never get the same name.
+    """Return a manifest with only the last parts of paths and URLs, in which sources have different names.
 
-    Files keep their paths within their source. Merged token datasets get different names too.
+    Files keep their paths within their source. Merged token datasets get different names, too.
     """
     from fabric_train.export.card_facts import PublicNames  # slow
 
@@ -321,7 +321,7 @@ def public_manifest(manifest: Manifest) -> Manifest:
 
 
 def _without_places(content: Any) -> Any:
-    """Return settings of cleaning with the last part of each URL and absolute path in them."""
+    """Return settings of cleaning with only the last part of each URL and absolute path."""
     if isinstance(content, dict):
         return {name: _without_places(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
@@ -332,7 +332,7 @@ def _without_places(content: Any) -> Any:
 
 
 def _public_settings(settings: Settings) -> Settings:
-    """Return the settings of tokenization with the last part of each path."""
+    """Return the settings of tokenization with only the last part of each path."""
     validation_dataset = settings.validation_dataset
     if validation_dataset:
         validation_dataset = [markdown.public_value(name) for name in validation_dataset]
@@ -348,7 +348,7 @@ def _public_settings(settings: Settings) -> Settings:
 
 
 def _public_source(source: SourceRecord, names: "PublicNames") -> SourceRecord:
-    """Return the record of a source without private paths; the paths of its files within it stay."""
+    """Return a source's record without private paths; its files keep their paths within the source."""
     public_place = source.place or source.name
     if source.kind != "hub":
         public_place = markdown.last_part(public_place)

@@ -1,4 +1,4 @@
-"""The source of an export: a checkpoint, its adapter alone or merged into its base, or an average of several."""
+"""Open the source of an export: a checkpoint, its adapter alone or merged into its base, or an average of several."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +24,9 @@ class ExportSource:
 
     checkpoint: Path
     averaged: tuple[WeightedCheckpoint, ...] = ()
-    """The checkpoints whose average is exported, ``checkpoint`` last; empty: ``checkpoint`` alone."""
+    """The checkpoints whose average is exported, ``checkpoint`` last; empty means ``checkpoint`` alone."""
     merges: MergeInto | None = None
-    """The weights of the base that an adapter is merged into; None: an adapter is exported as an adapter."""
+    """The base's weights that an adapter is merged into; None exports an adapter as an adapter."""
 
     @cached_property
     def saved(self) -> TrainerJson:
@@ -54,13 +54,13 @@ class ExportSource:
         return self.checkpoint / "tokenizer"
 
     def tokenizer_files(self) -> dict[str, Path]:
-        """Return the files of the tokenizer by their paths in the export. An InputError for a link out of them."""
+        """Return the tokenizer's files by their paths in the export; an InputError if a link leads out of the folder."""
         check_links(self.tokenizer)
         files = sorted(path for path in self.tokenizer.rglob("*") if path.is_file())
         return {path.relative_to(self.tokenizer).as_posix(): path for path in files}
 
     def verification_command(self) -> list[str]:
-        """Return the module that verifies an export of this source, and the words that describe this source."""
+        """Return the module that verifies an export of this source, and the command-line words for this source."""
         words = ["fabric_train.export.verification", str(self.checkpoint)]
         if self.merges:
             words += ["--merged", self.merges]
@@ -74,7 +74,7 @@ class ExportSource:
         return open_whole(self.checkpoint, self.merges)
 
     def open_reference(self) -> StoredTensors:
-        """Open the tensors to verify an export with: an average is computed in another way than for the export."""
+        """Open the tensors for verifying an export; an average is computed in a different way than for the export."""
         if self.averaged:
             return PlainAverage(self.averaged, self.merges)
         return open_whole(self.checkpoint, self.merges)

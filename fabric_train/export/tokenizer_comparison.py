@@ -1,4 +1,4 @@
-"""Compare two tokenizers as transformers reads them, and in the bytes of their files."""
+"""Compare two tokenizers, as transformers reads them and by the bytes of their files."""
 
 import filecmp
 import shutil
@@ -35,9 +35,9 @@ def compare_tokenizers(export_dir: Path, source: ExportSource) -> list[str] | No
 
 
 def tokenizer_changed_by_config(tokenizer_dir: Path, config: PretrainedConfig) -> list[str]:
-    """Return what differs in a tokenizer when transformers reads it next to a model's config.json, as in an export.
+    """Return what changes in a tokenizer if transformers reads it next to a model's config.json, as in an export.
 
-    transformers chooses the class of a tokenizer by the model's type too. Without a config.json it cannot.
+    transformers also chooses a tokenizer's class by the type of the model, which it does not know without config.json.
     """
     with TemporaryDirectory() as folder:
         model_dir = Path(folder)
@@ -56,7 +56,7 @@ def _different_properties(tokenizer_dir: Path, other_dir: Path) -> list[str]:
 
 
 def _read_properties(tokenizer_dir: Path) -> dict[str, Any]:
-    """Return what a tokenizer does with a fixed text, and what it consists of."""
+    """Return a tokenizer's ids for a fixed text, and its properties."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, local_files_only=True, trust_remote_code=False)
     ids = tokenizer(FIXED_TEXT)["input_ids"]
     return {

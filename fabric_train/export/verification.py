@@ -1,8 +1,8 @@
-"""Verify an export in a fresh process, which shares no state with the one that wrote the export.
+"""Verify an export in a fresh process, which shares no state with the process that wrote it.
 
 ``python -m fabric_train.export.verification EXPORT DTYPE CHECKPOINT [--merged INTO] [CHECKPOINT=WEIGHT ...]``:
-an adapter is merged into original or dequantized weights; an average has a weight for each of its checkpoints.
-``model_comparison.py`` says what is compared.
+``--merged`` says whether an adapter is merged into original or dequantized weights; an average has checkpoints with
+weights. ``model_comparison.py`` says what is compared.
 """
 
 import json
@@ -24,7 +24,7 @@ from fabric_train.export.verification_report import REPORT_NAME, VerificationRep
 from fabric_train.files.regular_file import read_json
 
 _FAULTS = "faults.json"
-"""The lines of an InputError of the process that verifies; the folder with this file is not kept."""
+"""The file with the lines of an InputError in the verifying process; the folder with this file is not kept."""
 
 
 class VerificationError(RunError):
@@ -35,7 +35,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     """Compare the export ``folder`` with ``source`` in a new Python process, which also writes its report there.
 
     Raises:
-        InputError: what the comparison needs beside the export is missing.
+        InputError: something else that the comparison needs, apart from the export, is missing.
         VerificationError: the export does not match, or the process ended without a report.
     """
     checkpoint = source.checkpoint
@@ -66,7 +66,7 @@ def is_verified_export(folder: Path, source: ExportSource, dtype: torch.dtype) -
 
 
 def write_report(folder: Path, source: ExportSource, dtype: str) -> NoReturn:
-    """Compare an export with its source and write the report into its folder; exit with 0 if they match, else 1."""
+    """Compare an export with its source, and write the report to its folder; exit with 0 if they match, or else 1."""
     from fabric_train.export.model_comparison import compare  # slow to import, and only this process compares
 
     try:

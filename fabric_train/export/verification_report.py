@@ -1,4 +1,4 @@
-"""The report of an export's verification, and which of its findings are faults."""
+"""Read the report of an export's verification, and decide which findings are faults."""
 
 import math
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class TensorReport:
     """The comparison of the tensors in the files."""
 
     compared: int
-    """The number of tensors that both have."""
+    """The number of tensors that are in both."""
     parameters: int
-    """Their number of weights."""
+    """The number of weights in these tensors."""
     missing: list[str]
     """Tensors that the export lacks."""
     unexpected: list[str]
@@ -33,7 +33,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class OutputReport:
-    """Number of values compared, and the largest absolute value and difference; NaN if a value is not finite."""
+    """The number of compared values, and the largest absolute value and difference; NaN if a value is not finite."""
 
     compared: int
     max_value: float
@@ -42,7 +42,7 @@ class OutputReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of a comparison; ``faults`` is empty for a good export."""
+    """The result of a comparison; ``faults`` is empty for a good export."""
 
     dtype: str
     """The type of the export, such as "bfloat16"."""
@@ -50,21 +50,21 @@ class VerificationReport:
     """How the two models were run."""
     tensors: TensorReport
     layers: list[OutputReport]
-    """The outputs of the decoder layers in their order; empty unless the models were run layer by layer."""
+    """The outputs of the decoder layers in order; empty unless the models were run layer by layer."""
     logits: OutputReport | None
-    """None if the models were not run."""
+    """The comparison of the logits; None if the models were not run."""
     settings: list[str]
     """The settings of config.json, generation_config.json and the tokenizer that differ."""
     tokenizer: str
     """"equal", "different" or "absent"."""
     faults: list[str]
-    """What does not match, in words."""
+    """A sentence for each thing that does not match."""
     adapted: OutputReport | None = None
-    """The logits in fp32 with the adapter merged, against base and adapter."""
+    """The fp32 logits of the merged weights, compared with those of base and adapter."""
     rounded: OutputReport | None = None
-    """The same, with the merged weights rounded to the dtype of the export."""
+    """The same for the merged weights after rounding to the export's dtype."""
     trained: OutputReport | None = None
-    """The logits of the rounded weights, against adapter and base in 4 bits, as they were in training."""
+    """The logits of the rounded weights, compared with those of the adapter on the base in 4 bits, as in training."""
     source: str = ""
     """The ``ExportSource.identity`` of the export's source; empty in reports of earlier versions."""
 
@@ -75,7 +75,7 @@ def read_report(export_dir: Path) -> VerificationReport:
 
 
 def find_faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
-    """Return what does not match, in words; ``dtype`` is the type in which the models were run."""
+    """Return a sentence for each thing that does not match; ``dtype`` is the type in which the models were run."""
     # tensors and settings
     faults = []
     for names, finding in (

@@ -21,7 +21,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an 
 
 
 def continue_prompt(arguments: GenerateArguments, *, prints: bool = False) -> tuple[Any, GeneratedText]:
-    """Return the model and its text after ``--prompt``; with ``prints``, print both as the text is generated."""
+    """Return the model and its text after ``--prompt``; with ``prints``, print both while the text is generated."""
     assert arguments.prompt is not None
     model, tokenizer = load_to_generate(arguments)
     encoder = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=arguments.chat)
@@ -37,7 +37,7 @@ def continue_prompt(arguments: GenerateArguments, *, prints: bool = False) -> tu
 
 
 class Conversation:
-    """A chat with a model. Each answer has a random stream of its own."""
+    """A chat with a model. Each answer has its own random stream."""
 
     def __init__(self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: GenerateArguments) -> None:
         self._model = model
@@ -54,7 +54,8 @@ class Conversation:
     def answer(self, text: str) -> GeneratedText:
         """Print the answer to a user's turn as it is generated; Ctrl-C stops it. Both turns become history.
 
-        An InputError if the conversation is too long for the model, or its template refuses it; the turn is dropped.
+        Raise an InputError if the conversation is too long for the model or its template refuses it; the turn is
+        dropped.
         """
         system = None if self._history else self._settings.system
         messages = [*self._history, *chat_turn(text, system).messages]
@@ -78,9 +79,9 @@ class Conversation:
 
 
 def chat_in_terminal(conversation: Conversation) -> None:
-    """Answer the lines of standard input until its end or /exit. Only answers are written to standard output.
+    """Answer the lines of standard input until it ends, or until /exit. Only answers are written to standard output.
 
-    If it is no terminal, a line that cannot be answered ends the program.
+    If standard input is not a terminal, a line that cannot be answered ends the program.
     """
     if sys.stdin is None:
         raise InputError("--chat: standard input is closed, so there is no question; give one there or by --prompt")
@@ -99,7 +100,7 @@ def chat_in_terminal(conversation: Conversation) -> None:
 
 
 def _answer_line(conversation: Conversation, line: bytes) -> str | None:
-    """Answer a line, or forget the conversation on /reset; return what is wrong with it, None if nothing is."""
+    """Answer a line, or forget the conversation on /reset; return what is wrong with the line, or None."""
     try:
         text = line.decode("utf-8").strip()
         if text == "/reset":
@@ -114,7 +115,7 @@ def _answer_line(conversation: Conversation, line: bytes) -> str | None:
 
 
 def _typed_lines() -> Iterator[bytes]:
-    """Ask for lines on the terminal until Ctrl-D, and yield them as UTF-8 or, if they are not, as they were typed."""
+    """Ask for lines on the terminal until Ctrl-D, and yield them as UTF-8 or, if they are not UTF-8, as typed."""
     with suppress(ImportError):
         import readline  # noqa: F401  input() then edits lines and remembers them
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]

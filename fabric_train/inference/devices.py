@@ -1,4 +1,4 @@
-"""Put a model's weights onto one GPU, onto all GPUs and host memory, or onto the CPU."""
+"""Put a model's weights on one GPU, on all GPUs and in host memory, or on the CPU."""
 
 import logging
 import sys
@@ -20,8 +20,8 @@ _SHARE_FOR_WEIGHTS = 0.85  # of a GPU's free memory; the rest is for activations
 def load_onto_devices(meta_model: MetaModel, gpu_bytes: int | None = None) -> Any:
     """Read a model's weights onto the first GPU, or onto the CPU without one.
 
-    A model that does not fit into one GPU is spread over all GPUs of this machine, layer by layer. What does not fit
-    there stays in host memory, and is copied to a GPU each time it is used. accelerate moves the activations.
+    A model that does not fit into one GPU is spread over all GPUs of this machine, layer by layer. Layers that do not
+    fit there stay in host memory and are copied to a GPU each time they are used. accelerate moves the activations.
     ``gpu_bytes`` is the largest size of the weights on one GPU; by default 85 % of its free memory.
     """
     model = meta_model.model
@@ -36,13 +36,13 @@ def load_onto_devices(meta_model: MetaModel, gpu_bytes: int | None = None) -> An
 
 
 def fits_one_device(model: nn.Module, gpu_bytes: int | None = None) -> bool:
-    """Return whether a model's weights fit into the first GPU; without one, they stay on the CPU."""
+    """Return whether a model's weights fit on one device: the first GPU, or without a GPU the CPU."""
     gpu_limits = _gpu_limits(gpu_bytes)
     return not gpu_limits or _num_bytes(model) <= gpu_limits[0]
 
 
 def _gpu_limits(gpu_bytes: int | None) -> dict[int, int]:
-    """Return the bytes of weights that each GPU takes, by its index; empty without a GPU."""
+    """Return the most bytes of weights on each GPU, by its index; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     limits = {}
@@ -55,7 +55,7 @@ def _gpu_limits(gpu_bytes: int | None) -> dict[int, int]:
 def spread(model: Any, gpu_limits: Mapping[int, int]) -> dict[str, str]:
     """Return the device of each module of a model, by the module's name; layers stay whole.
 
-    ``gpu_limits`` are the bytes of weights for each GPU by its index; host memory takes what is beyond them.
+    ``gpu_limits`` are the most bytes of weights on each GPU, by its index; the rest goes to host memory.
     """
     needed = show_size(_num_bytes(model))
     check_package("accelerate", f"the model's weights of {needed} do not fit into one GPU; to use several devices")
@@ -96,7 +96,7 @@ def _materialize(model: nn.Module, device_map: dict[str, str]) -> None:
 
 
 def _find_device(name: str, device_map: dict[str, str]) -> str:
-    """Return the device of a parameter: that of the innermost module around it that the map names."""
+    """Return the device of a parameter: the device of the innermost module around it in the map."""
     while name not in device_map:
         name = name.rpartition(".")[0]
     return device_map[name]

@@ -18,7 +18,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # some bytes of a character; the next
 
 
 class TextPrinter(BaseStreamer):
-    """Print the text of a single prompt while ``generate`` runs, without the texts in ``stop``, and a line break."""
+    """Print the text after a single prompt while ``generate`` runs, without the texts in ``stop``, and a line break."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, shows_prompt: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -64,14 +64,14 @@ def _longest_stop_prefix(text: str, stop: Sequence[str]) -> int:
 
 
 def continuation(tokenizer: Any, prompt_ids: list[int], new_ids: list[int]) -> str:
-    """Return the text of new ids after a prompt; decoded alone, some tokenizers would drop a space before it."""
+    """Return the text of new ids after a prompt; decoded alone, some tokenizers would drop its leading space."""
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
     prompt_and_text: str = tokenizer.decode([*prompt_ids, *new_ids], skip_special_tokens=True)
     return prompt_and_text.removeprefix(prompt)
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return the index in a text at which the first of the stop texts begins; None without one."""
+    """Return the index in a text at which the first stop text begins; None if there is none."""
     indices = [text.index(stop_text) for stop_text in stop if stop_text in text]
     return min(indices, default=None)
 
@@ -82,11 +82,11 @@ class GeneratedText:
 
     new_ids: list[int]
     text: str
-    """Without the stop text or token that ended it."""
+    """The text without the stop text or token that ended it."""
     ended_by: Literal["stop", "length", "interrupt"]
-    """``stop`` is a token or a text at which it ends."""
+    """Why the text ended; ``stop`` means a token or a text at which it ends."""
     seconds: float
-    """The time for its whole batch."""
+    """The time for the entire batch."""
 
 
 @torch.inference_mode()
@@ -103,17 +103,17 @@ def generate(
 ) -> list[GeneratedText]:
     """Continue prompts, in one batch, until the model, which is in evaluation mode, ends each text.
 
-    A sampled text depends on its own prompt and number and not on the other prompts of the batch: noise of a random
-    stream of its own is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
+    A sampled text depends on its prompt and prompt number, and not on the other prompts of the batch: noise from its
+    own random stream is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         prompts: ids of each prompt, at least one; see ``prompts.encode_prompts``.
         settings: how to choose the tokens, and how many.
-        end_ids: tokens that end a text, too, beside the tokenizer's EOS and the ones in ``model.generation_config``.
+        end_ids: tokens that end a text, in addition to the tokenizer's EOS and the ones in ``model.generation_config``.
         prompt_numbers: with the seed, these choose the random stream of each prompt; default: the index in the batch.
-        printer: prints the text as it is generated; for a single prompt.
+        printer: prints the text while it is generated; only for a single prompt.
         is_interrupted: called after each token; True ends the generation.
     """
     # The model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for.
@@ -179,7 +179,7 @@ def _all_stop_ids(model: Any, tokenizer: Any, end_ids: Sequence[int]) -> list[in
 
 
 def _score_processors(settings: GenerateArguments, prompt_numbers: Sequence[int]) -> LogitsProcessorList:
-    """Return what changes the scores so that the highest one is the token to take; none for greedy decoding."""
+    """Return the processors that change the scores so that the highest one is the token to take; none if greedy."""
     if not settings.temperature:
         return LogitsProcessorList()
     processors: list[Any] = [TemperatureLogitsWarper(settings.temperature)]
@@ -193,7 +193,7 @@ def _score_processors(settings: GenerateArguments, prompt_numbers: Sequence[int]
 
 
 class _GumbelNoise(LogitsProcessor):
-    """Add noise to scores, so that the highest one is a sample of their softmax; one random stream for each row.
+    """Add noise to scores so that the highest one is a sample from their softmax, with one random stream for each row.
 
     The numbers are drawn on the CPU, so they are the same on every device.
     """
@@ -239,9 +239,9 @@ class _EndedText:
 def _cut_at_end(
     tokenizer: Any, prompt_ids: list[int], row: list[int], stop: Sequence[str], stop_ids: Sequence[int]
 ) -> _EndedText:
-    """Cut a row of new ids after its first end token, or before the first stop text.
+    """Cut a row of new ids after the first end token, or before the first stop text.
 
-    Of a stop text, the token with which it is complete belongs to the new ids, but nothing of it to the text.
+    The new ids include the token that completes a stop text, but the text has nothing of the stop text.
     """
     # up to the first end token, which belongs to the new ids
     has_end_token = False

@@ -26,7 +26,7 @@ from fabric_train.model.weight_files import open_weights
 
 
 def load_to_generate(arguments: GenerateArguments) -> tuple[Any, Any]:
-    """Load the model that ``generate`` is asked for, and its tokenizer."""
+    """Load the model for ``generate``, and its tokenizer."""
     program.memory_advice = "give a smaller --batch_size or --num_tokens, or a smaller --device_memory"
     gpu_bytes = parse_size(arguments.device_memory) if arguments.device_memory else None
     return load_for_inference(arguments.model_name, base_model=arguments.base_model, gpu_bytes=gpu_bytes)
@@ -37,10 +37,10 @@ def load_for_inference(
 ) -> tuple[Any, Any]:
     """Load model and tokenizer from a checkpoint (see ``find_checkpoint``), a Hugging Face folder or the hub.
 
-    A folder with an adapter of peft is put on its base model, which is ``base_model`` or the one that its configuration
-    names. The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
-    ``model.name_or_path`` is where they come from. ``gpu_bytes``: see ``load_onto_devices``. ``tokenizer_dir`` has the
-    tokenizer of an adapter on this model, which need not have one itself.
+    An adapter in a folder is put on its base model with peft; the base is ``base_model`` or the one that its
+    configuration names. The weights are bfloat16 on a GPU; on the CPU they keep the dtype in which they are stored.
+    ``model.name_or_path`` is their location. For ``gpu_bytes`` see ``load_onto_devices``. ``tokenizer_dir`` has the
+    tokenizer of an adapter on this model, which then needs no tokenizer.
     """
     hf_model.quiet_transformers()
     if is_exported_adapter(Path(name)):
@@ -67,7 +67,7 @@ def _load_exported_adapter(
 ) -> tuple[Any, Any]:
     """Load the base model of an exported adapter, put the adapter on it, and return it with its tokenizer.
 
-    Tokenizer and generation settings are the adapter's own if it has them, else the base's. If another adapter is on
+    Tokenizer and generation settings are the adapter's if it has them, or else the base's. If another adapter is on
     this one, ``tokenizer_dir`` has its tokenizer.
     """
     base = base_model or read_base_name(folder)
@@ -92,11 +92,11 @@ def find_own_checkpoint(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """A model, before its weights are read."""
+    """A model whose weights have not been read yet."""
 
     shape: hf_model.ModelShape
     base: AdapterBase
-    """Where the weights come from."""
+    """The location of the weights."""
     dtype: torch.dtype
     """The dtype in which they are read."""
     adapter: Path | None = None
@@ -112,10 +112,10 @@ class DescribedModel:
 def describe(
     name: str, checkpoint: Path | None, base_model: str | None = None, option: str | None = None
 ) -> DescribedModel:
-    """Describe the model of a ``checkpoint``, or else of a Hugging Face folder or the hub.
+    """Describe the model in a ``checkpoint``, or if it is None, in a Hugging Face folder or on the hub.
 
-    The base of an adapter may have moved to ``base_model``, which ``option`` gives, if the program has it. An adapter
-    that was trained on weights in 4 bits gets them.
+    The base of an adapter may have moved to ``base_model``, which the argument ``option`` gives, if the program has it.
+    An adapter that was trained on weights in 4 bits gets weights in 4 bits.
     """
     on_gpu = torch.cuda.is_available()
     if checkpoint is not None and is_adapter(checkpoint):

@@ -1,4 +1,4 @@
-"""Load one model after another to score texts with, and read a base that several adapters share only once."""
+"""Load one model after another to score texts, and read a base that several adapters share only once."""
 
 import json
 from collections.abc import Callable
@@ -26,14 +26,14 @@ _NOT_COMPUTED = (
     *("dtype", "use_cache", "transformers_version", "_name_or_path", "architectures"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-"""Settings of a configuration that change nothing in what the model computes."""
+"""Settings of a configuration that do not change what the model computes."""
 
 
 class ModelsInTurn:
-    """One model at a time, to score texts with. A model must not be used after the next one is loaded.
+    """Loads one model at a time to score texts. A model must not be used after the next one is loaded.
 
     The base of an adapter stays in memory, in the form in which :func:`load_for_inference` reads it. An adapter is put
-    on it, and taken off before the next model, so each model has the bits that it has when it is loaded alone.
+    on it, and removed before the next model, so each model is bit-identical to the model loaded alone.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class ModelsInTurn:
         self._undo: list[Callable[[], object]] = []  # what undoes the changes of the base, in the order of the changes
 
     def load(self, name: str) -> Any:
-        """Load a model so that its logits are fp32: all in fp32 on a CPU; on a GPU the layers are in bfloat16.
+        """Load a model with fp32 logits: on a CPU everything is in fp32, on a GPU the layers are in bfloat16.
 
-        The head of a model that is spread over devices, or that ``compute_loss_in_head`` leaves alone, stays as it is.
+        The head stays in its dtype if the model is spread over devices, or if ``compute_loss_in_head`` leaves it alone.
         """
         while self._undo:
             undo_last_change = self._undo.pop()
@@ -125,7 +125,7 @@ class ModelsInTurn:
 
 
 def _base_key(described: DescribedModel) -> object:
-    """Return what is equal for two models if their weights without adapters are the same bits in memory.
+    """Return a key that is equal for two models if their weights without adapters are bit-identical in memory.
 
     The fingerprint of the base is compared when an adapter is described.
     """
@@ -142,7 +142,7 @@ def _base_key(described: DescribedModel) -> object:
 
 
 def _in_fp32(model: Any) -> Any:
-    """Return a model on the CPU in fp32, but for weights in 4 bits; one on a GPU as it is."""
+    """Return a model on the CPU in fp32, except weights in 4 bits; return a model on a GPU unchanged."""
     if model.device.type != "cpu":
         return model
     for module in model.modules():

@@ -60,7 +60,7 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
 def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
     """Return peft's configuration of an adapter, with its regular expressions replaced by the modules that they match.
 
-    ``module_names`` are those of the base. peft matches them by ``re``, which a stranger's expression can keep busy for
+    ``module_names`` are the base's. peft matches them with ``re``, which a stranger's expression can keep busy for
     years.
     """
     from peft import PeftConfig
@@ -108,7 +108,7 @@ def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
 
 
 def _find_unknown_settings(file: Path, config: Any) -> list[str]:
-    """Return the settings in an adapter_config.json that peft's class ``config`` lacks and that are not off."""
+    """Return the settings in an adapter_config.json that are not off and that peft's class ``config`` lacks."""
     known_names = {field.name for field in fields(config)}
     content = read_json(file, dict, SAVE_ADVICE)
     unknown_content = {name: value for name, value in content.items() if name not in known_names}

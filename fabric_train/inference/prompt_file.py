@@ -1,4 +1,4 @@
-"""Read a file of prompts, without torch."""
+"""Read a file of prompts without torch."""
 
 import sys
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Prompt:
 
     content: str | Chat
     place: str = "the prompt"
-    """What an error message calls it: its file and line."""
+    """The prompt's name in error messages: its file and line."""
     line: int = 1
     is_from_file: bool = False
 
@@ -37,15 +37,15 @@ def chat_turn(text: str, system: str | None) -> Chat:
 
 
 def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -> list[Prompt]:
-    """Read a file of prompts; empty lines are left out. An InputError has every line that is not valid.
+    """Read a file of prompts; empty lines are left out. An InputError lists all lines that are not valid.
 
     A line on standard error names the keys of the lines, and of their messages, that are not used.
 
     Args:
         file: .txt with a prompt on each line; or .jsonl, where each line has a text ``prompt``, or ``messages`` (and
             ``tools``) of a chat that ends before the assistant's turn.
-        chat: take a text for a user's turn.
-        system: system turn of chats that have none.
+        chat: whether a text is a user's turn.
+        system: the system turn for chats that have none.
     """
     prompts, unused_keys = _read_file(file, chat=chat, system=system)
     if unused_keys:
@@ -94,7 +94,7 @@ def _read_file(file: Path, *, chat: bool, system: str | None) -> tuple[list[Prom
 
 
 def _with_system_turn(content: str | Chat, system: str | None) -> Chat:
-    """Return a text as a user's turn, or a chat; with the ``system`` turn before it if it has none."""
+    """Return a chat, or a text as a user's turn, with the ``system`` turn before it if it has none."""
     if isinstance(content, str):
         return chat_turn(content, system)
     if system is None or content.messages[0]["role"] == "system":

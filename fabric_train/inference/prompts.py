@@ -1,4 +1,4 @@
-"""Make token ids of prompts, texts and chats."""
+"""Make token ids from prompts, which are texts or chats."""
 
 import sys
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from fabric_train.tokenization.chats.shown_messages import ShownMessages
 class PromptEncoder:
     """Make the token ids of prompts.
 
-    ``end_ids`` has the token that ends the assistant's turn, if chats are prompted and the template writes one.
+    ``end_ids`` has the token that ends the assistant's turn, if prompts are chats and the template writes one.
     """
 
     def __init__(self, tokenizer: Any, name: str, *, prompts_chats: bool) -> None:
-        """``name`` is what messages call the model; with ``prompts_chats``, prompts may be chats."""
+        """``name`` is the model's name in messages; with ``prompts_chats``, prompts may be chats."""
         self._tokenizer = tokenizer
         self._template: ChatTemplate | None = None
         self._shown: ShownMessages | None = None
@@ -40,7 +40,7 @@ class PromptEncoder:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt: a text after one BOS, or a chat in the template's form.
 
-        InputError if the template refuses a chat, or leaves out a part of one that was read from a file.
+        Raise an InputError if the template refuses a chat, or leaves out a part of a chat that was read from a file.
         """
         content = prompt.content
         if isinstance(content, str):
@@ -70,14 +70,14 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a model can take: token ids below ``vocab_size``, and ``max_positions`` tokens, None for no limit."""
+    """A model's limits: token ids below ``vocab_size``, and ``max_positions`` tokens, which is None without a limit."""
 
     vocab_size: int
     max_positions: int | None
 
 
 def limits_of(model: Any) -> PromptLimits:
-    """Return the size of a model's vocabulary and its number of positions, None if it is not limited."""
+    """Return the size of a model's vocabulary and its number of positions, which is None without a limit."""
     vocab_size: int = model.get_input_embeddings().weight.shape[0]
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return PromptLimits(vocab_size, max_positions)
@@ -86,9 +86,9 @@ def limits_of(model: Any) -> PromptLimits:
 def encode_prompts(
     encoder: PromptEncoder, prompts: list[Prompt], limits: PromptLimits, num_tokens: int, option: str = "--num_tokens"
 ) -> list[list[int]]:
-    """Return the ids of prompts; an InputError has each that cannot be continued by ``num_tokens`` of ``option``.
+    """Return the ids of prompts; an InputError lists all that have no room for the ``num_tokens`` of ``option``.
 
-    A line on standard error names what the chat template does not show of chats in files.
+    A line on standard error names the parts of chats in files that the chat template does not show.
     """
     encoded = [encoder.encode(prompt) for prompt in prompts]
     faults = []

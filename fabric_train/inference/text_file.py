@@ -1,4 +1,4 @@
-"""Write a generated text for each prompt of a file, and continue such a file that is not complete."""
+"""Write a generated text for each prompt in a file, and continue a file of texts that is not complete."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from fabric_train.model.rope_frequencies import choose_frequencies
 
 _FIX = "give another --output, or remove it"
 _SETTINGS = ("num_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-"""The arguments that decide a text, with model and prompt."""
+"""The arguments that decide a text, in addition to model and prompt."""
 
 
 def write_texts(arguments: GenerateArguments) -> None:
@@ -49,8 +49,8 @@ def generate_for_file(
 ) -> None:
     """Generate a text for every prompt whose line is missing, with a progress bar, and print a summary.
 
-    ``prompts`` are the ids of all prompts. ``settings.batch_size`` of them are continued together. Of a greedy text,
-    only rounding depends on it.
+    ``prompts`` are the ids of all prompts. ``settings.batch_size`` of them are continued together, which changes a
+    greedy text only by rounding.
     """
     from rich.progress import Progress
 
@@ -76,11 +76,11 @@ def generate_for_file(
 
 
 class OutputFile:
-    """The file of generated texts: a line for each prompt, in their order.
+    """The file of generated texts, which has a line for each prompt, in order.
 
     A line has ``line`` (of the prompt in its file), ``prompt`` or ``messages``, ``text``, ``num_tokens``, ``ended_by``,
     ``model`` and ``settings``, so that a program that continues the file can check that it is the same work. The file
-    may have the first lines already; a last line that is cut off is removed when it is written to.
+    may already have the first lines; a last line that was cut off is removed before more is written.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], settings: GenerateArguments) -> None:
@@ -126,7 +126,7 @@ class OutputFile:
 
     @contextmanager
     def open(self) -> Iterator[Callable[[Sequence[GeneratedText]], None]]:
-        """Yield a function that writes the texts of the next prompts, in their order."""
+        """Yield a function that writes the texts of the next prompts, in order."""
         with open_to_write(self.path, "a", newline="") as file:
             file.truncate(self._size)
             yield lambda texts: self._write(file, texts)
