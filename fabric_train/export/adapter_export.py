@@ -80,7 +80,7 @@ def write_adapter_config(source: ExportSource, folder: Path, facts: CardFacts) -
 
 
 def _find_tied_names(checkpoint: Path) -> dict[str, str]:
-    """Return the second names of weights that trained in full, such as a tied head's, with their names in the adapter."""
+    """Return the second names of weights that trained in full (a tied head), and their names in the adapter."""
     model = build_on_meta(hf_model.read_shape(str(checkpoint)), torch.float32)
     adapter_names = set(AdapterTensors(checkpoint))
     named_parameters = list(model.named_parameters(remove_duplicate=False))  # tied weights come once for each name

@@ -115,7 +115,7 @@ def publish(arguments: CardArguments, folder: Path, manifest: Manifest) -> str:
 def dataset_card(
     manifest: Manifest, repository: str, license: str | None, languages: list[str] | None
 ) -> "DatasetCard":
-    """Return the card of the token dataset ``repository``, OWNER/NAME, from the text in ``templates/dataset_card.md.j2``.
+    """Return the card of the token dataset ``repository``, OWNER/NAME, from ``templates/dataset_card.md.j2``.
 
     The manifest's content is shown unchanged. ``license`` is an identifier on the hub, ``languages`` are ISO 639 codes.
     """

@@ -54,7 +54,7 @@ class ExportSource:
         return self.checkpoint / "tokenizer"
 
     def tokenizer_files(self) -> dict[str, Path]:
-        """Return the tokenizer's files by their paths in the export; an InputError if a link leads out of the folder."""
+        """Return the tokenizer's files by their paths in the export; InputError if a link leads out of the folder."""
         check_links(self.tokenizer)
         files = sorted(path for path in self.tokenizer.rglob("*") if path.is_file())
         return {path.relative_to(self.tokenizer).as_posix(): path for path in files}
