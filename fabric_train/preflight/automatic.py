@@ -1,6 +1,6 @@
-"""Replace ``auto`` in the arguments of a run by what fits and pays.
+"""Replace ``auto`` in the arguments of a run by values that fit and save time.
 
-It stands for compiled or not, how much is computed again, and tiles along the row or not.
+It decides whether to compile, how much to recompute, and whether to compute in tiles along the row.
 """
 
 import importlib.util
@@ -24,13 +24,13 @@ from fabric_train.preflight.memory_layout import why_no_tiles
 from fabric_train.training.prepared_run import PreparedRun
 
 _USABLE_SHARE = 0.9
-"""Of a device's memory. The rest is for what the plan does not know, such as gaps between the allocator's blocks."""
+"""The share of a device's memory to use; the rest is for what the plan cannot know, such as gaps of the allocator."""
 _CHOICES: list[dict[str, Any]] = [
     {"activation_checkpointing": "none"},
     *({"activation_checkpointing": "selective", "activation_memory_budget": tenths / 10} for tenths in range(9, 0, -1)),
     {"activation_checkpointing": "full"},
 ]
-"""What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
+"""The choices of ``--activation_checkpointing auto``; each takes less memory than the one before."""
 
 # On an H200 (docs/contributing/measurements.md, "One GPU"), the first compiled step took 7 s more and each later one a
 # fifth less; without compiling, MFU was 46 %. Evaluation and rows of several documents are compiled again, and not
@@ -44,7 +44,7 @@ _A100_PEAK_FLOPS = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 def resolve_automatic(run: PreparedRun) -> PreparedRun:
     """Return the run with ``auto`` replaced in its arguments, and a note on each choice.
 
-    Nothing is recomputed or compiled without a GPU, or for evaluation alone, and there is no note.
+    Without a GPU, or for evaluation alone, nothing is recomputed or compiled, and there is no note.
     """
     fsdp = run.arguments.fsdp
     evaluation = run.arguments.evaluation
@@ -69,7 +69,7 @@ def resolve_automatic(run: PreparedRun) -> PreparedRun:
 
 
 def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
-    """Take the least recomputation with which the plan fits into the memory of a device."""
+    """Choose the least recomputation with which the plan fits into a device's memory."""
     usable_bytes = round(_USABLE_SHARE * make_request(run).device_memory)
 
     @cache
@@ -105,7 +105,7 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
 
 
 def _choose_tiles(run: PreparedRun) -> PreparedRun:
-    """Take tiles if all layers are recomputed and the run would still not fit."""
+    """Choose tiles if all layers are recomputed and the run still does not fit."""
     fsdp = run.arguments.fsdp
     request = make_request(run)
     without_tiles = _with_options(run, mlp_tile_size="none")
@@ -129,7 +129,7 @@ def _choose_tiles(run: PreparedRun) -> PreparedRun:
 
 
 def _choose_compile(run: PreparedRun) -> PreparedRun:
-    """Compile if it is possible and the time that it saves is longer than the time to compile."""
+    """Compile if this is possible and saves more time than it takes."""
     fsdp = run.arguments.fsdp
     if run.arguments.model.float8:
         return _with_options(run, "--compile auto: true, since float8 needs it", compile=True)
@@ -154,7 +154,7 @@ def _choose_compile(run: PreparedRun) -> PreparedRun:
 
 
 def _seconds_of_training(run: PreparedRun) -> float:
-    """Estimate how long the run's steps take without compiling, also those before a resume: nothing changes by it."""
+    """Estimate how long all steps of the run take without compiling, so that a resume does not change the choice."""
     plan = run.plan
     device_name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
     flops_per_second = peak_flops(device_name, compute_dtype(run.arguments.model.precision))
@@ -170,7 +170,7 @@ def _show_time(seconds: float) -> str:
 
 
 def _with_options(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
-    """Return the run with changed arguments of FSDP, and a note on them."""
+    """Return the run with changed FSDP arguments, and a note on them."""
     arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
     notes = run.notes if note is None else (*run.notes, note)
     return replace(run, arguments=arguments, notes=notes)

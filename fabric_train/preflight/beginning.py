@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run begins with, without torch: a wrong choice is reported before it is imported."""
+"""Choose the checkpoint that a run begins with, without torch, so that a wrong choice is reported immediately."""
 
 import os
 from dataclasses import dataclass, replace
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a run begins with."""
+    """The start of a run."""
 
     arguments: "TrainArguments"
-    """Those of the user, with ``--model_name`` and ``--init_adapter`` resolved to checkpoints."""
+    """The user's arguments, with ``--model_name`` and ``--init_adapter`` resolved to checkpoints."""
     start_from: "CheckpointArguments"
     """The arguments about the start that apply, also after a restart."""
     saved: checkpoints.TrainerJson | None
-    """The trainer.json of the run's own checkpoint, a named one, or a branch's; None to begin with step 1."""
+    """The trainer.json of the run's own checkpoint, a named one, or a branch's; None if the run begins with step 1."""
 
 
 def choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None) -> Beginning:
     """Choose the checkpoint that a run in an output folder begins with.
 
-    A restart by torchrun resumes from the run's newest checkpoint, if there is one. A ``--model_name`` that is a
-    checkpoint or a run gives the weights of a run that neither begins with another checkpoint nor continues.
+    A restart by torchrun resumes from the run's newest checkpoint, if there is one. If ``--model_name`` is a
+    checkpoint or a run, its weights are used by a run that neither begins with another checkpoint nor continues.
     """
     start_from = arguments.checkpoint
     model = arguments.model
@@ -77,7 +77,7 @@ def _with_adapter_of_run(arguments: "TrainArguments", damages: checkpoints.Damag
 
 
 def named_checkpoint(start_from: "CheckpointArguments") -> str | None:
-    """Return what the user calls the checkpoint to start from; None for the newest of the run."""
+    """Return the user's name for the checkpoint to start from; None for the newest of the run."""
     if start_from.branch:
         return str(checkpoints.branch_point(start_from.branch))
     return start_from.checkpoint
@@ -86,7 +86,7 @@ def named_checkpoint(start_from: "CheckpointArguments") -> str | None:
 def _continue_branch(
     start_from: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
 ) -> "CheckpointArguments":
-    """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``."""
+    """Return the arguments about the start: a branch that has begun resumes in its folder with ``--resume true``."""
     if start_from.branch is None:
         return start_from
     trunk, step = checkpoints.split_branch(start_from.branch)

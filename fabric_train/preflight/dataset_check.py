@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from fabric_train.training.prepared_run import TrainingData
 
 _MOST_TOKENS = 1 << 28
-"""Tokens read to look for added ones: 1 GB, some seconds."""
+"""The most tokens to read when looking for added tokens: 1 GB, which takes some seconds."""
 _ROWS_AT_ONCE = 1024
 _LISTED = 5
 
 
 @dataclass(frozen=True)
 class DatasetCheck:
-    """Lines that stop the run, and lines that the user should read before it."""
+    """Faults, which stop the run, and notes, which the user should read before it."""
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]
@@ -95,9 +95,10 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
 
 
 def note_on_added_tokens(shape: ModelShape, datasets: Sequence[TokenDataset]) -> str | None:
-    """Return a note for the user if the rows to train on lack tokens that were added to the model: they stay untrained.
+    """Return a note if the training rows lack tokens that were added to the model, which would stay untrained.
 
-    Rows from all over the token datasets are read until each added token was seen, at most ``_MOST_TOKENS`` tokens.
+    Rows from all over the token datasets are read until each added token has been seen, at most ``_MOST_TOKENS``
+    tokens.
     """
     if shape.is_new:
         return None
@@ -142,7 +143,7 @@ def note_on_added_tokens(shape: ModelShape, datasets: Sequence[TokenDataset]) ->
 
 
 def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accelerator: str) -> list[str]:
-    """Return what forbids the objective with the data and the devices of a run."""
+    """Return why the objective cannot be used with the data and devices of a run."""
     preference = arguments.preference
     option = f"--objective {preference.objective}"
     changes_positions = bool(arguments.model.scaling or arguments.model.rope_theta)
@@ -189,7 +190,7 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
 def check_deciding_sources(
     arguments: "TrainArguments", data: "TrainingData", objective: Objective
 ) -> EarlyStopping | None:
-    """Check the sources of ``--best_by`` and ``--early_stopping``, and return the latter, None if it is not given."""
+    """Check the sources in ``--best_by`` and ``--early_stopping``, and return the parsed early stopping, or None."""
     evaluation = arguments.evaluation
     sources = _validated_sources(data)
     names = ["all", *sources]
@@ -212,8 +213,8 @@ def faults_of_validation(
 ) -> list[str]:
     """Return a fault if the validation rows that a run evaluates have nothing to predict.
 
-    Neither a loss nor a best checkpoint would come of such rows. The same holds for the rows of a source that
-    ``--best_by`` or ``--early_stopping`` decides by. Rows are read until one of each is found that has targets.
+    These rows would give neither a loss nor a best checkpoint. The same holds for the rows of a source in
+    ``--best_by`` or ``--early_stopping``. Rows are read until a row with targets is found for each.
     """
     rows = data.validation
     evaluation = arguments.evaluation
@@ -264,7 +265,7 @@ def faults_of_validation(
 
 
 def _source_of(name: str, source_names: Sequence[str]) -> str | None:
-    """Return the source that SOURCE or METRIC/SOURCE names, None for the whole split."""
+    """Return the source in SOURCE or METRIC/SOURCE; None for the full split."""
     if name in source_names:
         return name
     _, _, source = name.partition("/")
@@ -280,7 +281,7 @@ def _can_decide(name: str, source_names: list[str], metrics: Collection[str]) ->
 
 
 def _fault_of_source(option: str, name: str, source_names: list[str]) -> str:
-    """Return the fault of an option that names a source which the validation split does not have."""
+    """Return the fault of an option with a source that the validation split does not have."""
     if not source_names:
         return f"--{option} {name}: there is no validation split; tokenize with --validation_split above 0"
     if option == "early_stopping" and name.isdecimal():
@@ -291,7 +292,7 @@ def _fault_of_source(option: str, name: str, source_names: list[str]) -> str:
 
 
 def _validated_sources(data: "TrainingData") -> list[str]:
-    """Return the sources of the validation split in their order."""
+    """Return the sources of the validation split in order."""
     data_with_validation = data.held_out if isinstance(data, Stream) else data
     if data_with_validation is None:
         return []
@@ -308,7 +309,7 @@ def _validated_sources(data: "TrainingData") -> list[str]:
 
 
 def longest_row(data: "TrainingData") -> int:
-    """Return the tokens of the longest row that a run trains on or evaluates."""
+    """Return the number of tokens in the longest row that a run trains on or evaluates."""
     longest = data.max_length if isinstance(data, Stream) else data.train.longest()
     if data.validation:
         longest = max(longest, data.validation.longest())
@@ -329,7 +330,7 @@ def _faults_of_length(dataset: TokenDataset, split: str, rows: Rows, shape: Mode
 
 
 def resize_advice(shape: ModelShape, num_tokens: int) -> str:
-    """Return what to do about a model whose own tokenizer has more tokens, ``num_tokens``, than its embedding."""
+    """Return the advice for a model whose tokenizer has more tokens, ``num_tokens``, than its embedding."""
     if shape.is_new:
         return f"its tokenizer has {num_tokens}: give --vocab_size {num_tokens} or more"
     return (
@@ -339,7 +340,7 @@ def resize_advice(shape: ModelShape, num_tokens: int) -> str:
 
 
 def _faults_of_ids(dataset: TokenDataset, split: str, rows: Rows, shape: ModelShape, fix: str) -> list[str]:
-    """Name ids without an embedding in the model. A larger tokenizer is fine if the rows have none of its extra ids."""
+    """Report ids without an embedding in the model; extra ids of a larger tokenizer are fine if no row has them."""
     lowest, highest = rows.id_range()
     subject = f"{dataset.folder}: {split} holds token id"
     faults = []
@@ -354,7 +355,7 @@ def _faults_of_ids(dataset: TokenDataset, split: str, rows: Rows, shape: ModelSh
 
 
 def _faults_of_columns(dataset: TokenDataset, split: str, rows: Rows, shape: ModelShape) -> list[str]:
-    """Name labels that are no tokens, and document borders that are not in order."""
+    """Report labels that are not tokens, and document borders that are not in order."""
     faults = []
     if rows.has_labels:
         lowest, highest = rows.id_range("labels")
@@ -395,7 +396,7 @@ def _faults_of_changed_rows(dataset: TokenDataset, splits: dict[str, Rows], mani
 
 
 def _compare_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> DatasetCheck:
-    """Compare the tokenizer of a token dataset with the model's own."""
+    """Compare a token dataset's tokenizer with the model's."""
     notes = _notes_on_bos_and_eos(folder, record, shape)
 
     # the chat templates
@@ -438,7 +439,7 @@ def _compare_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape)
 
 
 def _faults_of_export(dataset: TokenDataset, record: TokenizerRecord, shape: ModelShape) -> list[str]:
-    """Return a fault if an export, which has a config.json, would read the token dataset's tokenizer as another one."""
+    """Return a fault if the token dataset's tokenizer would change in an export, because that has a config.json."""
     tokenizer = dataset.folder / "tokenizer"
     if not (tokenizer / "tokenizer_config.json").is_file():
         return []
@@ -457,7 +458,7 @@ def _faults_of_export(dataset: TokenDataset, record: TokenizerRecord, shape: Mod
 
 
 def _notes_on_bos_and_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:
-    """Note a BOS or EOS that differs from the model's configuration. Many models name another one, or several."""
+    """Note a BOS or EOS that differs from the model's configuration, since many models have another one, or several."""
     notes = []
     config: Any = shape.config.get_text_config()
     for role, verb in (("bos", "begin"), ("eos", "end")):

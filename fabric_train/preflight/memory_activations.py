@@ -1,7 +1,7 @@
-"""Measure the memory of activations: run the real model and loss on fake tensors, which have shapes and no content.
+"""Measure the memory of activations by running the real model and loss on fake tensors, which have no content.
 
-Some models cannot be run so: they read the content of a tensor, such as a router's choice of experts, or are not built
-with as few layers as are traced. That is a :class:`TraceError`, whatever transformers' code raises there.
+Some models cannot be run like this: they read the content of a tensor, such as a router's choice of experts, or cannot
+be built with as few layers as are traced. This raises a :class:`TraceError`, whatever transformers' code raises.
 
 Layers in which the same parts train cost the same, so for each kind of layer a model of three and one of two layers are
 traced, and the rest is extrapolated.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _TRACED_LAYERS = 3
 LayerKind = frozenset[str] | None
-"""The parameters that train in a layer, by their names in it; None: all of the model, or an adapter."""
+"""The parameters that train in a layer, by their names in the layer; None if all of the model trains, or an adapter."""
 BELOW: LayerKind = frozenset(["below all that trains"])
 
 
@@ -54,7 +54,7 @@ class TraceError(Exception):
 
 
 class _LiveBytes(TorchDispatchMode):
-    """The bytes of live storages that operations have made, without the ``model``'s, now and at the peak."""
+    """Counts the bytes of live storages that operations have made, now and at the peak, without the ``model``'s."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _LiveBytes(TorchDispatchMode):
         return result
 
     def restart(self) -> None:
-        """Measure the peak from here on."""
+        """Restart the measurement of the peak."""
         self.most = self.now
 
     def _free(self, address: int, num_bytes: int) -> None:
@@ -89,7 +89,7 @@ class _LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass on one device, or its part of them, whose keys ``context_size`` ranks share."""
+    """The rows of one forward pass on one device, or its part of rows whose keys ``context_size`` ranks share."""
 
     num_rows: int
     length: int
@@ -103,9 +103,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one device.
+    """The bytes of one micro-batch on one device.
 
-    With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and the others
+    With ``by_unit``, they include the gradients in ``dtype``: a layer's until all of them are computed, and the others
     until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time, but not
     the gradients of embedding and head, which ``memory_forecast.py`` counts.
     """
@@ -120,7 +120,7 @@ class Activations:
 
 
 def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    """Trace a micro-batch; offloaded activations do not count. A TraceError if the model cannot run on fake tensors."""
+    """Trace a micro-batch without offloaded activations; raise a TraceError if the model cannot run on fake tensors."""
     fsdp = arguments.fsdp
     if fsdp.activation_offload:
         arguments = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
@@ -159,7 +159,7 @@ def trace_activations(shape: ModelShape, arguments: "TrainArguments", batch: Mic
 
 
 def _count_other_layers(kinds: Sequence[LayerKind]) -> Counter[LayerKind]:
-    """Count the layers of each kind without three of the last layer's kind; negative if there are fewer than three."""
+    """Count the layers of each kind, minus three of the last layer's kind; negative if it has fewer than three."""
     num_layers = Counter(kinds)
     num_layers[kinds[-1]] -= _TRACED_LAYERS
     num_layers.pop(BELOW, None)  # these keep nothing
@@ -186,7 +186,7 @@ def _layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
 
 @dataclass(frozen=True)
 class _TraceInputs:
-    """All that a trace depends on; ``config_text`` is the content of ``config``, which cannot be compared itself."""
+    """Everything that a trace depends on; ``config_text`` is the content of ``config``, which cannot be compared."""
 
     config_text: str
     config: PretrainedConfig = field(compare=False)
@@ -204,7 +204,7 @@ class _TraceInputs:
     trained: frozenset[str]  # outside of the layers
 
     def trains(self, name: str) -> bool:
-        """Return whether a parameter trains, if not all or an adapter's do."""
+        """Return whether a parameter trains, if neither all nor an adapter's train."""
         match = IN_LAYER.fullmatch(name)
         if match is None:
             return name in self.trained
@@ -215,7 +215,7 @@ class _TraceInputs:
 def _trace(
     shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch
 ) -> Activations:
-    """Trace a model with layers of these kinds; a TraceError if it cannot run on fake tensors."""
+    """Trace a model with layers of these kinds; raise a TraceError if it cannot run on fake tensors."""
     # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
     attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     try:
@@ -236,12 +236,12 @@ _FAULTS_OF_MODELS = (
     ValueError,
     StrictDataclassError,
 )
-"""What the code of models raises on fake tensors, or when it is built with fewer layers."""
+"""The errors that models' code raises on fake tensors, or if it is built with fewer layers."""
 
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Let torch not log an operation that fails on fake tensors with its traceback: the error says it."""
+    """Keep torch from logging the traceback of an operation that fails on fake tensors: the error says enough."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -254,7 +254,7 @@ def _quiet_torch() -> Iterator[None]:
 def _trace_inputs(
     shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch, attention: str
 ) -> _TraceInputs:
-    """Return what the trace of a model with layers of these kinds depends on."""
+    """Return the inputs for the trace of a model with layers of these kinds."""
     config = _with_layers(shape.config, len(kinds))
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
     tile_size = arguments.fsdp.mlp_tile_size
@@ -281,7 +281,7 @@ def _trace_inputs(
 
 @cache  # a choice of ``auto`` and the plan of it take the same trace, which takes seconds
 def _trace_once(inputs: _TraceInputs) -> Activations:
-    """Run a micro-batch on fake tensors, and note the bytes at the moments that ``Activations`` names."""
+    """Run a micro-batch on fake tensors, and record the bytes at the moments in ``Activations``."""
     batch = inputs.batch
     with ExitStack() as kernels, FakeTensorMode():
         # attention: the GPU's kernels, and the keys of all ranks that share rows
@@ -360,7 +360,7 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
 
 
 def _freeze(model: Any, inputs: _TraceInputs) -> None:
-    """Freeze what does not train; frozen layers above a part that trains pass a gradient on."""
+    """Freeze the parameters that do not train; frozen layers above a part that trains still pass a gradient on."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(inputs.trains(name))
     if not inputs.kinds[0]:
@@ -380,7 +380,7 @@ def _with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
 
 @dataclass
 class _BackwardPeaks:
-    """Bytes that hooks note in the backward pass; those with the names of :class:`Activations` are described there."""
+    """The bytes that hooks record in the backward pass; for fields that :class:`Activations` also has, see there."""
 
     before_first_layer: int = 0  # the peak until all other layers have their gradients
     at_head: int = 0
@@ -391,7 +391,7 @@ class _BackwardPeaks:
 
 
 def _drop_gradients_of_parameters(model: Any, layers: list[nn.Module], live: _LiveBytes, peaks: _BackwardPeaks) -> None:
-    """Drop each parameter's gradient when it is computed, and note the peak; embedding and head get no gradients."""
+    """Drop each parameter's gradient when it is computed, and record the peak; embedding and head get no gradients."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if embedding.weight.requires_grad:  # no gradient of this one, but still one of the embedded tokens
@@ -418,7 +418,7 @@ def _drop_gradients_of_parameters(model: Any, layers: list[nn.Module], live: _Li
 
 
 def _drop_gradients_of_units(model: Any, layers: list[nn.Module], live: _LiveBytes, peaks: _BackwardPeaks) -> None:
-    """Drop a layer's gradients when all of them are computed, as a sharding strategy does; note the peaks."""
+    """Drop a layer's gradients when all of them are computed, as a sharding strategy does, and record the peaks."""
 
     def end_layer(index: int, parameters: list[nn.Parameter]) -> None:
         if index == len(layers) - 1:
@@ -449,7 +449,7 @@ def _drop_gradients_of_units(model: Any, layers: list[nn.Module], live: _LiveByt
 
 
 def _call_when_all_have_gradients(parameters: list[nn.Parameter], function: Callable[[], None]) -> None:
-    """Call a function when all of the parameters that train have their gradients."""
+    """Call a function when all parameters that train have their gradients."""
     without_gradient = {id(parameter) for parameter in parameters if parameter.requires_grad}
 
     def count(parameter: nn.Parameter) -> None:
@@ -463,7 +463,7 @@ def _call_when_all_have_gradients(parameters: list[nn.Parameter], function: Call
 
 
 def _call_at_input_gradient(layer: nn.Module, function: Callable[[], None]) -> None:
-    """Call a function when the gradient of a frozen layer's input is computed; not if it has none."""
+    """Call a function when the gradient of a frozen layer's input is computed, if it has a gradient."""
 
     def register(_: nn.Module, args: tuple[Any, ...]) -> None:
         if args and args[0].requires_grad:
@@ -473,9 +473,9 @@ def _call_at_input_gradient(layer: nn.Module, function: Callable[[], None]) -> N
 
 
 def _replace_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, *, needs_mask: bool) -> None:
-    """Pass the mask that transformers would make from document borders, or remove the one that it makes.
+    """Pass the mask that transformers would make from document borders, or remove the mask that it makes.
 
-    With fake tensors transformers cannot check whether a mask is needed, so it always makes one.
+    On fake tensors, transformers cannot check whether a mask is needed, so it always makes one.
     """
 
     def add_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Find the cheapest changes of arguments with which a run fits into the memory of its devices."""
+"""Find the cheapest changes of arguments that make a run fit into the memory of its devices."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,9 +14,9 @@ from fabric_train.training.step_plan import StepPlan
 
 
 def change_that_fits(request: RunRequest) -> str:
-    """Return the arguments with which a run would fit, in words.
+    """Return, in words, the arguments with which a run would fit.
 
-    Changes are tried one after the other, the cheapest first; then those that are not needed are left out.
+    Changes are added one after the other, the cheapest first; then unnecessary ones are left out.
     """
 
     def needed_bytes(changes: list[dict[str, Any]]) -> float:
@@ -47,7 +47,7 @@ def change_that_fits(request: RunRequest) -> str:
 
 
 def _apply_changes(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
-    """Return the request of a run with changed arguments, in whose order later ones see the earlier ones."""
+    """Return a run's request with changed arguments, applied in order, so that later changes see earlier ones."""
     for change in changes:
         for name, value in change.items():
             request = _apply_change(request, name, value)
@@ -55,7 +55,7 @@ def _apply_changes(request: RunRequest, changes: Iterable[Mapping[str, Any]]) ->
 
 
 def _apply_change(request: RunRequest, name: str, value: Any) -> RunRequest:
-    """Return the request of a run with one argument changed, and with the plan that follows from it."""
+    """Return a run's request with one argument changed, and with the plan that follows from it."""
     arguments = request.arguments
     plan = request.plan
     if name == "devices":
@@ -81,7 +81,7 @@ def _apply_change(request: RunRequest, name: str, value: Any) -> RunRequest:
 
 
 def _candidate_changes(request: RunRequest) -> Iterator[dict[str, Any]]:
-    """Yield changes of arguments that take memory from a device, the cheapest first."""
+    """Yield changes of arguments that reduce the memory on a device, the cheapest first."""
     arguments = request.arguments
     fsdp = arguments.fsdp
     world_size = request.plan.world_size
@@ -128,7 +128,7 @@ def _candidate_changes(request: RunRequest) -> Iterator[dict[str, Any]]:
 
 
 def change_to_tiles(request: RunRequest) -> dict[str, Any]:
-    """Return the change to tiles, empty if these do not work."""
+    """Return the change to tiles; empty if the model does not support tiles."""
     fsdp = request.arguments.fsdp
     has_tiles = isinstance(fsdp.mlp_tile_size, int)
     is_possible = fsdp.tensor_parallel_size == 1 and not request.arguments.model.float8
@@ -141,7 +141,7 @@ def change_to_tiles(request: RunRequest) -> dict[str, Any]:
 
 
 def _split_again(plan: StepPlan, micro_batch_size: int, world_size: int) -> StepPlan:
-    """Split the same window among other ranks or into other micro-batches."""
+    """Split the same window among a different number of ranks or micro-batches."""
     num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
     accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
     return replace(

@@ -1,4 +1,4 @@
-"""The forecast of a run: parameters, memory, traffic and FLOPs; and the check of it that needs no tracing."""
+"""Forecast a run's parameters, memory, traffic and FLOPs; and check its memory without tracing."""
 
 import math
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
 DOES_NOT_FIT = "docs/reference/errors.md#does-not-fit"
-"""The page for a run that needs more memory than there is."""
+"""The page for a run that needs more memory than is available."""
 _DDP_BUCKET = 25 * 1024 * 1024
 CUDA_ALLOWANCE = 2_000_000_000
-"""Bytes of a GPU reserved for the CUDA context, NCCL and gaps of the allocator. An allowance, not a measurement."""
+"""The bytes of a GPU that are set aside for the CUDA context, NCCL and gaps of the allocator. This is not measured."""
 LATER_BYTES = 60_000_000
-"""Resident bytes of a CPU rank beyond this process's: threads, connections and later imports."""
+"""The resident bytes of a CPU rank in addition to this process's: threads, connections and later imports."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    """Return the phases of ranks that hold the whole model.
+    """Return the phases of ranks that hold the full model.
 
-    The head's gradient comes with the loss, in fp32. For a tied weight autograd keeps it until the embedding's exists,
-    and adds them. DDP copies the sum into a bucket, and has fp32 copies of buckets under bf16-true.
+    The head's gradient is computed with the loss, in fp32. For a tied weight, autograd keeps it until the embedding's
+    exists, and adds both. DDP copies the sum into a bucket, and has fp32 copies of buckets under bf16-true.
     """
     is_ddp = layout.name == "ddp"
     buckets = 2 * _DDP_BUCKET if is_ddp and layout.stored_itemsize < REDUCED_BYTES else 0
@@ -144,7 +144,7 @@ def _whole_phases(units: Units, layout: Layout, activations: Activations, gradie
 
 
 def _sharded_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    """Return the phases of ranks that gather what they compute: of each, the moment with the most."""
+    """Return the phases of ranks that gather what they compute, each at its moment with the most bytes."""
     step = _ShardedStep(units, layout, activations, gradients)
     phases = {
         "loss": step.moments_of_loss(),
@@ -169,12 +169,12 @@ class _ShardedStep:
 
     @property
     def _embedding(self) -> int:
-        """Parameters of the embedding, if it is a unit of its own."""
+        """The number of parameters in the embedding, if it is a separate unit."""
         return self.units.embedding if self._is_fsdp2 and not self.units.is_tied else 0
 
     @property
     def _root(self) -> int:
-        """Parameters of the unit around the others."""
+        """The number of parameters in the unit around the others."""
         return self.units.rest - self._embedding
 
     @property
@@ -234,7 +234,7 @@ class _ShardedStep:
         ]
 
     def moments_of_end(self) -> list[dict[str, int]]:
-        """Return the moments with the gradients of what is outside of the layers.
+        """Return the moments with the gradients of the parameters outside of the layers.
 
         If head and embedding are tied, the embedding's gradient is added to the head's.
         """
@@ -280,7 +280,7 @@ class _ShardedStep:
         """Return the bytes at one moment.
 
         Args:
-            activations: Their bytes, with those of gradients that are not reduced.
+            activations: The bytes of activations, including gradients that are not reduced yet.
             gathered: The number of parameters that are gathered.
             num_reduced: The number of parameters whose gradients are reduced.
             communication: The bytes that reducing takes.
@@ -299,7 +299,7 @@ class _ShardedStep:
     def _earlier_gradients(self) -> int:
         """Return the bytes of the gradients of earlier micro-batches.
 
-        Those that are not reduced are not sharded; FSDP2 adds them in fp32, FSDP1 as they are computed.
+        Gradients that are not reduced are not sharded; FSDP2 adds them in fp32, FSDP1 in their dtype.
         """
         if self.layout.accumulation == 1:
             return 0
@@ -309,7 +309,7 @@ class _ShardedStep:
         return itemsize * self.units.trained
 
     def _bytes_to_reduce(self, num_parameters: int) -> int:
-        """Return the bytes that reducing the gradients of a unit takes, besides the gradients themselves.
+        """Return the bytes that reducing a unit's gradients takes in addition to the gradients.
 
         These are a copy in fp32 (with FSDP1, its flat gradient in fp32), and this rank's part of the result, in fp32
         and in the dtype of the weights.
@@ -332,7 +332,7 @@ class Forecast:
 
     @property
     def device_bytes(self) -> int:
-        """The peak of a rank on its device: GPU memory, or resident memory on CPU."""
+        """The peak of a rank on its device: GPU memory, or resident memory on a CPU."""
         num_bytes = self.process + self.budget.most.total
         if not self.on_gpu:  # the copy that a background save writes is in the same memory
             num_bytes += self.budget.staging
@@ -340,7 +340,7 @@ class Forecast:
 
     @property
     def host_bytes(self) -> int:
-        """The peak of all ranks of one machine in host memory."""
+        """The peak of all ranks on one machine in host memory."""
         bytes_per_rank = self.device_bytes
         if self.on_gpu:
             bytes_per_rank = process_memory() + self.budget.staging + self.offloaded
@@ -371,7 +371,7 @@ class RunRequest:
     def forecast(self) -> Forecast:
         """Compute the forecast without allocating the model.
 
-        If phases train different parts, it is the forecast of the phase that needs the most memory of a device.
+        If phases train different parts, this is the forecast of the phase that needs the most device memory.
 
         Raises:
             TraceError: the model cannot run on fake tensors.
@@ -434,7 +434,7 @@ class RunRequest:
         return {*range(interval, num_steps + 1, interval), num_steps} | self.plan.epoch_ends()
 
     def _micro_batch(self) -> MicroBatch:
-        """Return what a device computes in one forward pass, with its dtypes."""
+        """Return the rows that a device computes in one forward pass, with the dtypes."""
         precision = self.arguments.model.precision
         held_dtype = weights_dtype(precision)
         computed_dtype = compute_dtype(precision)
@@ -459,7 +459,7 @@ class RunRequest:
 
 
 def make_request(run: PreparedRun) -> RunRequest:
-    """Return what the forecast of a run needs to know."""
+    """Return the request for the forecast of a run."""
     arguments = run.arguments
     on_gpu = run.devices.accelerator == "cuda"
     # the memory that --device_memory states, or the GPU's, or a rank's share of the machine's
@@ -483,7 +483,7 @@ def make_request(run: PreparedRun) -> RunRequest:
 
 
 def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
+    """Check without tracing that weights, gradients and optimizer fit in memory, and one checkpoint on the disk."""
     request = make_request(run)
     layout = request.layout()
     model = request.largest

@@ -1,4 +1,4 @@
-"""Let fake CPU tensors take the memory that a GPU would: its attention kernels, and layers that are compiled.
+"""Make fake CPU tensors take as much memory as on a GPU, with its attention kernels and compiled layers.
 
 Nothing is compiled. torch's own partitioner chooses what a compiled layer keeps for the backward pass, with inductor's
 decompositions. It needs neither a GPU nor a compiler. Which buffers inductor would allocate for the two graphs is
@@ -31,10 +31,10 @@ def attention_on_gpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Do what ``scaled_dot_product_attention`` does on a recent GPU (torch/nn/functional.py, with the same arguments).
+    """Do what ``scaled_dot_product_attention`` does on a recent GPU (torch/nn/functional.py has the same arguments).
 
-    Without a mask and in 16 bits it is the flash kernel, which takes fewer heads of keys and values. Otherwise it is
-    the memory-efficient kernel, which takes a mask as numbers to add.
+    Without a mask and in 16 bits, this is the flash kernel, which allows fewer heads of keys and values. Otherwise it
+    is the memory-efficient kernel, which has a mask of numbers to add.
     """
     aten: Any = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
@@ -61,9 +61,9 @@ def attention_on_gpu(
 
 
 def attention_with_gathered_keys(attention: Callable[..., torch.Tensor], num_ranks: int) -> Callable[..., torch.Tensor]:
-    """Let an attention take the keys and values of ``num_ranks`` ranks, whose gradients are added in fp32.
+    """Make attention use the keys and values of ``num_ranks`` ranks, whose gradients are added in fp32.
 
-    Each rank repeats its own keys and values instead of gathering them, which takes as much memory; see
+    Each rank repeats its own keys and values instead of gathering them, which takes the same memory; see
     ``model.context_parallel``.
     """
 
@@ -84,8 +84,8 @@ def compile_for_trace(layers: Iterable[nn.Module], budget: float, operations_key
     Args:
         layers: Layers with modules of the same classes, sizes and constants share their graphs.
         budget: The share of activations that the compiler keeps.
-        operations_key: What else a layer's operations depend on; layers of several models share their graphs if it is
-            the same.
+        operations_key: Everything else that a layer's operations depend on; layers of several models share their graphs
+            if it is the same.
     """
     for layer in layers:
         layer.forward = _compiled_forward(layer, layer.forward, budget, operations_key)
@@ -93,7 +93,7 @@ def compile_for_trace(layers: Iterable[nn.Module], budget: float, operations_key
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """All that the graphs of a layer depend on: two calls that are equal share their graphs."""
+    """Everything that a layer's graphs depend on: two calls that are equal share their graphs."""
 
     function: Compiled = field(compare=False)  # takes weights and tensors; the fields below decide what it computes
     num_weights: int
@@ -192,11 +192,11 @@ class _Allocation:
 class _Buffers:
     """The buffers that the compiled kernels of a graph would allocate.
 
-    Matrix products, attention and unknown operations are kernels of their own, which read and write buffers. All other
-    operations are fused: only those have a buffer that reduce, that one of these kernels reads, or that the graph
-    returns. A fused operation writes over a buffer that it is the last to read. The order is the graph's. Not modelled
-    are inductor's choices beyond that: several results of one kernel, results that it stores to compute them once,
-    another order, workspace of kernels.
+    Matrix products, attention and unknown operations are separate kernels, which read and write buffers. All other
+    operations are fused. A fused operation has a buffer only if it reduces, if one of these kernels reads it, or if the
+    graph returns it. It writes over a buffer that it is the last to read. The order is the graph's. This does not model
+    inductor's other choices: several results of one kernel, results that it stores to compute them once, another order,
+    the workspace of kernels.
     """
 
     def __init__(self, graph: GraphModule) -> None:
@@ -249,7 +249,7 @@ class _Buffers:
         return target(*args, **node.kwargs)
 
     def _plan_allocations(self, nodes: list[Node], returned: set[Node]) -> list[_Allocation]:
-        """Return an allocation for each buffer, the inputs first, with the buffers to free at each."""
+        """Return an allocation for each buffer, the inputs first, with the buffers to free before and after it."""
         allocations = [_Allocation(node) for node in nodes if node in self._stored or node in self._inputs]
         last_uses: dict[Node, _Allocation] = {}
         for allocation in allocations:

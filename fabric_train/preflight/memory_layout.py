@@ -1,4 +1,4 @@
-"""How a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter, and what ranks send."""
+"""Describe how a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter, traffic."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
 REDUCED_BYTES = 4
-"""Gradients are reduced over ranks in fp32, see ``distributed.precision``."""
+"""The bytes of a gradient that ranks reduce, which is fp32, see ``distributed.precision``."""
 ADAPTER_BYTES = 4
-"""Adapters are fp32, see ``model.adapter``."""
+"""The bytes of an adapter's parameter, which is fp32, see ``model.adapter``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Units:
         )
 
     def reduced_by(self, parallelism: str) -> "Units":
-        """Return the units with what has a gradient as ``trained``: FSDP1 has one for each layer as a whole."""
+        """Return the units with all that have a gradient as ``trained``: FSDP1 has one gradient for each full layer."""
         if parallelism != "fsdp":
             return self
         return replace(self, trained=self.touched, trained_layer=self.touched_layer)
@@ -95,8 +95,8 @@ class Units:
 class Layout:
     """How ranks share a model.
 
-    Tensor parallelism splits it among ``world_size // num_gradients`` ranks. Each of these parts is sharded among
-    ``num_shards`` ranks, and there are ``num_copies`` of the whole.
+    Tensor parallelism splits the model among ``world_size // num_gradients`` ranks. Each of these parts is sharded
+    among ``num_shards`` ranks, and there are ``num_copies`` copies of the full model.
     """
 
     name: str  # the parallelism
@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def num_copies(self) -> int:
-        """Groups of ranks that each hold the whole model."""
+        """The number of groups of ranks that each hold the full model."""
         return self.num_gradients // self.num_shards
 
     @property
@@ -130,7 +130,7 @@ class Layout:
 def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int, int]:
     """Return the bytes of the optimizer's states in memory and in a checkpoint, as it declares them.
 
-    States that are not as large as their parameter, and the scales of 8-bit moments, are not counted.
+    States that are smaller than their parameter, and the scales of 8-bit moments, are not counted.
     """
     if not shape.trained:
         return 0, 0
@@ -148,7 +148,7 @@ def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int
 
 
 def bytes_of_update(shape: ModelShape, arguments: "TrainArguments") -> tuple[int, int]:
-    """Return the most bytes that the optimizer takes to update a parameter, and those that sharded ranks exchange."""
+    """Return the most bytes that the optimizer needs to update a parameter, and those that sharded ranks exchange."""
     if not shape.trained:
         return 0, 0
     optimizer, weights = _build_optimizer_on_meta(shape, arguments)
@@ -291,7 +291,7 @@ class Collective:
     leaving_machine: int  # bytes from all ranks of a machine
 
     def seconds(self, interconnect: float | None, network: float | None) -> float:
-        """Return the least time in seconds, from bytes per second in one direction; None does not count.
+        """Return the shortest time in seconds, from bytes per second in one direction; a bandwidth of None is left out.
 
         ``interconnect`` is from a device to the others of its machine, ``network`` from a machine to the others.
         """
@@ -299,7 +299,7 @@ class Collective:
 
 
 def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
-    """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
+    """Return the collectives of a step, except losses and counts (a few bytes) and those of tensor parallelism."""
     units = units.reduced_by(layout.name)
     num_copies = layout.num_copies
     num_shards = layout.num_shards
@@ -345,7 +345,7 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
 
 
 def _exchange_of_updates(exchanged: int, layout: Layout) -> Collective:
-    """Return the all-to-all in which each rank sends its share of ``exchanged`` bytes, equally much to each rank."""
+    """Return the all-to-all in which each rank sends its share of ``exchanged`` bytes, evenly among the ranks."""
     num_shards = layout.num_shards
     sent_to_each = exchanged // num_shards**2
     ranks_per_machine = layout.world_size // layout.num_nodes
@@ -359,7 +359,7 @@ def collectives_of_slices(
 ) -> list[Collective]:
     """Return the exchange of keys and values, and of their gradients in fp32, in a step.
 
-    Layers that are recomputed gather them again. Tensor parallelism divides the heads among the ranks.
+    Recomputed layers gather the keys and values again. Tensor parallelism divides the heads among the ranks.
     """
     fsdp = arguments.fsdp
     config: Any = shape.config.get_text_config()
@@ -392,7 +392,7 @@ def _leaving(sent: int, layout: Layout) -> int:
 
 
 def _ring(num_bytes: int, num_ranks: int) -> int:
-    """Return the bytes that each rank sends in a ring all-gather or reduce-scatter of ``num_bytes`` in all."""
+    """Return the bytes that each rank sends in a ring all-gather or reduce-scatter of ``num_bytes`` in total."""
     return num_bytes * (num_ranks - 1) // num_ranks
 
 
@@ -402,7 +402,7 @@ def _all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
 
 
 def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Module]]:
-    """Return the base model and its layers; weights in 4 bits are as many numbers of ``itemsize`` as store them."""
+    """Return the base model on the meta device and its layers; 4-bit weights are values of ``itemsize`` bytes."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     layers = [module for module in model.modules() if type(module) in shape.layer_classes]

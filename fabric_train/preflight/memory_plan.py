@@ -1,4 +1,4 @@
-"""Print what a run takes, whether it fits, and what would fit: ``--plan``."""
+"""Print what a run needs, whether it fits, and what would fit, for ``--plan``."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations"
 
 
 def print_plan(run: PreparedRun) -> None:
-    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture; refuse what does not fit."""
+    """Print a run's memory, disk and traffic, traced on fake tensors, and its mixture; refuse what does not fit."""
     faults: list[str] = []
     for successive_run in run.successive_runs:
         faults += _plan_successive_run(successive_run)
@@ -74,10 +74,10 @@ def _bandwidth(argument: str | None) -> float | None:
 
 
 def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> float:
-    """Return the FLOPs of the rank with the most, as a multiple of the mean, for rows that several ranks compute.
+    """Return the FLOPs of the busiest rank, as a multiple of the mean, for rows that several ranks compute.
 
-    ``borders``, int64 [documents + 1], are of the documents in all rows. Parameters take FLOPs by the tokens of a rank,
-    attention by the keys that each of them sees.
+    ``borders``, int64 [documents + 1], are the borders of the documents in all rows. Parameters take FLOPs by the
+    tokens of a rank, attention by the keys that each token sees.
     """
     ranks, chunk_size = deal_chunks(borders, num_ranks)  # the rank of each chunk of tokens
     num_keys = np.bincount(ranks, count_keys(borders, len(ranks)), num_ranks)  # [num_ranks], float64
@@ -89,7 +89,7 @@ def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> floa
 
 
 def _show_balance(run: PreparedRun) -> str:
-    """Say how evenly the ranks that compute the same rows share the work, in some micro-batches of the run."""
+    """Describe how evenly the ranks that compute the same rows share the work, in some micro-batches of the run."""
     assert not isinstance(run.data, Stream)
     rows = run.data.train
     num_ranks = run.arguments.fsdp.context_parallel_size
@@ -136,7 +136,7 @@ def _fault_of_device(request: RunRequest, forecast: Forecast) -> str:
 
 
 def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
-    """Return the parameters, devices, steps and FLOPs of a run."""
+    """Return a table of the parameters, devices, steps and FLOPs of a run."""
     units = forecast.units
     layout = forecast.layout
     plan = run.plan
@@ -170,7 +170,7 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
 
 
 def _memory_table(forecast: Forecast, device_memory: int) -> Table:
-    """Return the bytes of a device in each phase of a step, by kind."""
+    """Return a table of the bytes on a device in each phase of a step, by kind."""
     phases = forecast.budget.phases
     table = _number_table("memory, GB", *(phase.name for phase in phases))
     for kind in _KINDS:
@@ -188,7 +188,7 @@ def _memory_table(forecast: Forecast, device_memory: int) -> Table:
 
 
 def _storage_table(forecast: Forecast, num_checkpoints: int) -> Table:
-    """Return the host memory of a machine and the bytes on the disk at the end of the run."""
+    """Return a table of a machine's host memory and the bytes on the disk at the end of the run."""
     table = facts_table("")
     ranks_per_machine = forecast.layout.world_size // forecast.layout.num_nodes
     table.add_row("host memory", f"{show_size(forecast.host_bytes)} of {ranks_per_machine} ranks on a machine")
@@ -199,7 +199,7 @@ def _storage_table(forecast: Forecast, num_checkpoints: int) -> Table:
 
 
 def _traffic_table(forecast: Forecast, interconnect: float | None, network: float | None) -> Table:
-    """Return what a rank sends in a step, and the time for it if the bandwidth is given."""
+    """Return a table of what a rank sends in a step, and the time for it if the bandwidth is given."""
     table = _number_table("sent a step", "by a rank", "leaving a machine", "at least")
     for collective in forecast.collectives:
         seconds = collective.seconds(interconnect, network)

@@ -1,6 +1,6 @@
-"""Check the folders and files that the arguments of a run name, before torch is imported.
+"""Check the folders and files that a run's arguments name, before torch is imported.
 
-``prepare.py`` checks their content later, by the same functions and others.
+``prepare.py`` checks their content later, with the same functions and others.
 """
 
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_paths(arguments: "TrainArguments") -> None:
-    """Check the output folder and the run in it, the checkpoint, the data and the model, as far as they are local.
+    """Check the output folder and the run in it, the checkpoint, the data and the model, if they are local.
 
     Raises:
         InputError: a folder or file is missing or of another kind, or a run would overwrite another one.
@@ -52,7 +52,7 @@ def check_paths(arguments: "TrainArguments") -> None:
 
 
 def check_output_dir(folder: Path, *inputs: str | None) -> None:
-    """Check that the output folder can be written to, as far as it is there, and is not inside an input."""
+    """Check that the output folder, or what exists of its path, can be written to, and is not inside an input."""
     check_no_dead_link(folder)
     if os.path.realpath(folder) == os.path.abspath(os.sep):
         raise InputError(f"--output_dir {folder} is the root of the file system; give a folder of the run's own")

@@ -1,7 +1,7 @@
 """Read ``--phases``: parts of a run with other shares, learning rates, trained parts or token datasets.
 
-A phase with token datasets of its own, such as longer rows, begins another stretch of the run: the run saves before it
-and goes on from there, with the arguments that the phase changes.
+A phase with different token datasets, such as longer rows, begins a new stretch of the run: the run saves before it
+and continues from there, with the arguments that the phase changes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,38 +26,38 @@ _SHARES = ("shares", "token_shares")
 
 
 _OF_DATA = ("train_data_dir", "max_length", "rope_scaling", "rope_theta", "micro_batch_size", "total_batch_size")
-"""The token datasets of a phase, and the values that a phase may have only together with them."""
+"""The token datasets of a phase, and the values that a phase may only have together with them."""
 
 _GROUPS_OF_DATA = {
     "data": ("train_data_dir",),
     "model": ("rope_scaling", "rope_theta"),
     "training": ("micro_batch_size", "total_batch_size"),
 }
-"""The groups of ``TrainArguments`` that a phase with token datasets changes, and the arguments in them."""
+"""The groups of ``TrainArguments`` that a phase with token datasets changes, and the changed arguments."""
 
 
 @dataclass(frozen=True)
 class PhaseSettings:
-    """A phase as the file of ``--phases`` has it."""
+    """The settings of a phase in the file of ``--phases``."""
 
     label: str
-    """Its name in messages."""
+    """The phase's name in messages."""
     first_step: int
     shares: Shares | None
     schedule: Mapping[str, Any]
-    """Its learning-rate arguments."""
+    """The learning-rate arguments."""
     train_only: tuple[str, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Its values of ``_OF_DATA``; empty if the token datasets stay."""
+    """The values of ``_OF_DATA``; empty if the token datasets stay the same."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps of a run that read the same token datasets: their arguments, and the phases that begin in them."""
+    """Steps of a run that read the same token datasets, with their arguments and the phases that begin in them."""
 
     first_step: int
     last_step: int | None
-    """None if the run ends with the stretch."""
+    """The last step; None if the run ends with the stretch."""
     arguments: "TrainArguments"
     phases: tuple[PhaseSettings, ...]
     opening: PhaseSettings | None = None
@@ -84,9 +84,9 @@ class Stretch:
 
 
 def read_stretches(arguments: "TrainArguments") -> list[Stretch]:
-    """Return the stretches of a run in their order, with the phases of ``--phases``.
+    """Return the stretches of a run in order, with the phases of ``--phases``.
 
-    Each phase with token datasets begins a new stretch. Its arguments are those of the stretch before, with the values
+    Each phase with token datasets begins a new stretch. Its arguments are the previous stretch's, with the values
     that the phase changes.
     """
     phases = read_phases(arguments)
@@ -115,12 +115,12 @@ def read_stretches(arguments: "TrainArguments") -> list[Stretch]:
 
 
 def stretch_of(stretches: Sequence[Stretch], step: int) -> int:
-    """Return the index of the stretch with a step; the first one for step 0."""
+    """Return the index of the stretch with a step; step 0 belongs to the first one."""
     return max(index for index, stretch in enumerate(stretches) if index == 0 or stretch.first_step <= step)
 
 
 def _with_data(arguments: "TrainArguments", phase: PhaseSettings) -> "TrainArguments":
-    """Return the arguments from a phase with token datasets on."""
+    """Return the arguments that apply from a phase with token datasets on."""
     for group, names in _GROUPS_OF_DATA.items():
         values: dict[str, Any] = {name: phase.data[name] for name in names if name in phase.data}
         if group == "data":
@@ -134,7 +134,7 @@ def _with_data(arguments: "TrainArguments", phase: PhaseSettings) -> "TrainArgum
 
 
 def read_phases(arguments: "TrainArguments") -> list[PhaseSettings]:
-    """Return the phases of ``--phases`` in their order; empty without it, and if nothing is trained."""
+    """Return the phases of ``--phases`` in order; empty without it, or if nothing is trained."""
     path = arguments.data.phases
     num_steps = arguments.training.max_step
     if path is None or arguments.evaluation.only_reads:
@@ -164,9 +164,9 @@ def read_phases(arguments: "TrainArguments") -> list[PhaseSettings]:
 
 
 def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[tuple[RunPhase, ...], tuple[Schedule, ...]]:
-    """Return the phases of a stretch, with the rows and the parts of each, and their own learning-rate schedules.
+    """Return the phases of a stretch, with the rows, the trained parts and the learning-rate schedule of each.
 
-    A phase without shares keeps those before it.
+    A phase without shares keeps the previous ones.
     """
     if not stretch.phases:
         return (), ()
@@ -199,7 +199,7 @@ def plan_phases(stretch: Stretch, data: TrainingData) -> tuple[tuple[RunPhase, .
 
 
 def choose_parts(stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]) -> PhaseModels:
-    """Return the model with the parts of ``--train_only`` and ``--freeze``, and with those of the phases."""
+    """Return the model with the parts of ``--train_only`` and ``--freeze``, and the parts of the phases."""
     arguments = stretch.arguments.model
     has_parts = any(phase.parts for phase in phases)
     if model.adapter:
@@ -231,7 +231,7 @@ def choose_parts(stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]
 
 
 def _read_phase_file(path: str, arguments: "TrainArguments", num_steps: int) -> list[PhaseSettings]:
-    """Return the phases of a file in their order; an InputError has a line for each fault in them."""
+    """Return the phases of a file in order; raise an InputError with a line for each fault."""
     content = yaml_core.load_file(path, "--phases")
     if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
         raise InputError(f"--phases {path}: expected a list of phases, such as '- {{from: 0.9, shares: [1, 0.5]}}'")
@@ -266,7 +266,7 @@ def _types_of_values(arguments: "TrainArguments") -> dict[str, Any]:
 
 
 def _make_phase(label: str, values: Mapping[str, Any], num_steps: int) -> PhaseSettings:
-    """Return the phase with these values, which are checked, of a run of ``num_steps`` steps."""
+    """Return the phase with these checked values, in a run of ``num_steps`` steps."""
     start = values["from"]
     if start >= 1:  # a step
         first_step = int(start)
@@ -287,7 +287,7 @@ def _make_phase(label: str, values: Mapping[str, Any], num_steps: int) -> PhaseS
 
 
 def _convert_values(item: Mapping[Any, Any], types: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
-    """Fill ``values`` with the values of a phase that have their type, and yield a fault for each of the others."""
+    """Add the values of a phase that have the right type to ``values``, and yield a fault for each other value."""
     if "from" not in item:
         yield "'from' is missing: the first step of the phase, or the share of the run before it"
     for name, value in item.items():
@@ -304,7 +304,7 @@ def _convert_values(item: Mapping[Any, Any], types: Mapping[str, Any], values: d
 
 
 def _faults_of_values(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the values of a phase, each of which has its type."""
+    """Yield what is wrong with the values of a phase, which all have the right type."""
     if values["from"] > 1 and not values["from"].is_integer():
         yield f"from: expected a step, or a share of the run below 1; got {values['from']:g}"
     if all(name in values for name in _SHARES):
@@ -320,10 +320,10 @@ def _faults_of_values(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _phase_schedule(phase: PhaseSettings, last_step: int, training: "TrainingArguments") -> Schedule | None:
-    """Return the schedule of a phase; None if it keeps the schedule before it.
+    """Return the schedule of a phase; None if it keeps the previous schedule.
 
-    Values that it does not have are the command line's, but there is no warm-up, and a new ``lr_schedule`` has a decay
-    of its own.
+    Missing values are the command line's, except that there is no warm-up, and that a new ``lr_schedule`` has its
+    own decay.
     """
     if not phase.schedule:
         return None

@@ -1,4 +1,4 @@
-"""Check a run before any process group exists: its arguments against the files and devices that are there."""
+"""Check a run before a process group exists: its arguments, and the files and devices that they need."""
 
 import math
 import os
@@ -81,12 +81,12 @@ if TYPE_CHECKING:
     from fabric_train.arguments import CheckpointArguments, DataArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
-"""The packages that a run's losses depend on."""
+"""The packages on which a run's losses depend."""
 
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of ``_PACKAGES``, and this program's with its commit; to read them takes 30 ms."""
+    """Return the versions of ``_PACKAGES`` and of this program, with its commit; reading them takes 30 ms."""
     commit: str | None = None
     if global_rank() == 0:  # which saves it
         commit = checked_out_commit() or installed_commit()
@@ -106,7 +106,7 @@ def prepare(
 ) -> PreparedRun:
     """Check a run: output folder → devices → checkpoint → data → model → steps → resume → later token datasets.
 
-    ``damages`` are the checkpoints that are known to be damaged. Unless it ``compares``, the run need not fit the
+    ``damages`` are checkpoints that are known to be damaged. Without ``compares``, the run need not fit the
     checkpoint that it continues.
     """
     user_arguments = arguments
@@ -167,7 +167,7 @@ def prepare(
 
 
 def _compare_objectives(run: PreparedRun, saved: TrainerJson) -> list[str]:
-    """Compare the objective of a run that takes only weights from a checkpoint, and return notes.
+    """Compare the objective of a run that takes only weights from a checkpoint with the checkpoint's; return notes.
 
     Raises:
         InputError: An evaluation would compute the loss of another objective, and one of them was registered.
@@ -303,7 +303,7 @@ def _prepare_stretch(
 
 
 def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedRun:
-    """Return a run with what follows it, prepared in their order; nothing follows a run that only reads."""
+    """Return a run with the runs on later token datasets, prepared in order; a run that only reads has none."""
     if not stretches:
         return run
     stretch, *later_stretches = stretches
@@ -330,7 +330,7 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
 
 
 def _check_parts(run: PreparedRun) -> None:
-    """Raise an InputError for rates of parts that do not train, and parts that do not train with FSDP1."""
+    """Raise an InputError for learning rates of parts that do not train, and for parts that FSDP1 cannot train."""
     rates = run.arguments.training.rates_of_parts
     rates_by_name(rates, run.model.names, run.model.source, run.models.trained_in_any_phase)
     if run.devices.parallelism == "fsdp":
@@ -338,7 +338,7 @@ def _check_parts(run: PreparedRun) -> None:
 
 
 def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]:
-    """Yield what the user should know of the run's speed and arguments, before it starts."""
+    """Yield warnings about the run's speed and arguments for the user, before the run starts."""
     if run.devices.parallelism == "xla":
         yield xla.NOTE
     divides_layers = any(splits_layers(model.trained, model.frozen) for model in run.models.all)
@@ -360,9 +360,9 @@ def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
-    """Check every byte of the checkpoint that a run starts from, each rank its share.
+    """Check every byte of the checkpoint that a run starts from; each rank checks its share.
 
-    Return the run itself, or the run from the checkpoint before if the newest one is damaged.
+    Return the run, or if its checkpoint was the newest one and is damaged, the run from the previous checkpoint.
     """
     damages: dict[Path, str] = {}
     while run.start.checkpoint:
@@ -410,7 +410,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
 def _open_data(
     arguments: "TrainArguments", folder: Path, saved: TrainerJson | None, phases: Sequence[PhaseSettings]
 ) -> TrainingData:
-    """Open the training data, or with ``--eval_only`` the token dataset that has the validation rows."""
+    """Open the training data, or with ``--eval_only`` the token dataset with the validation rows."""
     data_arguments = arguments.data
     is_streamed = data_arguments.streaming_dataset is not None
     if arguments.evaluation.self_check and is_streamed:
@@ -445,7 +445,7 @@ def _open_data(
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
-    """Return the model of a checkpoint, of ``--model_name``, or a new one; refuse a model that is not computed here."""
+    """Return the model of a checkpoint, of ``--model_name``, or a new one; refuse a model that is not supported."""
     model_arguments = arguments.model
     layer_class = arguments.fsdp.auto_wrap_policy
     is_new = bool(model_arguments.family) and checkpoint is None
@@ -495,7 +495,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
 
 
 def _check_frozen_ties(run: PreparedRun) -> None:
-    """Refuse what loses the tie of a frozen weight in torch's FSDP1."""
+    """Refuse models in which torch's FSDP1 would lose the tie of a frozen weight."""
     has_one_device = run.devices.world_size == 1
     keeps_whole_weights = has_one_device or run.arguments.fsdp.sharding_strategy == "NO_SHARD"
     if not keeps_whole_weights:  # only these lose the tie
@@ -521,7 +521,7 @@ def _data_order(
     phases: tuple[RunPhase, ...],
     saved_order: object,
 ) -> DataOrder | StreamOrder:
-    """Return what the order of the data depends on, as a checkpoint records it."""
+    """Return the values that decide the order of the data, as a checkpoint records them."""
     seed = arguments.seed
     if isinstance(data, TokenDataset):
         return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, seed, saved_order)

@@ -1,4 +1,4 @@
-"""Prepare to train steps of a run again: from which checkpoint, with which arguments, and what differs already."""
+"""Prepare to train steps of a run again: choose checkpoint and arguments, and find what already differs."""
 
 import math
 import sys
@@ -43,7 +43,7 @@ def prepare_replay(
     Args:
         folder: The run's output folder.
         steps: The first and the last step.
-        arguments: Those in the run's config.yaml.
+        arguments: The arguments in the run's config.yaml.
         device: The devices of the replay.
         temporary_dir: An empty folder that the replay writes to instead of the run's.
     """
@@ -134,7 +134,7 @@ def _with_saved_lengths(schedules: Schedules, saved: TrainerJson) -> Schedules:
 
 
 def _read_logged(path: Path, first_step: int, last_step: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to the last step; an InputError if it does not have the steps."""
+    """Return the rows of metrics.csv up to the last step; raise an InputError if it does not have the steps."""
     all_rows = read_metrics(path, sys.maxsize)
     rows = [row for row in all_rows if row.step <= last_step]
     if not rows or rows[-1].step < first_step or all_rows[-1].step < last_step:
@@ -153,7 +153,7 @@ def _arguments_of_replay(
     saved: TrainerJson,
     temporary_dir: Path,
 ) -> "TrainArguments":
-    """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
+    """Return the run's arguments for these devices, with the same windows and without outputs."""
     # parallelism: the run's own, unless the number of devices differs
     num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
     fsdp = arguments.fsdp
@@ -203,7 +203,7 @@ def _arguments_of_replay(
 
 
 def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments":
-    """Return arguments of parallelism that work on another number of devices, as near to the run's as can be."""
+    """Return arguments of parallelism for another number of devices, as close to the run's as possible."""
     if num_devices == 1:
         return replace(
             fsdp,
@@ -229,10 +229,10 @@ def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments
 
 
 def _saved_layouts(newest: TrainerJson, saved: TrainerJson, first_step: int, last_step: int) -> list[RunLayout]:
-    """Return how the steps ``first_step`` to ``last_step`` were split, by session.
+    """Return how the windows of the steps ``first_step`` to ``last_step`` were split, by session.
 
-    ``newest`` has all sessions of the run. A session that an earlier version wrote has no arguments; then ``saved``,
-    of the checkpoint after the steps, describes it.
+    ``newest`` has all sessions of the run. A session from an earlier version has no arguments; then ``saved``,
+    the checkpoint after the steps, describes it.
     """
     sessions = newest.sessions
     session_ends = [session.after_step for session in sessions[1:]] + [math.inf]
@@ -262,7 +262,7 @@ def _saved_layouts(newest: TrainerJson, saved: TrainerJson, first_step: int, las
 
 
 def _layout_of_checkpoint(saved: TrainerJson) -> RunLayout:
-    """Return how the last steps before a checkpoint were split, from the arguments in its trainer.json."""
+    """Return how the windows before a checkpoint were split, from the arguments in its trainer.json."""
     arguments = saved.arguments
     rows_per_data_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
     num_data_ranks = saved.data.rows_per_window // rows_per_data_rank
@@ -277,7 +277,7 @@ def _layout_of_checkpoint(saved: TrainerJson) -> RunLayout:
 def _find_missing_rows(
     logged: list[Metrics], newest: TrainerJson, saved: TrainerJson, after_step: int, last_step: int
 ) -> Iterator[str]:
-    """Yield a line for each step after ``after_step`` that the run's interval logs and metrics.csv does not have."""
+    """Yield a line for each step after ``after_step`` that the run should have logged and that metrics.csv lacks."""
     logged_steps = {row.step for row in logged}
     if newest.state.unlogged:
         # a signal interrupted its evaluation, and the row comes with the next session
@@ -311,7 +311,7 @@ def _faults_of_arguments(
     run: PreparedRun,
     last_step: int,
 ) -> list[str]:
-    """Return a line for each argument of config.yaml, which ``newest`` wrote, that makes other losses."""
+    """Return a line for each argument in config.yaml that differs from ``newest`` and changes the losses."""
     stretches = read_stretches(arguments)
     stretch_arguments = stretches[stretch_of(stretches, last_step)].arguments
 
@@ -338,7 +338,7 @@ def _faults_of_arguments(
 
 @dataclass(frozen=True)
 class _RowCheck:
-    """What the comparison of the rows of the steps has found."""
+    """The result of comparing the rows of the steps."""
 
     faults: list[str]
     summary: str
@@ -407,7 +407,7 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> _RowCheck:
 
 
 def _describe_row(folder: Path, row: int, index: DocumentIndex) -> str:
-    """Return the fault of an altered row, with its first documents."""
+    """Return the fault for an altered row, with its first documents."""
     documents = list(dict.fromkeys(index.pieces(np.array([row])).documents.tolist()))
     origins = "; ".join(str(index.origin(document)) for document in documents[:_LISTED_DOCUMENTS])
     num_unlisted = len(documents) - _LISTED_DOCUMENTS

@@ -50,20 +50,20 @@ _DECIDE_THE_LOSSES = (
     *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
 )
 _DEFAULTS_OF_EARLIER_VERSIONS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
-"""Arguments that earlier versions lack, in whose checkpoints all weights trained at one rate, with the model's RoPE."""
+"""The values of arguments that checkpoints of earlier versions lack."""
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
 OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: VALIDATION_VERSION, _ATTENTION: "1"}
-"""Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
+"""The versions of this program's own computations; checkpoints that do not record them have version 1."""
 
 _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
-"""Arguments about how a run starts, which say nothing about its steps."""
+"""Arguments about the start of a run, which do not change its steps."""
 
 
 def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
     """Return :data:`OWN_VERSIONS` for a model and its data.
 
-    ``sdpa`` with the borders of documents is version 2 of attention; for a single source, see ``VALIDATION_VERSION``.
+    ``sdpa`` with document borders is version 2 of attention. For a single source, see ``VALIDATION_VERSION``.
     """
     versions = dict(OWN_VERSIONS)
     if model.config._attn_implementation in (VARLEN, CONTEXT_VARLEN):
@@ -100,10 +100,10 @@ class Change:
 
 
 def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, list[str]]:
-    """Return a run that continues with the steps that its checkpoint's run would have taken, and notes for the user.
+    """Return a run that continues with the same steps as the checkpoint's run would have, and notes for the user.
 
     Raises:
-        InputError: With a line for each difference that would change those steps.
+        InputError: It has a line for each difference that would change these steps.
     """
     arguments = run.arguments
     step = run.start.state.step
@@ -170,7 +170,7 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
 
 
 def check_branch(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, list[str]]:
-    """Return a branch with the arguments in its lineage that the user has changed, and notes for the user."""
+    """Return a branch, with the arguments that the user has changed in its lineage, and notes for the user."""
     plan = run.plan
     start = run.start
     branch_argument = run.user_arguments.checkpoint.branch
@@ -231,7 +231,7 @@ def _notes_on_other_components(pairs: Iterable[tuple[Component, Component]]) -> 
 
 
 def find_changes_of_begun_phases(run: PreparedRun, saved: TrainerJson, step: int) -> Iterator[Change]:
-    """Yield the changes of rates and parts of phases that have begun by ``step``; rows are in the data order."""
+    """Yield the changed rates and parts of phases that have begun by ``step``; the data order compares the rows."""
     saved_phases = _values_of_phases(saved.phase_schedules, saved.phase_parts)
     run_phases = _values_of_phases(saved_schedules(run.schedules), run.plan.phase_parts)
     for first_step in sorted({*saved_phases, *run_phases}):
@@ -294,7 +294,7 @@ def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved_versions: dict[
 def find_version_changes(
     saved_versions: dict[str, str], versions: dict[str, str], arguments: "TrainArguments"
 ) -> list[Change]:
-    """Return the packages that a run uses in another version than the saved one."""
+    """Return the packages of a run whose version differs from the saved one."""
     training = arguments.training
     is_used = {
         "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
@@ -306,17 +306,17 @@ def find_version_changes(
 
 
 def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any], also: Collection[str]) -> list[Change]:
-    """Return the changes of arguments that decide the losses of training, and of those that ``also`` names."""
+    """Return the changes of arguments that decide the training losses, and of the arguments in ``also``."""
     names = {*_DECIDE_THE_LOSSES, *also} - {"eval_iters"}
     return [change for change in _find_changes(saved, current) if change.name in names]
 
 
 def choose_schedule(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, list[str]]:
-    """Choose the length of the learning-rate schedule that a run which resumes or branches is in; return notes, too.
+    """Choose the length of the learning-rate schedule of a run that resumes or branches; also return notes.
 
-    It is the length of the run, or of its phase, unless the learning rate would jump only because the run or phase has
-    another number of steps than before. Then the schedule keeps its length, and the rate stays as at its last step;
-    with ``--allow_changes``, or another schedule, it follows the run.
+    This is the length of the run, or of its phase, unless the learning rate would jump only because the run or phase
+    has a different number of steps now. Then the schedule keeps its length, and afterwards the rate stays at its last
+    value; with ``--allow_changes``, or a new schedule, the length follows the run.
     """
     step = run.start.state.step
     run_schedule = run.schedules.at(step)
@@ -374,7 +374,7 @@ class _SavedLengths:
     num_steps: float
     schedule_steps: float
     is_same_schedule: bool
-    """Whether the schedule began at the same step, with the same arguments, as the run's."""
+    """Whether the schedule began at the same step as the run's, and with the same arguments."""
 
 
 def _read_saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: TrainerJson) -> _SavedLengths:
@@ -403,7 +403,7 @@ def _read_saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: Trainer
 def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     """Compare the hash of the rows up to the checkpoint's step; the lanes of a stream check their own rows.
 
-    Rank 0 does so for all. In a long run it begins at the last step that ``metrics.csv`` has before the checkpoint.
+    Rank 0 does this for all ranks. In a long run, it begins at the last step before the checkpoint in ``metrics.csv``.
     """
     step = run.start.state.step
     if isinstance(run.data, Stream) or step > run.plan.num_steps or global_rank():
@@ -431,12 +431,12 @@ def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
 
 
 def _arguments_to_save(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
-    """Return the arguments as trainer.json has them."""
+    """Return the arguments as trainer.json stores them."""
     return flatten(arguments) | {"gradient_accumulation_steps": plan.accumulation}
 
 
 def _find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Change]:
-    """Compare the names that both have: an argument unknown to one version of the program decides nothing there."""
+    """Compare the arguments that are in both: one that a version of the program does not know decides nothing there."""
     for name, value in current.items():
         if name in saved and name not in _OF_THIS_START and saved[name] != value:
             yield Change(name, saved[name], value)

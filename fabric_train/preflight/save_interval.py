@@ -1,6 +1,6 @@
-"""How often to save: what saves and failures cost, and the interval of saves that loses the least.
+"""Find how often to save: the costs of saves and failures, and the interval that loses the least time.
 
-The best interval is the one of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+The best interval follows J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
 dumps" (Future Generation Computer Systems 22, 2006), which refines J. W. Young's (Communications of the ACM 17(9),
 1974). Failures come at random, at a constant rate.
 """
@@ -28,7 +28,7 @@ _SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves and failures cost, in seconds."""
+    """The costs of saves and failures, in seconds."""
 
     stall: float
     """The time that steps wait for a save."""
@@ -41,9 +41,9 @@ class Costs:
 
     @property
     def best_interval(self) -> float:
-        """The seconds of training between two saves that lose the least (Daly 2006).
+        """The seconds of training between two saves that lose the least time (Daly 2006).
 
-        A save begins when the previous one is complete, so no interval is shorter than what a save does in the
+        A save begins when the previous one is complete, so the interval is never shorter than the part of a save in the
         background.
         """
         ratio = self.stall / (2 * self.between_failures)
@@ -55,14 +55,14 @@ class Costs:
 
     @property
     def background(self) -> float:
-        """The seconds of a save in which steps go on."""
+        """The seconds of a save during which steps continue."""
         return max(self.save - self.stall, 0.0)
 
     def goodput(self, interval: float) -> float:
-        """Return the share of the time that trains steps which count (Daly 2006).
+        """Return the share of the time spent on steps that are not lost (Daly 2006).
 
-        ``interval`` is in seconds of training between two saves. A save in the background keeps the steps that it has
-        until it is complete at risk: that costs as much as a restart that takes longer by this time. If it takes longer
+        ``interval`` is in seconds of training between two saves. A background save leaves the steps that it has
+        at risk until it is complete, which costs as much as a restart that is longer by this time. If it takes longer
         than the interval, the next save waits for it.
         """
         lost_per_failure = (self.restart + self.background) / self.between_failures
@@ -74,7 +74,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class _CostEstimate:
-    """The costs, and where they come from."""
+    """The costs, and their origin."""
 
     costs: Costs
     save_source: str
@@ -136,7 +136,7 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
 def _estimate_costs(
     run: PreparedRun, times: RunTimes | None, checkpoint_bytes: int, between_failures: float
 ) -> _CostEstimate:
-    """Return the costs, if possible those that the run in the output folder has measured."""
+    """Return the costs, which are those that the run in the output folder has measured if it has."""
     # a save
     if times and times.stall is not None and times.save is not None:
         stall = times.stall

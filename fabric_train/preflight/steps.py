@@ -1,4 +1,4 @@
-"""The steps of a run: where they begin, and how many they are.
+"""Plan the steps of a run: where they begin, and how many there are.
 
 A run begins at step 1, at a checkpoint, or as a branch of another run. The windows and steps follow from the
 arguments, the model's configuration and the data.
@@ -73,7 +73,8 @@ def plan_steps(
 ) -> StepPlan:
     """Count the windows and steps of a run.
 
-    Its data begin after the step ``data_starts_after`` and end after the step ``data_ends_after``; None: with the run.
+    The data order begins after the step ``data_starts_after`` and ends after the step ``data_ends_after``, or if that
+    is None, with the run.
     """
     training = arguments.training
 
@@ -165,7 +166,7 @@ def order_of_mixture(
     phases: Iterable[RunPhase | PhaseRows],
     data_starts_after: int,
 ) -> MixtureOrder:
-    """Return the order of a mixture and its phases, whose data begin after the step ``data_starts_after``."""
+    """Return the order of a mixture and its phases, which begins after the step ``data_starts_after``."""
     sizes = tuple(source.num_rows for source in data.sources)
     mixture = Mixture(sizes, tuple(rows_per_epoch), rows_per_window, seed)
     order = MixtureOrder((mixture,))
@@ -176,7 +177,7 @@ def order_of_mixture(
 
 
 def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
-    """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
+    """Return the number of rows in one micro-batch over all ranks, and of micro-batches on a rank in a step."""
     training = arguments.training
     num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
     rows_per_micro_batch = training.micro_batch_size * num_data_ranks
@@ -202,9 +203,9 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
 
 
 def fault_of_decay(training: "TrainingArguments", num_steps: int, unit: str = "the run") -> str | None:
-    """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, else None.
+    """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, and otherwise None.
 
-    ``unit`` is what has ``num_steps`` steps: the run, or a phase.
+    ``unit`` is the run or the phase that has ``num_steps`` steps.
     """
     if training.lr_schedule != "wsd" or not training.lr_decay:
         return None
@@ -221,7 +222,7 @@ def fault_of_decay(training: "TrainingArguments", num_steps: int, unit: str = "t
 
 
 def _notes(arguments: "TrainArguments", num_steps: int, steps_of_epochs: int | None, data: TrainingData) -> list[str]:
-    """Return what the user should know of the steps and the data."""
+    """Return notes for the user on the steps and the data."""
     notes = []
     training = arguments.training
     if training.max_step and steps_of_epochs and training.max_step > steps_of_epochs:

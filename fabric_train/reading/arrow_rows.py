@@ -1,6 +1,6 @@
-"""Rows of Arrow tables with the keys that they had before: a table gives every struct the keys of all rows.
+"""Restore the keys that rows had before they were in an Arrow table, which gives every struct the keys of all rows.
 
-A key that a row does not have is null. A tool call ``{"city": "Paris"}`` beside another row's ``{"a": 1}`` is read as
+A key that a row does not have is null. A tool call ``{"city": "Paris"}`` next to another row's ``{"a": 1}`` is read as
 ``{"city": "Paris", "a": null}``.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def nested_columns(schema: "pyarrow.Schema", columns: list[str]) -> dict[str, "pyarrow.DataType"]:
-    """Return the types of those ``columns`` that are nested, which may have structs in them, or are JSON."""
+    """Return the types of the ``columns`` that are JSON, or are nested and may have structs in them."""
     from pyarrow import types
 
     kinds = {name: schema.field(name).type for name in columns}
@@ -21,9 +21,10 @@ def nested_columns(schema: "pyarrow.Schema", columns: list[str]) -> dict[str, "p
 
 
 def without_filling(value: Any, kind: "pyarrow.DataType", *, parses_json: bool) -> Any:
-    """Return a value of an Arrow type with only those keys of its structs that are not null.
+    """Return a value of an Arrow type without the keys of structs that are null.
 
-    Nulls in lists, and in JSON, were in the row itself, and stay. ``parses_json``: values of type JSON are text still.
+    Nulls in lists and in JSON come from the row itself and are kept. With ``parses_json``, values of type JSON are
+    still text.
     """
     from pyarrow import types
 
@@ -42,7 +43,7 @@ def without_filling(value: Any, kind: "pyarrow.DataType", *, parses_json: bool) 
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table of unknown types with only those keys that are not null."""
+    """Return a value of a table with unknown types, without the keys that are null."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

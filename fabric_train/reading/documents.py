@@ -1,4 +1,4 @@
-"""Documents as they are read, encoded or left out: the text of a row, or a chat; bad rows."""
+"""Documents (texts and chats) as they are read, encoded or left out; and bad rows."""
 
 import json
 import math
@@ -15,9 +15,9 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 TRAINED = "trained"
-"""The key of a message that is False if its turn is not supervised; chat templates do not get it."""
+"""The key of a message that is False if its turn is not supervised; it is not passed to chat templates."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message with the thoughts before an answer; chat templates know them by one of these names."""
+"""The keys for the thoughts before an answer; a chat template uses one of these names."""
 _LONGEST_EXCERPT = 200
 TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
@@ -38,7 +38,7 @@ PAIR = np.dtype(
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document, a chat, a preference pair or a unpaired answer as tokens, BOS and EOS included."""
+    """A document, a chat, a preference pair or an unpaired answer as tokens, including BOS and EOS."""
 
     input_ids: np.ndarray  # int32 [number of tokens]
     supervised: np.ndarray | None  # bool [number of tokens], whether the token is a target; None if all are
@@ -52,21 +52,21 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A document that is left out: the ledger's reason, and its tokens if it did not fit into a row."""
+    """A document that is left out: the ledger's reason, and the number of tokens if it did not fit into a row."""
 
     reason: str
     num_tokens_cut: int = 0
 
 
 def utf8_length(text: str) -> int:
-    """Return the number of bytes of ``text`` in UTF-8; half of a surrogate pair has three."""
+    """Return the number of bytes of ``text`` in UTF-8; half of a surrogate pair counts as three."""
     if text.isascii():  # most texts; this takes no copy
         return len(text)
     return len(text.encode("utf-8", "surrogatepass"))
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used. The message names the fault and, once a reader has added it, the place.
+    """A row that cannot be used. The message names the fault and, once a reader has added it, the location.
 
     ``reason`` is the key under which the ledger counts it if such rows are left out.
     """
@@ -76,7 +76,7 @@ class BadRowError(ValueError):
         self.reason = reason
 
     def at(self, place: str) -> "BadRowError":
-        """Return the error with the place of the row before its message."""
+        """Return the error with the location of the row before its message."""
         return BadRowError(f"{place}: {self}", self.reason)
 
     def fault(self) -> InputError:
@@ -85,14 +85,14 @@ class BadRowError(ValueError):
 
 
 def name_in(column: str, names: Container[str]) -> str:
-    """Return the name of ``column`` in a table with these ``names``: NAME for NAME:SEPARATOR, unless that is a name."""
+    """Return ``column``'s name in a table with these ``names``: NAME for NAME:SEPARATOR, unless that is a name too."""
     if column in names:
         return column
     return column.partition(":")[0]
 
 
 def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise an InputError if one of ``columns`` comes twice among the ``names`` of a table."""
+    """Raise an InputError if one of ``columns`` occurs twice among the ``names`` of a table."""
     for column in columns:
         name = name_in(column, names)
         count = names.count(name)
@@ -101,7 +101,7 @@ def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str])
 
 
 def check_text_column(place: str, schema: Any, column: str) -> None:
-    """Raise an InputError if a column of a pyarrow schema, if it is there, holds neither text nor nested values."""
+    """Raise an InputError if a pyarrow schema has the column and it holds neither text nor nested values."""
     from pyarrow import types
 
     name = name_in(column, schema.names)
@@ -116,10 +116,10 @@ def check_text_column(place: str, schema: Any, column: str) -> None:
 
 
 def text_of(row: "Row | BadRowError", column: str, place: Callable[[], str]) -> tuple[str, bytes]:
-    """Return the text in ``column`` and the same in UTF-8; both are empty if there is none.
+    """Return the text in ``column``, and the same text in UTF-8; both are empty if there is none.
 
-    A list of strings is joined if ``column`` is NAME:SEPARATOR, where a backslash with n or t is a line break or a tab.
-    BadRowError if the column is missing, or holds something that is not text; ``place`` names the row.
+    A list of strings is joined if ``column`` is NAME:SEPARATOR, in which a backslash with n or t is a line break or a
+    tab. Raise a BadRowError if the column is missing or does not hold text; ``place`` names the row.
     """
     if isinstance(row, BadRowError):
         raise row
@@ -153,7 +153,7 @@ def is_empty(value: Any) -> bool:
 
 
 def columns_beside_text(row: Row, text_column: str) -> set[str]:
-    """Return the columns of a row with text that have something in them and are not its text."""
+    """Return the columns of a row, other than its text, that are not empty."""
     name = name_in(text_column, row)
     return {column for column, value in row.items() if column != name and not is_empty(value)}
 
@@ -170,20 +170,20 @@ def missing_column(place: str, column: str, columns: Any) -> InputError:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the form that chat templates take."""
+    """A conversation in the form for chat templates."""
 
     messages: list[Message]
     """``role`` is system, user, assistant or tool, ``content`` is text; other keys are as given, except ``TRAINED``."""
     num_prompt_messages: int = 0
-    """The messages at the start that are a prompt, in which no turn of the assistant is supervised."""
+    """The number of messages at the start that are a prompt, in which no turn of the assistant is supervised."""
     tools: list[Any] | None = None
     """JSON schemas of the tools that may be called."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets besides messages and tools, by name."""
+    """The values that the chat template gets in addition to messages and tools, by name."""
     is_undesirable: bool = False
-    """Whether the answer is one to avoid (of rows for KTO)."""
+    """Whether the answer is one to avoid (in rows for KTO)."""
     unused: frozenset[str] = frozenset()
-    """The columns of the row, and keys of its turns, of which nothing was made."""
+    """The columns of the row, and keys of its turns, that were not used."""
 
     @property
     def conversations(self) -> "tuple[Chat, ...]":
@@ -194,13 +194,13 @@ class Chat:
         return self
 
     def with_messages(self, messages: list[Message]) -> "Chat":
-        """Return the chat with its messages replaced by as many others."""
+        """Return the chat with its messages replaced by the same number of others."""
         return replace(self, messages=messages)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair: two conversations with one beginning; the first is the better one."""
+    """A preference pair: two conversations that begin alike, of which the first is the better one."""
 
     prompt: list[Message]  # the longest common beginning; ``chosen`` and ``rejected`` begin with the assistant's turn
     chosen: list[Message]
@@ -212,12 +212,12 @@ class Pair:
 
     @property
     def conversations(self) -> tuple[Chat, ...]:
-        """The conversation with the chosen answer, and that with the rejected one."""
+        """The conversation with the chosen answer, and the one with the rejected answer."""
         return (self._chat(self.chosen), self._chat(self.rejected))
 
     @property
     def joined(self) -> Chat:
-        """The prompt and both answers, each once, as one conversation."""
+        """The prompt and both answers as one conversation."""
         return self._chat(self.chosen + self.rejected)
 
     def _chat(self, answer: list[Message]) -> Chat:
@@ -230,7 +230,7 @@ class Pair:
         )
 
     def with_messages(self, messages: list[Message]) -> "Pair":
-        """Return the pair with the messages of ``joined`` replaced by as many others."""
+        """Return the pair with the messages of ``joined`` replaced by the same number of others."""
         chosen_start = len(self.prompt)
         rejected_start = chosen_start + len(self.chosen)
         return replace(
@@ -242,7 +242,7 @@ class Pair:
 
 
 def is_blank(chat: Chat) -> bool:
-    """Return whether nobody says, thinks or calls anything in a conversation."""
+    """Return whether a conversation has no text, no thoughts and no tool calls."""
     return not any(says_something(message) for message in chat.messages)
 
 

@@ -1,7 +1,7 @@
 """Read the rows of one local file: txt, md, csv, json, jsonl or parquet, plain or compressed with gzip or zstandard.
 
 The loaders of ``datasets`` are not used, because they change documents ("NA" in a csv becomes None, strings that look
-like dates become dates) and report bad JSON or bad UTF-8 without its place.
+like dates become dates) and report bad JSON or bad UTF-8 without its location.
 """
 
 import codecs
@@ -34,12 +34,12 @@ from fabric_train.reading.listing import FilePart, ListedFile, file_suffix, is_c
 class FileReader:
     """An iterable over the rows of a part as (number, row); ``number`` counts from 1 within the part.
 
-    A ``BadRowError`` takes the place of a row that cannot be used. InputError if the file is damaged or of another
+    A row that cannot be used is replaced by a ``BadRowError``. InputError if the file is damaged or of another
     kind.
 
     Args:
         part: the part of a file.
-        columns: the columns to read of parquet; a txt or md file is one row with the first of them.
+        columns: the columns to read from parquet; a txt or md file is one row with the first of them.
 
     Attributes:
         position: the part's bytes up to the end of the last row; an estimate for compressed files, JSON arrays and
@@ -72,7 +72,7 @@ class FileReader:
         self.position = self.part.num_bytes
 
     def sha256(self) -> bytes:
-        """Return the SHA-256 of a file read at once, ``NO_SHA256`` for others; InputError if it has changed."""
+        """Return the SHA-256 of a file read at once, or ``NO_SHA256`` for others; InputError if it has changed."""
         if self.content is None:
             return listing.NO_SHA256
         if self._file_after_reading != self.part.file:
@@ -171,7 +171,7 @@ def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FileP
 
 
 def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
-    """Yield the whole file as one row."""
+    """Yield the full file as one row."""
     path = reader.part.name
     with open_decompressed(reader.part.file, reader.content) as file:
         data = file.read()
@@ -229,7 +229,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
 
 
 def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any:
-    """Parse a line that orjson rejects, such as one with NaN or a lone surrogate, or one that may repeat a key."""
+    """Parse a line that orjson rejects, such as one with NaN or a lone surrogate, or that may repeat a key."""
     text = _decode(line, reader.part.name, start)
     try:
         return _parse_json(text.strip(), reader.columns)
@@ -238,7 +238,7 @@ def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any
 
 
 def _check_is_object(row: Any, reader: FileReader, number: int) -> Row | BadRowError:
-    """Return the row, or the fault of a value that is no JSON object."""
+    """Return the row, or raise a fault if the value is not a JSON object."""
     if isinstance(row, dict):
         return row
     column = name_in(reader.columns[0], ())
@@ -288,7 +288,7 @@ def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
 
 
 def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
-    """Yield the rows below the header; a row with a fault is bad, a faulty header is an InputError."""
+    """Yield the rows below the header; a row with a fault is a bad row, a faulty header is an InputError."""
     path = reader.part.name
     csv.field_size_limit(sys.maxsize)
     with (
@@ -323,7 +323,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 
 def _find_undecodable(fields: list[str]) -> str | None:
-    """Return the fault of fields that hold bytes as surrogates, None if none does."""
+    """Return the fault of fields that hold bytes as surrogates; None if no field does."""
     try:
         "".join(fields).encode()
     except UnicodeEncodeError as error:
@@ -333,7 +333,7 @@ def _find_undecodable(fields: list[str]) -> str | None:
 
 
 def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of the part's row groups, with the columns to read."""
+    """Yield the rows of the part's row groups, with only the columns to read."""
     from pyarrow import parquet
 
     part = reader.part
@@ -365,7 +365,7 @@ def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
 
 @contextmanager
 def _whole_parquet(path: str) -> Iterator[None]:
-    """Turn the errors that pyarrow raises for a damaged file into InputError."""
+    """Turn the errors that pyarrow raises for a damaged file into an InputError."""
     import pyarrow
 
     try:
@@ -382,7 +382,7 @@ def _whole_parquet(path: str) -> Iterator[None]:
 
 
 def _parse_json(text: str, columns: Sequence[str]) -> Any:
-    """Parse JSON in which no object has one of ``columns`` twice."""
+    """Parse JSON, and raise an error if an object has one of ``columns`` twice."""
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)

@@ -1,4 +1,4 @@
-"""Open and read datasets of the ``datasets`` library: save_to_disk folders, and datasets on the hub, also streamed."""
+"""Open and read datasets of the ``datasets`` library: save_to_disk folders, and hub datasets, which may be streamed."""
 
 import os
 import re
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
 
 _HELD_OUT = frozenset(["test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout"])
-"""How the names of splits begin that are not there to train on."""
+"""The beginnings of the names of splits that are not for training."""
 _SAVED = ("dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
 class DatasetName:
-    """A dataset as ``NAME:SUBSET:SPLIT@REVISION``; all but the name may be left out. Splits are joined by +."""
+    """A dataset written as ``NAME:SUBSET:SPLIT@REVISION``, where all but the name may be left out. + joins splits."""
 
     name: str
     subset: str | None
@@ -57,7 +57,7 @@ def is_hub_name(value: str) -> bool:
 
 
 def errors_of_datasets() -> tuple[type[Exception], ...]:
-    """Return what ``datasets`` raises when there is no network or dataset, or a dataset's files or README are wrong."""
+    """Return the errors that ``datasets`` raises without a network or dataset, or for wrong files or a wrong README."""
     import httpx
     import yaml
     from datasets.exceptions import DatasetsError
@@ -67,10 +67,10 @@ def errors_of_datasets() -> tuple[type[Exception], ...]:
 
 
 def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
-    """Return an error of one line for ``value`` of ``option``.
+    """Return an error in one line for the ``value`` of ``option``.
 
-    The class of ``error`` decides what the line says, since messages of the hub are long. ``is_folder`` says that
-    ``value`` is a local folder, of which the hub knows nothing.
+    The class of ``error`` decides the text, since the hub's messages are long. ``is_folder`` says that
+    ``value`` is a local folder, so that the hub is not mentioned.
     """
     classes = {base.__name__ for base in type(error).__mro__}  # by name: their modules are slow to import
     message = first_line(error)
@@ -112,7 +112,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class _SplitSource:
-    """What all sources of splits have in common; ``FileSource`` describes the members of sources."""
+    """The base class of sources that are splits; ``FileSource`` describes the members of sources."""
 
     name: str
     splits: dict[str, Any]  # the splits that are read, by name
@@ -177,7 +177,7 @@ class DatasetSource(_SplitSource):
 
 @dataclass(frozen=True)
 class StreamSource(_SplitSource):
-    """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one file there."""
+    """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one of its files."""
 
     hub: DatasetName
     files: ListedFiles = field(default_factory=ListedFiles)
@@ -246,7 +246,7 @@ class RowReader:
         self.position = self._part.num_bytes
 
     def _without_filling(self, row: dict[str, Any]) -> Row:
-        """Return the row with the keys that it had before it was in a table; JSON of ``datasets`` is parsed already."""
+        """Return the row with the keys that it had before it was in a table; ``datasets`` has already parsed JSON."""
         features = self._rows.features
         if features is None:  # of a stream whose files do not say what is in them
             return {name: without_nulls(value) for name, value in row.items()}
@@ -271,12 +271,12 @@ class RowReader:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
+    """Return whether ``save_to_disk`` of ``datasets`` wrote a folder."""
     return any((folder / mark).is_file() for mark in _SAVED)
 
 
 def open_saved(name: str, option: str, folder: Path, split: str | None) -> DatasetSource:
-    """Open a ``save_to_disk`` folder that ``option`` names; InputError if it is not whole, or has no such split."""
+    """Open a ``save_to_disk`` folder that ``option`` names; InputError if it is incomplete, or has no such split."""
     import datasets
 
     from fabric_train.token_dataset.token_folder import check_listed_files
@@ -300,7 +300,7 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
 
 
 def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
-    """Open a dataset on the hub that ``option`` names; download it, unless it is to be streamed."""
+    """Open a hub dataset that ``option`` names, and download it unless it is streamed."""
     print(f"asking the hub for {name}", file=sys.stderr)
     builder = open_builder(name, option, dataset.name, dataset)
     data_files = builder.config.data_files or {}
@@ -324,7 +324,7 @@ def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> Data
 
 
 def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "DatasetBuilder":
-    """Return what loads a dataset from the hub or the folder ``path``; InputError if there is no such dataset."""
+    """Return the builder of a dataset on the hub or in the folder ``path``; InputError if there is no such dataset."""
     import datasets
     from huggingface_hub.utils import logging as huggingface_logging
 
@@ -338,7 +338,7 @@ def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "Da
 
 
 def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: str | None) -> "dict[str, Any]":
-    """Return the ``wanted`` splits, joined by +, which must exist; by default those that are there to train on."""
+    """Return the ``wanted`` splits, joined by +, which must exist; by default the splits for training."""
     splits_by_name = {str(split): rows for split, rows in splits.items()}
     if wanted is None:
         selected = train_splits(list(splits_by_name))
@@ -351,9 +351,9 @@ def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: 
 
 
 def train_splits(names: Sequence[str]) -> list[str]:
-    """Return the splits to train on: train; or those such as train_sft; or those that are not held out; or all.
+    """Return the splits for training: train, or those such as train_sft, or those that are not held out, or all.
 
-    A split such as train_gen has prompts whose answers are to be generated, as in HuggingFaceH4/ultrachat_200k.
+    A split such as train_gen has prompts for generating answers, as in HuggingFaceH4/ultrachat_200k.
     """
     if "train" in names:
         return ["train"]
@@ -367,7 +367,7 @@ def train_splits(names: Sequence[str]) -> list[str]:
 
 
 def describe_splits(read_splits: Iterable[str], all_splits: Iterable[str]) -> str:
-    """Return which splits are read for people, and which are not."""
+    """Return a sentence that says which splits are read and which are not."""
     names = list(read_splits)
     description = ", ".join(names)
     unread_names = [name for name in all_splits if name not in names]

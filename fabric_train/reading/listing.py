@@ -1,7 +1,7 @@
-"""List local files, open text of them, hash them, and check later that they are still the same.
+"""List local files, open their text, hash them, and check later that they have not changed.
 
-A folder is listed with the folders that links in it lead to, each real folder once. Whatever cannot be read to an end,
-such as a named pipe, is refused here, before anything opens it.
+A folder is listed with the folders that its links lead to, each real folder once. Anything that cannot be read to an
+end, such as a named pipe, is refused here, before anything opens it.
 """
 
 import glob
@@ -54,7 +54,7 @@ _FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A regular file as it was when it was listed: its path as text, size in bytes, times of the last change in ns.
+    """A regular file at the time of listing: its path as text, size in bytes, and times of the last change in ns.
 
     A program can set ``mtime_ns`` back, but not ``ctime_ns``, which changes with permissions and links too.
     """
@@ -66,12 +66,12 @@ class ListedFile:
 
     @property
     def path(self) -> Path:
-        """The path; making it takes longer than a system call, so that code for many files uses ``name``."""
+        """The path; creating it takes longer than a system call, so code for many files uses ``name``."""
         return Path(self.name)
 
 
 class ListedFiles(Sequence[ListedFile]):
-    """Files in 32 bytes each and their paths; there may be millions of them. ``sizes`` are in bytes."""
+    """Files, of which there may be millions, stored in 32 bytes each and their paths. ``sizes`` are in bytes."""
 
     def __init__(self, files: Iterable[ListedFile] = ()) -> None:
         names = bytearray()
@@ -107,7 +107,7 @@ class ListedFiles(Sequence[ListedFile]):
 class Listing:
     """Files in the order of their paths, compared folder by folder.
 
-    ``others`` are the numbers of files that were not wanted, by suffix, or by name if they are about the data.
+    ``others`` are the numbers of unwanted files, by suffix, or by name if they are about the data.
     ``repeated`` are links to folders that are listed under another path, such as links to a folder above them.
     """
 
@@ -132,7 +132,7 @@ def list_file(path: str | Path) -> ListedFile:
 
 
 def is_about_data(name: str) -> bool:
-    """Return whether a name or pattern means a README, a licence or the like, and no document."""
+    """Return whether a name or pattern means a README, a licence or the like, rather than a document."""
     return _ABOUT_DATA.fullmatch(os.path.basename(name)) is not None
 
 
@@ -144,7 +144,7 @@ def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
 
 
 def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
-    """List the files whose paths match a pattern; ``**``, a whole part of it, stands for any number of folders."""
+    """List the files whose paths match a pattern, in which the component ``**`` stands for any number of folders."""
     from fsspec.utils import glob_translate  # type: ignore[import-untyped]
 
     head, recursive, _ = pattern.partition("**")
@@ -224,7 +224,7 @@ def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
 
 
 def read_file(file: ListedFile) -> tuple[bytes, ListedFile]:
-    """Return a file's content, up to its listed size, and the file as it is now, in four calls of the system."""
+    """Return a file's content, up to its listed size, and its current state, in four system calls."""
     descriptor = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, file.size)
@@ -265,7 +265,7 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
     Args:
         root: the folder to which the recorded paths are relative.
         files: the files.
-        digests: their SHA-256, uint8 [files, 32].
+        digests: the files' SHA-256, uint8 [files, 32].
     """
     folder = "" if root == Path() else os.path.join(root, "")
     records: list[SourceFile] = []
@@ -276,9 +276,10 @@ def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[S
 
 
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
-    """Check that size and ``mtime_ns`` of a file are still what they were when it was listed.
+    """Check that a file's size and ``mtime_ns`` have not changed since it was listed.
 
-    With ``digest``, its SHA-256, it is hashed again if only ``ctime_ns`` differs. InputError if it changed or is gone.
+    With ``digest``, its SHA-256, it is hashed again if only ``ctime_ns`` differs. InputError if it has changed or is
+    gone.
     """
     try:
         now = list_file(file.name)
@@ -301,11 +302,11 @@ class FilePart:
 
     file: ListedFile
     num_bytes: int
-    """Its size; that of row groups is their uncompressed size."""
+    """The size; for row groups, the uncompressed size."""
     start: int = 0
     """The first byte, or row group. A line belongs to the part in which it begins."""
     stop: int | None = None
-    """The byte, or row group, after the last one; None for a whole file."""
+    """The byte, or row group, after the last one; None for a full file."""
     origin: int = 0
     """The number of the file in its source."""
 
@@ -315,12 +316,12 @@ class FilePart:
 
     @property
     def is_read_at_once(self) -> bool:
-        """Whether it is a whole file, small enough that its reader has all of it in memory and can hash it."""
+        """Whether this is a full file that is small enough for its reader to have in memory and hash."""
         return self.stop is None and self.file.size <= READ_AT_ONCE
 
 
 class PackedParts(Sequence[FilePart]):
-    """Parts of some ``files`` in 32 bytes each."""
+    """Parts of ``files``, stored in 32 bytes each."""
 
     def __init__(self, files: ListedFiles, parts: Iterable[FilePart]) -> None:
         self._files = files
@@ -340,7 +341,7 @@ class PackedParts(Sequence[FilePart]):
 
 
 def file_suffix(name: str | Path) -> str:
-    """Return the lower-case suffix that names the kind of file, without a compression's."""
+    """Return the lower-case suffix that names the kind of file, without the suffix of a compression."""
     stem, suffix = os.path.splitext(os.fspath(name).lower())
     if suffix in COMPRESSIONS:
         _, suffix = os.path.splitext(stem)
@@ -354,7 +355,7 @@ def is_compressed(name: str | Path) -> bool:
 
 @contextmanager
 def open_decompressed(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
-    """Open a file, or its ``content``, at its beginning, decompressed; InputError if it is no text or damaged."""
+    """Open a file, or its ``content``, decompressed; InputError if it is not text, or is damaged."""
     with open(file.name, "rb") if content is None else io.BytesIO(content) as raw:
         if not is_compressed(file.name):
             _check_is_text(file.name, raw.read(8))
@@ -403,7 +404,7 @@ class _CountedStream(io.RawIOBase):
 
 
 class _Decompressed(io.BufferedReader):
-    """The content of a compressed file, buffered; ``position_in`` estimates the position in the file."""
+    """The buffered content of a compressed file; ``position_in`` estimates the position in the file."""
 
     def __init__(self, stream: Any, compressed: BinaryIO) -> None:
         self.content = _CountedStream(stream)
@@ -412,7 +413,7 @@ class _Decompressed(io.BufferedReader):
 
 
 def position_in(file: BinaryIO) -> int:
-    """Return the position in a file; in a compressed one, in proportion to the content that was taken."""
+    """Return the position in a file; for a compressed file, in proportion to the content that was read."""
     if isinstance(file, _Decompressed):
         return file.compressed.tell() * file.tell() // max(1, file.content.num_read)
     return file.tell()

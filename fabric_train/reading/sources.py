@@ -36,11 +36,11 @@ class FileSource:
     All sources have the same members:
 
     - ``notes``: lines for the user.
-    - ``files``: the local files that it consists of, as they were when it was opened.
-    - ``num_origins``: number of its files or splits, in the order of ``record``; each part has the ``origin``, from 0.
+    - ``files``: the local files of the source, as they were when it was opened.
+    - ``num_origins``: the number of files or splits, in the order of ``record``; each part has its ``origin``, from 0.
     - ``num_bytes``: size of the source; 0 if it is unknown.
     - ``parts(part_bytes)``: yields the source's parts in order, each of about ``part_bytes`` bytes if its kind allows.
-    - ``pack(parts)``: returns parts in little memory.
+    - ``pack(parts)``: returns the parts in a form that needs little memory.
     - ``reader(part, columns)``: returns an iterable over the rows of a part.
     - ``identity(part)``: returns a string that changes if the part changes; None if there is no such string.
     - ``record(digests)``: returns the record for the manifest, with the SHA-256 of its files, uint8 [files, 32].
@@ -85,12 +85,12 @@ Source = FileSource | hf_datasets.DatasetSource | hf_datasets.StreamSource
 
 
 def split_names(values: Sequence[str], option: str) -> list[tuple[str, str]]:
-    """Return the name and the place (path, pattern, URL or hub name) of each source that ``option`` gives.
+    """Return the name and the place (path, pattern, URL or hub name) of each source in ``option``.
 
     The text before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like
-    a name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
-    name are one source. InputError if NAME=PLACE is also a path that exists; or the name is ``all``, which means all
-    sources wherever losses are shown by source.
+    a name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources with the
+    same name are one source. InputError if NAME=PLACE is also an existing path, or if the name is ``all``, which means
+    all sources wherever losses are shown by source.
     """
     faults: list[str] = []
     sources: list[tuple[str, str]] = []
@@ -113,14 +113,14 @@ def split_names(values: Sequence[str], option: str) -> list[tuple[str, str]]:
 
 
 def _is_path_or_pattern(value: str) -> bool:
-    """Return whether a path is there, or a pattern matches one."""
+    """Return whether a path exists, or a pattern matches one."""
     if os.path.lexists(value):
         return True
     return glob.has_magic(value) and any(glob.iglob(value))
 
 
 def place_of(value: str) -> str:
-    """Return the place of a source that was accepted by :func:`split_names`."""
+    """Return the place of a source that :func:`split_names` has accepted."""
     match = _NAMED.fullmatch(value)
     if match is None:
         return value
@@ -128,7 +128,7 @@ def place_of(value: str) -> str:
 
 
 def open_each(open_item: Callable[[Item], Opened], items: Iterable[Item]) -> list[Opened]:
-    """Return what ``open_item`` returns for each item; an InputError has the faults of all, each once."""
+    """Return the result of ``open_item`` for each item; an InputError has the faults of all items, each once."""
     opened_items: list[Opened] = []
     faults: dict[str, None] = {}
     for item in items:
@@ -142,9 +142,9 @@ def open_each(open_item: Callable[[Item], Opened], items: Iterable[Item]) -> lis
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
-    """Open every source of ``option``; files of URLs are saved in ``downloads``.
+    """Open every source in ``option``; the files of URLs are saved in ``downloads``.
 
-    InputError with a line for each fault.
+    Raises an InputError with a line for each fault.
     """
     return open_each(lambda name: _open_source(name, option, stream, downloads), names)
 
@@ -191,7 +191,7 @@ def _open_source(name: str, option: str, stream: bool, downloads: Path) -> Sourc
 
 
 def check_name(name: str, option: str) -> None:
-    """Raise an InputError if a name is no file, folder, pattern or URL, and cannot be a hub name. Nothing is opened."""
+    """Raise an InputError if a name is no file, folder, pattern or URL, and cannot be a hub name; open nothing."""
     if "://" in name or glob.has_magic(name) or os.path.lexists(Path(name).expanduser()):
         return
     dataset = hf_datasets.parse_dataset_name(name)
@@ -206,9 +206,9 @@ def _is_document(path: str) -> bool:
 
 
 def _open_files(name: str, option: str, description: str, root: Path, listing: listings.Listing) -> FileSource:
-    """Return a source of listed files with notes about what is skipped; InputError if there is no file to read.
+    """Return a source of listed files, with notes about skipped ones; InputError if there is no file to read.
 
-    ``description`` says what was listed.
+    ``description`` describes what was listed.
     """
     num_skipped = listing.others.total()
     if not listing.files:
@@ -234,7 +234,7 @@ def _open_files(name: str, option: str, description: str, root: Path, listing: l
 
 
 def _is_copy_of_hub(folder: Path) -> bool:
-    """Return whether a folder has subsets and splits as datasets on the hub do: in its README.md, or as file names."""
+    """Return whether a folder has subsets and splits like a hub dataset, in its README.md or as file names."""
     # data/train-00000-of-00002.parquet and data/test-00000-of-00001.parquet: not all splits are read
     splits: set[str] = set()
     for shard in (folder / "data").glob("*-of-*"):
@@ -279,7 +279,7 @@ def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetNam
 def _open_url(url: str, option: str, folder: Path) -> FileSource:
     """Download the file, or the readable files of a pattern, into ``folder``, unless they are there.
 
-    Then processes can read parts of one file, it can be hashed, and a restart need not download it again.
+    Processes can then read parts of one file, it can be hashed, and a restart need not download it again.
     """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -336,7 +336,7 @@ def _file_name(path: str) -> str:
 
 
 def _reason(error: BaseException, url: str) -> str:
-    """Return why a file cannot be fetched: most of fsspec's errors only repeat the address, and their cause says it."""
+    """Return why a file cannot be fetched; most of fsspec's errors only repeat the address, their causes say why."""
     reason = first_line(error)
     if not url.endswith(reason):
         return reason

@@ -44,7 +44,7 @@ _TOKENS_PER_READ = 1 << 22
 
 
 def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowPlan]]) -> None:
-    """Raise InputError if the disk of ``folder`` has no room for the tokens and labels of some splits."""
+    """Raise an InputError if the disk of ``folder`` has no room for the tokens and labels of some splits."""
     _, first_plan = splits[0]
     max_length = first_plan.max_length
     num_rows = 0
@@ -72,19 +72,19 @@ def _bytes_per_row(max_length: int, *, with_labels: bool) -> int:
 def write_split(
     folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int, num_proc: int = 1
 ) -> tuple[int, np.ndarray]:
-    """Write the planned rows into the new folder ``folder``, in files of about 512 MiB.
+    """Write the planned rows to the new folder ``folder``, in files of about 512 MiB.
 
     The columns of a row of ``max_length`` tokens:
 
     - ``input_ids``: int32 [max_length], with padding at the end of the row.
     - ``document_starts``: list of int32, the positions at which pieces of documents begin. Position 0 is included only
-      if a document begins there, not if the row continues one. Any other position is also included if its piece is a
-      window of a document that began in another row. So tokens on the two sides of such a position never belong to the
-      same document.
-      A preference pair has two entries: where its chosen and where its rejected sequence begins. So has an unpaired
-      answer: where its prompt with its answer, and where the same prompt with another row's answer begins.
+      if a document begins there, and not if the row continues one. Any other position is also included if its piece is
+      a window of a document that began in another row. So tokens on the two sides of such a position never belong to
+      the same document. A preference pair has two entries: where its chosen and where its rejected sequence begins. An
+      unpaired answer has two as well: where its prompt with its answer, and where the same prompt with another row's
+      answer begins.
     - ``labels``: int32 [max_length], ``input_ids`` with -100 for tokens that are not supervised: masked tokens,
-      repeated tokens and padding. The column is missing if there are none of these: the documents have no masks, and
+      repeated tokens and padding. The column is missing if there are no such tokens: the documents have no masks, and
       the plan neither repeats tokens nor pads.
 
     Documents ``B a b E`` and ``B c d e f g E`` (B and E are BOS and EOS, P is padding) in rows of 5, with one token of
@@ -99,7 +99,7 @@ def write_split(
         documents: the encoded documents.
         plan: the rows.
         pad_token_id: the token at the end of rows that are not full.
-        num_proc: processes, which write a file at a time.
+        num_proc: the number of processes, each of which writes a file at a time.
 
     Returns:
         The number of tokens whose label is not -100, and the checksums of the rows, CHECKSUM [rows].
@@ -146,7 +146,7 @@ def write_split(
 
 @dataclass(frozen=True)
 class _WrittenFile:
-    """What was counted while a file was written."""
+    """The counts from writing a file."""
 
     num_supervised: int  # tokens
     checksums: np.ndarray  # CHECKSUM [rows of the file]
@@ -154,7 +154,7 @@ class _WrittenFile:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows, as ``row_checksums`` takes them."""
+    """Some rows, as the arguments of ``row_checksums``."""
 
     input_ids: np.ndarray  # int32 [tokens of all rows]
     labels: np.ndarray | None  # int32 [tokens of all rows]
@@ -182,7 +182,7 @@ class _SplitFiles:
     rejected_at: np.ndarray | None  # int64 [documents], where rejected sequences begin
 
     def write(self, index: int) -> _WrittenFile:
-        """Write the file with this index, in record batches of some 250,000 tokens."""
+        """Write the file with this index, in record batches of about 250,000 tokens."""
         import pyarrow
 
         schema = _schema(self.features)
@@ -250,7 +250,7 @@ class _SplitFiles:
         )
 
     def describe(self, index: int) -> str:
-        """Return what a process reads to write a file."""
+        """Describe what a process reads to write a file."""
         return f"the tokens for {self.names[index]}"
 
 
@@ -268,7 +268,7 @@ def _record_batch(rows: _Rows, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch
 
 
 def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, _WrittenFile]]:
-    """Write all files of a split, and yield the index of each with what was counted."""
+    """Write all files of a split, and yield the index and the counts of each."""
     num_files = len(files.names)
     num_proc = min(num_proc, num_files)
     if num_proc == 1 or sys.platform != "linux":  # elsewhere each process would get a copy of the plan
@@ -292,7 +292,7 @@ def write_index(
 
     Args:
         folder: the folder of the split.
-        plan: its rows.
+        plan: the rows of the split.
         documents: DOCUMENT [entries of ``plan.order``].
         checksums: CHECKSUM [rows].
         is_desirable: the labels of unpaired answers, bool [entries of ``plan.order``]; None for other documents.
@@ -333,7 +333,7 @@ def write_index(
 
 
 def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
-    """Return the ledger of each source in the plan, by name; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
+    """Return the ledger of each source in the plan by name; ``documents`` are DOCUMENT [entries of ``plan.order``]."""
     source_of_document = sources.sources_of(documents["file"])
     source_of_piece = source_of_document[plan.entries]
 
@@ -378,7 +378,7 @@ def _int32(values: np.ndarray) -> "pyarrow.Array":
 
 
 def _features(max_length: int, *, with_labels: bool) -> dict[str, Any]:
-    """Return the columns in the JSON form of ``datasets.Features``."""
+    """Return the columns as the JSON of ``datasets.Features``."""
     token = {"dtype": "int32", "_type": "Value"}
     row = {"feature": token, "length": max_length, "_type": "List"}
     features = {"input_ids": row, "document_starts": {"feature": token, "_type": "List"}}

@@ -1,6 +1,6 @@
-"""Check that the files of all parts are as long as they were when they were merged, before their rows are used.
+"""Check, before their rows are used, that the files of all parts are as long as when they were merged.
 
-Sizes are in ``parts.json``, so no row is read. Of each part, only its manifest, the sizes of its files of rows and the
+Sizes are in ``parts.json``, so no row is read. For each part, only its manifest, the sizes of its files of rows and the
 headers of its index are read. Changed content of the same size is found by the checksum of a row, when the row is read.
 """
 
@@ -15,7 +15,7 @@ from fabric_train.token_dataset.parts import TOKENIZE_AGAIN, Parts, PartSplit, m
 
 
 def check_parts(parts: Parts) -> None:
-    """Raise an InputError that names the first file of a part that is missing, of another size, or damaged."""
+    """Raise an InputError that names the first file of a part that is missing, damaged, or of a different size."""
     for part_index, part in enumerate(parts.record.parts):
         parts.check(part_index)
         for split_name, split in part.splits.items():

@@ -1,6 +1,6 @@
-"""The document index of a split: which documents are in which row, where each comes from, and how to find one.
+"""Read the document index of a split: which documents are in which row, and where each comes from.
 
-Four arrays are stored next to the rows, in numpy's files, which are memory-mapped and never read as a whole::
+Up to five arrays are stored next to the rows, in numpy files, which are memory-mapped and never read in full::
 
     train/index/documents.npy      DOCUMENT [documents], in the order in which they begin in the rows, then the others
                 rows.npy           ROW [rows + 1], the documents and continuations before each row
@@ -9,8 +9,8 @@ Four arrays are stored next to the rows, in numpy's files, which are memory-mapp
                 desirable.npy      LABEL [documents], only of unpaired answers: whether each is desirable
 
 So row r has the documents ``rows["documents"][r] : rows["documents"][r + 1]`` from their beginning on, and the
-continuations of the same range of ``rows["continuations"]``; ``ordinal`` is the number of the piece in its row.
-The names of files and sources are in ``manifest.json``: ``file`` counts the files (of a dataset, the splits) of all its
+continuations of the same range of ``rows["continuations"]``; ``ordinal`` is the number of the piece in its row. The
+names of files and sources are in ``manifest.json``: ``file`` counts the files (for a dataset, the splits) of all its
 ``sources`` in order. A document takes 16 bytes, a row 24 and a continuation 20. Indexes of older versions have no
 checksums.
 """
@@ -73,7 +73,7 @@ class DocumentOrigin:
 
 
 class SourceTable:
-    """All sources of a manifest by name, also of --validation_dataset, and their files, numbered as in the index."""
+    """All sources of a manifest by name, including --validation_dataset, and their files, numbered as in the index."""
 
     def __init__(self, records: Sequence[SourceRecord]) -> None:
         self.names = tuple(dict.fromkeys(record.name for record in records))
@@ -110,7 +110,7 @@ class SourceTable:
 
 
 class DocumentIndex:
-    """The index of one split, read from disk when it is asked for; opening it takes the same time for any size."""
+    """The index of one split, which is read from disk on request; opening it takes the same time for any size."""
 
     documents: Any  # DOCUMENT [documents], as an array or as joined records, like the other two
     rows: Any  # ROW [rows + 1]
@@ -124,9 +124,9 @@ class DocumentIndex:
         Args:
             folder: the folder of the split.
             sources: the names of sources and files.
-            max_length: tokens of a row.
-            num_documents: from the ledger.
-            num_rows: from the ledger.
+            max_length: the number of tokens in a row.
+            num_documents: the number of documents in the ledger.
+            num_rows: the number of rows in the ledger.
 
         Raises:
             InputError: a file is missing or damaged, or not as long as the manifest says.
@@ -155,7 +155,7 @@ class DocumentIndex:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows; ``rows`` ends with one more record, at which the last row ends."""
+        """The number of rows; ``rows`` has one more record, at which the last row ends."""
         return len(self.rows) - 1
 
     @property
@@ -211,11 +211,11 @@ class DocumentIndex:
         return IndexedPieces(rows_of_pieces, positions, documents, starts, lengths, repeated, num_bytes)
 
     def _ranges(self, starts_of_rows: np.ndarray, ends_of_rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first document or continuation of each row, and their number, int64 [R] each.
+        """Return the first document or continuation of each row, and how many it has, int64 [R] each.
 
         Args:
             starts_of_rows: ROW [R].
-            ends_of_rows: ROW [R], of the rows after these.
+            ends_of_rows: ROW [R], the records of the rows after these.
             name: "documents" or "continuations".
         """
         starts = starts_of_rows[name]
@@ -245,7 +245,7 @@ class DocumentIndex:
         return num_tokens.astype(np.int64).reshape(shape), num_bytes.astype(np.int64).reshape(shape)
 
     def main_sources(self) -> np.ndarray:
-        """Return the source that has the most tokens of each row, int64 [rows]; reads the index of the whole split."""
+        """Return the source with the most tokens in each row, int64 [rows]; reads the index of the entire split."""
         main_sources = [np.empty(0, int)]
         for start in range(0, self.num_rows, _ROWS_AT_ONCE):
             rows = np.arange(start, min(start + _ROWS_AT_ONCE, self.num_rows))
@@ -269,7 +269,7 @@ class DocumentIndex:
 class JoinedIndex(DocumentIndex):
     """The index of a split of a token dataset of parts, as a full merge of the parts would have written it.
 
-    Nothing is read until it is asked for, and then only from the parts that have it.
+    Records are only read on request, and only from the parts that have them.
     """
 
     def __init__(self, parts: Parts, split: str, sources: SourceTable, *, has_labels: bool) -> None:
@@ -320,7 +320,7 @@ class JoinedIndex(DocumentIndex):
 
 
 def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentIndex | None:
-    """Open the document index of a split of ``folder``, None in older versions; InputError if it is damaged."""
+    """Open the document index of a split of ``folder``; None in older versions, InputError if it is damaged."""
     if manifest is None or not manifest.has_index or split not in manifest.ledger.splits:
         return None
     ledger = manifest.ledger.splits[split]
@@ -336,7 +336,7 @@ def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentI
 def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray | None) -> int:
     """Return the XXH3-64 hash of a row's tokens, its labels and the positions at which its documents begin.
 
-    Labels count only if some differ from ``input_ids``. So a split whose tokens are all supervised has the same
+    Labels only count if some differ from ``input_ids``. So a split whose tokens are all supervised has the same
     checksums with and without the column, which a merge may add. ``input_ids`` and ``labels`` are int32 [T],
     ``document_starts`` int32 [any number]; None for a column that the split does not have.
     """
@@ -351,7 +351,7 @@ def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_star
 def altered_rows(
     rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
 ) -> np.ndarray:
-    """Return the indices of the rows, as :func:`row_checksum` takes them, that do not have these CHECKSUM [rows]."""
+    """Return the indices of the rows, given as for :func:`row_checksum`, that do not have these CHECKSUM [rows]."""
     current_checksums = np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM)
     return np.flatnonzero(current_checksums != checksums)
 
@@ -359,7 +359,7 @@ def altered_rows(
 def row_checksums(
     input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray, offsets: np.ndarray
 ) -> np.ndarray:
-    """Return the checksums of R rows of T tokens, joined, CHECKSUM [R]; arguments as for :func:`row_checksum`.
+    """Return the checksums of R joined rows of T tokens, CHECKSUM [R]; for the arguments see :func:`row_checksum`.
 
     ``offsets`` are integers [R + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
     """

@@ -1,4 +1,4 @@
-"""Find documents, their rows and the rows of sources in a document index."""
+"""Find documents, their rows, and the rows of sources in a document index."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ class TokensInRow:
 
 
 def num_records(index: DocumentIndex) -> int:
-    """Return how many records a search for a document and for its rows reads."""
+    """Return the number of records that the search for a document and its rows reads."""
     return len(index.documents) + len(index.continuations)
 
 
 def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
-    """Return the files with a name, as indices in the document index, by their whole name.
+    """Return the files with a name, as indices in the document index, by their full name.
 
-    A file has the name if its whole name is ``name`` or, if there is no such file, ends with ``/name``. The same file
-    may come several times.
+    A file has the name if its full name is ``name`` or, if there is no such file, ends with ``/name``. The same file
+    may occur several times.
     """
     files_with_name: dict[str, list[int]] = {}
     files_with_ending: dict[str, list[int]] = {}
@@ -104,7 +104,7 @@ def _find_row(first_numbers: np.ndarray, number: int) -> int:
 
 
 def rows_of_sources(index: DocumentIndex, manifest: Manifest) -> dict[str, list[range]] | None:
-    """Return the rows that each source has, as ranges in their order; None if ``--weights`` mixed the sources.
+    """Return the rows of each source as ranges, in order; None if ``--weights`` mixed the sources.
 
     A row belongs to the source of its first token. Documents are in the order of the sources and their files, so the
     file of a row's first document never decreases, and binary search finds where each source begins.
@@ -124,7 +124,7 @@ def rows_of_sources(index: DocumentIndex, manifest: Manifest) -> dict[str, list[
 def _find_first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
     """Return for each file [n] the first row whose first document is in that file or in a later one.
 
-    The binary searches for all files take each step together.
+    The binary searches for all files run in parallel.
     """
     low = np.zeros(len(files), np.int64)
     high = np.full(len(files), index.num_rows)

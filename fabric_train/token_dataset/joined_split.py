@@ -1,4 +1,4 @@
-"""Read some rows of a split of a token dataset of parts; the rows stay in the files of the parts."""
+"""Read rows of a split of a token dataset of parts, which stay in the files of the parts."""
 
 import functools
 import mmap
@@ -29,7 +29,7 @@ from fabric_train.token_dataset.parts import (
 
 
 def check_joined_splits(parts: Parts) -> "dict[str, JoinedSplit]":
-    """Return the splits of a token dataset of parts; InputError if a file is missing, damaged or of another length."""
+    """Return the splits of a token dataset of parts; InputError if a file is missing, damaged or of a wrong length."""
     check_parts(parts)
     splits = {name: JoinedSplit(parts, name) for name in parts.split_names()}
     for split in splits.values():
@@ -39,7 +39,7 @@ def check_joined_splits(parts: Parts) -> "dict[str, JoinedSplit]":
 
 @dataclass(frozen=True)
 class _RowFile:
-    """A file of rows of a part."""
+    """A file with rows of a part."""
 
     part: int  # the index of the part
     path: Path
@@ -49,7 +49,7 @@ class _RowFile:
 
 @dataclass(frozen=True)
 class _BatchLocation:
-    """Where a record batch is."""
+    """The location of a record batch."""
 
     first_row: int  # in the joined split
     offset: int  # in the file, in bytes
@@ -57,7 +57,7 @@ class _BatchLocation:
 
 
 class JoinedSplit:
-    """The rows of a split of all parts, one part after the other."""
+    """The rows of a split from all parts, one part after the other."""
 
     def __init__(self, parts: Parts, name: str) -> None:
         self.parts = parts
@@ -85,11 +85,11 @@ class JoinedSplit:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of the rows, in the order of the rows."""
+        """The files with the rows, in the order of the rows."""
         return tuple(file.path for file in self._files)
 
     def check(self) -> None:
-        """Raise an InputError if the list of record batches, or of main sources, is not that of the parts' files."""
+        """Raise an InputError if the list of record batches, or of main sources, does not fit the parts' files."""
         batches = self._batches
         files = batches["file"].astype(np.int64)
         if (np.diff(files) < 0).any():  # the last one is the last of the files, see ``_batches``
@@ -139,7 +139,7 @@ class JoinedSplit:
         return ranges_by_source
 
     def take(self, rows: Sequence[int]) -> pa.Table:
-        """Return some rows in their order; InputError if a part is missing or has changed, or a file is damaged."""
+        """Return some rows in order; InputError if a part is missing or has changed, or if a file is damaged."""
         columns = self.column_names
         if not len(rows):
             return self.schema().empty_table().select(columns)
@@ -161,7 +161,7 @@ class JoinedSplit:
             yield values[start : rows.stop - location.first_row]
 
     def map_rows(self, file_index: int) -> "_MappedRows":
-        """Return a file of rows, mapped; InputError if it is missing, damaged or of another size."""
+        """Map a file of rows; InputError if it is missing, damaged or of a different size."""
         return _map_rows(self, file_index)
 
     def _location(self, batch: int) -> _BatchLocation:
@@ -183,14 +183,14 @@ class JoinedSplit:
 
     @functools.cached_property
     def _batches(self) -> np.ndarray:
-        """BATCH [record batches of all files]; the first begins with row 0, the last is in the last file."""
+        """BATCH [record batches of all files]: the first one begins with row 0, the last one is in the last file."""
         batches = map_array(self.parts.folder / self.name / BATCHES, BATCH, MERGE_AGAIN)
         if not len(batches) or batches["row"][0] or batches["file"][-1] != len(self._files) - 1:
             raise self._damaged()
         return batches
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the mapped file out, which would be pickled as a whole."""
+        """Leave out the mapped file, of which pickle would copy everything."""
         return {name: value for name, value in self.__dict__.items() if name != "_batches"}
 
 
@@ -204,7 +204,7 @@ class _MappedRows:
     schema: pa.Schema
 
     def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
-        """Return columns of the record batch at a byte of the file; in a part without labels, all tokens are labels."""
+        """Return columns of the record batch at a byte of the file; a part without labels has the tokens as labels."""
         if offset >= self.buffer.size:
             raise InputError(f"{self.path} ends before byte {offset:,}, where rows should begin; {MERGE_AGAIN}")
         self.mapped.madvise(mmap.MADV_DONTNEED)  # pages of rows read before would count as memory of this process
@@ -222,7 +222,7 @@ class _MappedRows:
 
 @functools.lru_cache(maxsize=MOST_OPEN)
 def _map_rows(split: JoinedSplit, file_index: int) -> _MappedRows:
-    """Map a file of rows; a process has at most 64 of them mapped, and closes the one unused for longest."""
+    """Map a file of rows; a process maps at most 64 of them, and closes the least recently used one."""
     file = split._files[file_index]
     try:
         mapped = map_file(file.path)

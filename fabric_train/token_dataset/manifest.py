@@ -1,4 +1,4 @@
-"""Read and write a token dataset's ``manifest.json``: hashed sources and tokenizer, settings, a balanced ledger."""
+"""Read and write a token dataset's ``manifest.json``: hashed sources and tokenizer, settings, and a balanced ledger."""
 
 import hashlib
 import json
@@ -74,30 +74,30 @@ class SourceRecord:
 
     @property
     def argument(self) -> str:
-        """The argument of --dataset that names it: NAME=PLACE or PLACE."""
+        """The argument of --dataset that names the source: NAME=PLACE or PLACE."""
         if self.place is None or self.place == self.name:
             return self.name
         return f"{self.name}={self.place}"
 
     @property
     def documents_read(self) -> int | None:
-        """The documents kept and skipped; None if an older version has not counted those."""
+        """The number of documents kept and skipped; None if an older version did not count them."""
         if self.documents_skipped is None:
             return None
         return self.documents + sum(self.documents_skipped.values())
 
     @property
     def hub_name(self) -> str:
-        """The name of a hub dataset without subset, split and revision."""
+        """The name of a hub dataset, without subset, split and revision."""
         return re.split("[:@]", self.place or self.name)[0]
 
     @property
     def num_files(self) -> int:
-        """The number of its files or, of a dataset, of its splits: what the document index counts."""
+        """The number of files, or for a dataset of splits, as the document index counts them."""
         return len(self.files if self.kind == "files" else self.splits)
 
     def file_name(self, number: int) -> str:
-        """Return the name of a file or split of it, counted from 0."""
+        """Return the name of a file or split, counted from 0."""
         if self.kind != "files":
             return f"{self.place} ({self.splits[number]})"
         path = self.files[number].path
@@ -108,7 +108,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer. The hash and the token of the template with which chats were rendered are None without chats."""
+    """The tokenizer. Without chats, the hash of the chat template and the token that ends turns are None."""
 
     name: str
     vocab_size: int  # the largest id plus one
@@ -124,7 +124,7 @@ class TokenizerRecord:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens at which generation has to stop: EOS, and those that end the turns of chats."""
+        """The tokens at which generation must stop: EOS, and the tokens that end turns of chats."""
         token_ids = [self.eos_token_id]
         if self.end_of_turn_token_id is not None:
             token_ids.append(self.end_of_turn_token_id)
@@ -159,7 +159,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SourceLedger:
-    """The counts of one source in one split; ``bytes`` of the UTF-8 text, of a chat of its messages' content."""
+    """The counts of one source in one split; ``bytes`` are those of the UTF-8 text, or of a chat's message contents."""
 
     documents: int
     bytes: int
@@ -171,7 +171,7 @@ class SourceLedger:
 
 @dataclass(frozen=True)
 class PairLedger:
-    """The preference pairs of one split, repeats included. An answer's tokens are its supervised ones."""
+    """The preference pairs of one split, including repeats. An answer's tokens are its supervised tokens."""
 
     chosen_tokens: int  # of all chosen answers
     rejected_tokens: int
@@ -201,7 +201,7 @@ class PairLedger:
 
 @dataclass(frozen=True)
 class UnpairedLedger:
-    """The unpaired answers of one split, repeats included. An answer's tokens are its supervised ones."""
+    """The unpaired answers of one split, including repeats. An answer's tokens are its supervised tokens."""
 
     desirable: int  # answers
     undesirable: int
@@ -237,7 +237,7 @@ class SplitLedger:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The documents read, skipped by reason, and kept; the kept ones are packed into the splits."""
+    """The documents that were read, skipped (by reason), and kept, which are packed into the splits."""
 
     splits: dict[str, SplitLedger]
     documents_read: int
@@ -281,7 +281,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class _Balance:
-    """Two counts that have to be equal."""
+    """Two counts that must be equal."""
 
     name: str
     left: int
@@ -292,7 +292,7 @@ class _Balance:
 
 
 def _balances_of_sources(split_name: str, split: SplitLedger) -> list[_Balance]:
-    """Return what must balance for each source of a split, and in the sums over them; nothing without an index."""
+    """Return the counts that must balance for each source of a split, and in their sums; none without an index."""
     if not split.sources:
         return []
     balances = []
@@ -352,14 +352,14 @@ class Manifest:
 
     @property
     def objective(self) -> str:
-        """The usual ``--objective`` that trains on its documents; empty for cross entropy."""
+        """The usual ``--objective`` for training on the documents; "" for cross entropy."""
         if self.has_pairs:
             return "dpo"
         return "kto" if self.has_unpaired else ""
 
     @property
     def kind(self) -> str:
-        """What its documents are, for messages."""
+        """The kind of documents, for messages."""
         if self.has_pairs:
             return "preference pairs"
         if self.has_unpaired:
@@ -367,7 +367,7 @@ class Manifest:
         return "texts or chats"
 
     def imbalances(self) -> list[str]:
-        """Return one line for each sum of the ledger, or of the documents skipped of the sources, that is wrong."""
+        """Return one line for each wrong sum in the ledger, or of the sources' skipped documents."""
         faults = self.ledger.imbalances(self.settings.max_length)
         skipped_by_reason: Counter[str] = Counter()
         for source in self.sources:
@@ -382,7 +382,7 @@ class Manifest:
         return faults
 
     def losses(self) -> list[str]:
-        """Return a line if more than 5 % of the tokens were cut off, and one if chats are cut by rows."""
+        """Return a line if more than 5 % of the tokens were cut off, and a line if rows cut chats."""
         losses = []
         num_cut = sum(self.ledger.tokens_cut.values())
         num_tokens = num_cut + sum(source.tokens for source in self.sources)
@@ -403,7 +403,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance.
+    """Write ``manifest.json`` to ``folder``; the ledger of ``manifest`` must balance.
 
     In the file, the ledger has its splits and its totals side by side.
     """
@@ -434,7 +434,7 @@ def _format_of(*, has_pairs: bool, has_unpaired: bool) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder``, None if it has none; InputError if it is damaged or does not balance."""
+    """Return the manifest of ``folder``, or None if it has none; InputError if it is damaged or does not balance."""
     manifest = load_manifest(folder)
     if manifest is None:
         return None
@@ -445,7 +445,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def load_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder``, None if it has none, without checking that its ledger balances."""
+    """Return the manifest of ``folder``, or None if it has none, without checking that its ledger balances."""
     file = folder / FILE_NAME
     if not file.exists():
         return None
@@ -471,7 +471,7 @@ def load_manifest(folder: Path) -> Manifest | None:
 
 
 def changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
-    """Return one line for each file in ``folder/tokenizer`` that is missing or whose hash is not that in ``record``."""
+    """Return one line for each file in ``folder/tokenizer`` that is missing or whose hash differs from ``record``."""
     faults = []
     for name, sha256 in record.sha256.items():
         file = folder / "tokenizer" / name

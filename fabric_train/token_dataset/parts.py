@@ -1,4 +1,4 @@
-"""A token dataset of parts: a small folder that joins the rows of other token datasets, which stay where they are.
+"""Read a token dataset of parts: a small folder that joins other token datasets, which stay where they are.
 
 ``python -m fabric_train.tokenization.merge --parts true`` writes it::
 
@@ -9,8 +9,8 @@
           validation/batches.npy
           validation/sources.npy   uint32 [rows], the main source of each row; only with several sources
 
-Opening it reads ``manifest.json`` and ``parts.json``. A part is opened when one of its rows is read. A process has the
-data of at most 64 files and the indexes of at most 64 parts open; the one that was not used for longest is closed.
+Opening it reads ``manifest.json`` and ``parts.json``. A part is opened when one of its rows is read. A process keeps
+the data of at most 64 files and the indexes of at most 64 parts open, and closes the least recently used one.
 """
 
 import functools
@@ -64,13 +64,14 @@ class PartSplit:
 
 @dataclass(frozen=True)
 class Part:
-    """A token dataset that is part of another one."""
+    """A token dataset that is a part of another one."""
 
     path: str  # relative to the folder of the parts
     manifest_sha256: str
     num_files: int  # of its sources
     rows_before: int
-    """How many rows of the first of these files are in earlier parts: 0 unless an earlier part has its beginning."""
+    """The number of rows of its first file that are in earlier parts: 0 unless an earlier part has the file's
+    beginning."""
     splits: dict[str, PartSplit]
 
 
@@ -96,14 +97,14 @@ class Parts:
         return self.folder / self.record.parts[part].path
 
     def moved_to(self, folder: str) -> PartsRecord:
-        """Return the record of a copy whose parts are in its folder ``folder``."""
+        """Return the record for a copy whose parts are in its folder ``folder``."""
         moved_parts = []
         for number, part in enumerate(self.record.parts, start=1):
             moved_parts.append(replace(part, path=f"{folder}/{number:05d}"))
         return replace(self.record, parts=tuple(moved_parts))
 
     def check(self, part: int) -> None:
-        """Raise an InputError if a part is missing or has another manifest. ``check_parts.py`` checks all of them."""
+        """Raise an InputError if a part is missing or its manifest has changed. ``check_parts.py`` checks all parts."""
         file = self.folder_of(part) / "manifest.json"
         try:
             manifest_sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -136,7 +137,7 @@ def is_of_parts(folder: Path) -> bool:
 
 
 def open_parts(folder: Path) -> Parts:
-    """Read which parts a token dataset has; InputError if ``parts.json`` is damaged."""
+    """Read the list of a token dataset's parts; InputError if ``parts.json`` is damaged."""
     file = folder / FILE_NAME
     record = read_json(file, PartsRecord, MERGE_AGAIN)
     if record.format != _FORMAT:
@@ -164,7 +165,7 @@ class _MappedIndex:
         self._arrays: dict[str, _MappedArray] = {}
 
     def read(self, name: str, dtype: np.dtype, positions: np.ndarray) -> np.ndarray:
-        """Return a copy of some records, so that no page of the file counts as memory of this process for long."""
+        """Return a copy of some records, so that pages of the file do not stay in this process's memory."""
         if name not in self._arrays:
             try:
                 self._arrays[name] = _map_records(self._folder / f"{name}.npy", dtype, TOKENIZE_AGAIN)
@@ -185,7 +186,7 @@ def _map_index(parts: Parts, split: str, part: int) -> _MappedIndex:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Return the memory map of a file; InputError if there is none."""
+    """Return the memory map of a file; InputError if there is no file."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -195,7 +196,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.ndarray:
-    """Return the records in a file of numpy, memory-mapped.
+    """Map the records in a numpy file.
 
     Raises:
         InputError: the file is missing or damaged; the message ends with ``fix``.
@@ -205,14 +206,14 @@ def map_array(file: Path, dtype: np.dtype, fix: str = "tokenize again") -> np.nd
 
 @dataclass(frozen=True)
 class _MappedArray:
-    """A file of numpy."""
+    """A mapped numpy file."""
 
     records: np.ndarray  # a view of the mapped file
     mapped: mmap.mmap
 
 
 def _map_records(path: Path, dtype: np.dtype, fix: str) -> _MappedArray:
-    """Map a file of numpy, which is opened once; ``numpy.load`` opens it twice."""
+    """Map a numpy file, which is opened only once; ``numpy.load`` opens it twice."""
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
@@ -243,7 +244,7 @@ class Segment:
 
 
 class JoinedRecords:
-    """The records of an array in the document indexes of the parts, which are read like one array when asked for.
+    """The records of an array in the parts' document indexes, which are read on request like one array.
 
     Indices are integers, arrays of them, slices, or the name of a field.
     """
@@ -265,8 +266,8 @@ class JoinedRecords:
             split: the name of the split.
             name: the name of the array.
             dtype: the type of its records.
-            segments: which records of which part follow each other.
-            begins_with_zeros: whether the first record of each part is known to be zeros, and need not be read.
+            segments: the records of the parts, in order.
+            begins_with_zeros: whether the first record of each part is known to be zero and need not be read.
         """
         self.dtype = dtype
         self._parts = parts
@@ -324,7 +325,7 @@ class JoinedRecords:
 def _add_offsets(records: np.ndarray, offsets: dict[str, int]) -> None:
     """Add the offsets of a segment to its records.
 
-    ``row`` is for documents of the part's first file only, which may continue a file of an earlier part.
+    The offset of ``row`` only applies to documents of the part's first file, which may continue an earlier part's file.
     """
     if "row" in offsets:  # first, because ``file`` changes below
         is_in_first_file = records["file"] == 0

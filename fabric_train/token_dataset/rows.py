@@ -14,10 +14,10 @@ Packing = Literal["concat", "best_fit", "none"]
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The pieces of documents that make up rows of ``max_length`` tokens; 24 bytes per piece and 8 per row.
+    """The pieces of documents that make up rows of ``max_length`` tokens, in 24 bytes per piece and 8 per row.
 
-    Row r holds the pieces ``row_offsets[r] : row_offsets[r + 1]``, joined from position 0 on. What follows in the row
-    is padding. The ``concat`` example of :func:`plan_rows`, three rows of five pieces::
+    Row r has the pieces ``row_offsets[r] : row_offsets[r + 1]``, joined from position 0 on. The rest of the row
+    is padding. The ``concat`` example of :func:`plan_rows` has five pieces in three rows::
 
         row_offsets  0     2  3     5
         entries      0  1  1  1  2      abcd e | efghi | ij klm
@@ -43,16 +43,16 @@ class RowPlan:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """Whether a document begins with the piece, bool [pieces]; it does not if all its tokens are repeated."""
+        """Whether a document begins with the piece, bool [pieces]; not if all tokens of the piece are repeated."""
         return (self.starts == 0) & (self.repeated == 0)
 
     def documents(self, pieces: slice | np.ndarray) -> np.ndarray:
-        """Return the documents that some pieces are cut from, int64."""
+        """Return the documents from which some pieces are cut, int64."""
         return self.order[self.entries[pieces]]
 
     @property
     def tokens_in_rows(self) -> int:
-        """Tokens in the rows, repeated ones included and padding not."""
+        """The number of tokens in the rows, with repeated tokens and without padding."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
@@ -75,7 +75,7 @@ def plan_rows(
     """Plan rows of ``max_length`` tokens.
 
     - ``concat`` joins the documents and cuts the result into rows. The last row is dropped if it is not full.
-    - ``best_fit`` fills rows with whole documents, and ``none`` gives each document a row of its own. Both first cut a
+    - ``best_fit`` fills rows with whole documents, and ``none`` gives each document a separate row. Both first cut a
       document that is longer than a row into windows, and pad rows at the end.
 
     A row or window that continues a document first repeats the ``overlap`` tokens before it, or fewer if the previous
@@ -90,13 +90,13 @@ def plan_rows(
     Rows of ``best_fit`` are in the order of their first documents, and so are the documents in a row.
 
     Args:
-        lengths: int64 [documents], tokens in each document.
+        lengths: int64 [documents], the number of tokens in each document.
         order: int64 [any number], the documents to pack, in this order; a document may come several times.
         packing: see above.
-        max_length: tokens of a row.
+        max_length: the number of tokens in a row.
         overlap: less than ``max_length``.
         sources: int64 [documents], the number of each document's source. ``best_fit`` does not mix sources in a row if
-            the documents of each source follow each other in ``order``; None allows it. A row of ``none`` has one
+            the documents of each source follow one another in ``order``; None allows it. A row of ``none`` has one
             document, and ``concat`` joins the last row of a source with the next one.
     """
     order = order[lengths[order] > 0]
@@ -121,23 +121,23 @@ def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class _RowsByRoom:
-    """Rows that are not full, in groups with equal room."""
+    """Rows that are not full, in groups with the same room."""
 
     def __init__(self, max_length: int) -> None:
         self._groups: dict[int, list[np.ndarray]] = defaultdict(list)  # by room
         self._has_room = np.zeros(max_length + 1, dtype=bool)  # whether there are rows with this room
 
     def add(self, rows: np.ndarray, room: int) -> None:
-        """Add rows that each have ``room`` tokens left; full rows are forgotten."""
+        """Add rows with room for ``room`` more tokens each; full rows are dropped."""
         if len(rows) and room:
             self._groups[room].append(rows)
             self._has_room[room] = True
 
     def pop_fullest(self, length: int) -> tuple[np.ndarray, int] | None:
-        """Take a group of the fullest rows with room for ``length`` tokens.
+        """Remove and return a group of the fullest rows that have room for ``length`` tokens.
 
         Returns:
-            The rows and their room; None if no row has enough.
+            The rows and their room; None if no row has enough room.
         """
         room = length + int(self._has_room[length:].argmax())
         if not self._has_room[room]:
@@ -157,7 +157,7 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
 
     Args:
         lengths: integers [pieces] from 1 to ``max_length``.
-        max_length: tokens of a row.
+        max_length: the number of tokens in a row.
     """
     max_length = min(max_length, int(lengths.sum()))  # a longer row would hold no more
     # small unsigned integers are sorted by radix sort, in linear time
@@ -302,11 +302,11 @@ def _cut_joined(
     Args:
         document_begins: int64 [documents], positions in the joined documents.
         num_tokens: tokens of the joined documents.
-        max_length: tokens of a row.
+        max_length: the number of tokens in a row.
         overlap: the most tokens that a row repeats.
 
     Returns:
-        The positions at which the new tokens of rows begin, and at which the last row ends, int64 [rows + 1]; and the
+        The positions at which the new tokens of the rows begin and the last row ends, int64 [rows + 1]; and the
         number of tokens that each row repeats, int64 [rows].
     """
     if not overlap:

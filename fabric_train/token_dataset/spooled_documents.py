@@ -1,4 +1,4 @@
-"""Copy pieces of encoded documents from the files that tokenization has written them to."""
+"""Copy pieces of encoded documents from the files to which tokenization has written them."""
 
 import mmap
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class SpooledFile:
 
 @dataclass(frozen=True)
 class SpooledDocuments:
-    """The documents of all files, numbered in order, each in one file; random order is fast for up to 128 files."""
+    """The documents of all files, numbered in order. Each is in one file; random order is fast for up to 128 files."""
 
     lengths: np.ndarray  # int64 [documents], tokens in each document; 0 is allowed
     files: tuple[SpooledFile, ...]  # with as many tokens as ``lengths`` adds up to
@@ -54,7 +54,7 @@ class _Runs:
 
 
 class SpoolReader:
-    """Copies pieces of documents from the files, and does not keep them in memory."""
+    """Copies pieces of documents from the files without keeping them in memory."""
 
     def __init__(self, documents: SpooledDocuments) -> None:
         self._files = documents.files

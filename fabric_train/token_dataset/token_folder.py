@@ -20,10 +20,10 @@ _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches i
 
 @contextmanager
 def without_read_ahead() -> Iterator[None]:
-    """Let ``datasets`` map files by :func:`map_table` here, and the kernel read ahead again afterwards.
+    """Make ``datasets`` map files with :func:`map_table` within the block, so that the kernel does not read ahead.
 
     pyarrow's own memory map tells the kernel that it will need every batch (``madvise``), so a dataset of 1 TB would be
-    read as a whole when it is opened. ``datasets`` offers no other way to open a file, so its function is replaced.
+    read in full when it is opened. ``datasets`` offers no other way to open a file, so its function is replaced.
     """
     from datasets import table as tables  # slow, and not needed for ``map_table``
 
@@ -45,7 +45,7 @@ def without_read_ahead() -> Iterator[None]:
 
 
 def map_table(path: str | Path) -> tuple[pa.Table, mmap.mmap]:
-    """Return the table of an Arrow stream file, OSError or ValueError if it is damaged, and its memory map."""
+    """Return the table of an Arrow stream file, and its memory map; OSError or ValueError if it is damaged."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     mapped.madvise(mmap.MADV_RANDOM)
@@ -57,7 +57,7 @@ def map_table(path: str | Path) -> tuple[pa.Table, mmap.mmap]:
 class RowBatch:
     """Consecutive rows of a split, joined; row i is ``input_ids[offsets[i] : offsets[i + 1]]``.
 
-    Columns that the split does not have are None. Without labels each token is its own label.
+    Columns that the split does not have are None. Without labels, each token is its own label.
     """
 
     first_row: int  # the number of the first row in the split
@@ -95,7 +95,7 @@ class Split:
                     yield row_batch
 
     def read_rows(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the ``input_ids`` of some rows, whose numbers ascend; other rows are not read."""
+        """Yield the ``input_ids`` of some rows, given in ascending order; other rows are not read."""
         first_row = 0  # of the record batch
         for file in self.files:
             with _naming_damaged_file(file):
@@ -139,7 +139,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
 
 
 def check_token_dataset(folder: str) -> None:
-    """Raise an InputError if a folder of ``--train_data_dir`` is no token dataset, or lists files outside it."""
+    """Raise an InputError if a folder in ``--train_data_dir`` is not a token dataset, or lists files outside of it."""
     path = Path(folder)
     if is_of_parts(path):
         return
@@ -186,7 +186,7 @@ def _naming_damaged_file(file: Path) -> Iterator[None]:
 
 
 def _open_split(folder: Path, name: str) -> Split:
-    """Open a split of a token dataset; InputError if a file is missing or damaged, or has other columns."""
+    """Open a split of a token dataset; InputError if a file is missing or damaged, or has different columns."""
     # the files that datasets reads, too
     state = folder / name / "state.json"
     _read_key(folder / name / "dataset_info.json", "features")
@@ -211,7 +211,7 @@ def _open_split(folder: Path, name: str) -> Split:
 
 
 def _check_columns(schema: pa.Schema, folder: Path) -> None:
-    """Raise InputError if a split has no ``input_ids``, or if a column does not hold lists of integers."""
+    """Raise an InputError if a split has no ``input_ids``, or if a column does not hold lists of integers."""
     if "input_ids" not in schema.names:
         columns = ", ".join(schema.names)
         raise InputError(f"{folder}: no column input_ids, only {columns}; tokenize with fabric-train tokenize")
@@ -235,7 +235,7 @@ def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
     Args:
         batch: rows of a split.
         first_row: the number of its first row in the split.
-        file: the file that it was read from, for errors.
+        file: the file that the batch was read from, for errors.
     """
     input_ids, offsets = _flatten(batch, "input_ids", file)
     labels = None
@@ -254,7 +254,7 @@ def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
 
 
 def _flatten(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column of lists as one joined array, and int64 [rows + 1], where each list begins and the last ends."""
+    """Return a column of lists as one joined array, and the borders of the lists, int64 [rows + 1]."""
     column = batch.column(name)
     values = column.flatten()
     if column.null_count or values.null_count:
@@ -268,7 +268,7 @@ def _flatten(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, 
 
 
 def _read_list(file: Path, key: str, fix: str = "tokenize again") -> list[Any]:
-    """Return the list under ``key`` in a JSON file; InputError, ending with ``fix``, if there is none."""
+    """Return the list under ``key`` in a JSON file; an InputError that ends with ``fix`` if there is none."""
     content = _read_key(file, key, fix)
     if not isinstance(content, list):
         raise InputError(f"{file}: damaged, {key} is not a list; {fix}")
@@ -276,7 +276,7 @@ def _read_list(file: Path, key: str, fix: str = "tokenize again") -> list[Any]:
 
 
 def _read_key(file: Path, key: str, fix: str = "tokenize again") -> Any:
-    """Return the value under ``key`` in a JSON file; InputError, ending with ``fix``, if there is none."""
+    """Return the value under ``key`` in a JSON file; an InputError that ends with ``fix`` if there is none."""
     content = read_json(file, dict, fix)
     if key not in content:
         raise InputError(f"{file}: damaged (no {key}); {fix}")

@@ -1,4 +1,4 @@
-"""Build a token dataset: open the corpus, encode, select, pack, and write ledger and manifest."""
+"""Build a token dataset: open the corpus, encode, select, pack, and write the ledger and the manifest."""
 
 import shlex
 import time
@@ -58,7 +58,7 @@ _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "data
 
 @cache
 def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide the rows; looking one up reads a file."""
+    """Return the versions of the libraries that decide the rows; each lookup reads a file."""
     return {name: version(name) for name in _VERSIONS_OF}
 
 
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardSizes = SIZES) -> Outcome:
-    """Write the token dataset that ``arguments`` describe. The output folder is complete or absent.
+    """Write the token dataset that ``arguments`` describe; the output folder is complete or absent.
 
     ``check`` compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
     """
@@ -93,7 +93,7 @@ def build_token_dataset(arguments: TokenizeArguments, check: ParityCheck, sizes:
 def write_token_dataset(
     folder: Path, corpus: OpenedCorpus, encoded: EncodedSources, *, of_slice: bool = False
 ) -> Manifest:
-    """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
+    """Select the documents of each split, pack them into rows, and write everything but the tokenizer to ``folder``.
 
     ``encoded`` has no records afterwards. With ``of_slice``, it holds one slice of the input, and the manifest names
     only the files that the slice has read.
@@ -194,7 +194,7 @@ def _collect_documents(
 def _keep_files_of_slice(
     sources: Sequence[SourceRecord], collections: Sequence[Collection], encoded: EncodedSources
 ) -> tuple[list[SourceRecord], list[Collection]]:
-    """Keep only the files that the shards have read in the records of the sources, and number them from 0.
+    """Keep only the files that the shards have read in the sources' records, and number them from 0.
 
     The SHA-256 of a file that another slice has hashed is empty; a merge fills it in.
     """
@@ -237,7 +237,7 @@ def _keep_files_of_slice(
 
 
 def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_train: int) -> None:
-    """Check that each source has a document, except the last ones that a cap has left unread."""
+    """Check that each source has a document, except the last sources, which a cap may have left unread."""
     num_documents: Counter[int] = Counter()  # these three by number of the source
     first_bad_rows: dict[int, str] = {}
     skipped: dict[int, Counter[str]] = defaultdict(Counter)
@@ -267,7 +267,7 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
 
 
 def _nothing_left(skipped: Counter[str]) -> str:
-    """Say why no document is left; ``skipped`` are the rows by reason."""
+    """Return the error that no document is left, and why; ``skipped`` are the numbers of rows by reason."""
     if not skipped.keys() - {EMPTY, *BAD_ROWS}:
         return "no document with any text in it"
     counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
@@ -368,7 +368,7 @@ def _count_unpaired(answers: np.ndarray) -> UnpairedLedger:
 
 
 def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArguments) -> str:
-    """Say why a split has no row."""
+    """Return the error that a split has no row, and why."""
     if not len(split.collection.kept_documents):
         return f"{name}: {_nothing_left(Counter(_sum_counts(split.collection.skipped.values())))}"
     alternative = " or --validation_split 0" if name == "validation" else ""
@@ -379,7 +379,7 @@ def _too_short(name: str, split: Split, plan: RowPlan, arguments: TokenizeArgume
 
 
 def _ledger(collections: Sequence[Collection], splits: dict[str, Split], ledgers: dict[str, SplitLedger]) -> Ledger:
-    """Return the ledger of the token dataset; ``ledgers`` are those of its splits."""
+    """Return the ledger of the token dataset from the ``ledgers`` of its splits."""
     skipped: Counter[str] = Counter()
     hits: list[tuple[TaskHit, Location]] = []
     for collection in collections:
@@ -415,7 +415,7 @@ def _with_shares(
     splits: dict[str, Split],
     arguments: TokenizeArguments,
 ) -> list[SourceRecord]:
-    """Return the sources' records with their documents and tokens, and with their shares of the train split."""
+    """Return the sources' records with their documents and tokens, and their shares of the train split."""
     # tokens of each source of --dataset, int64 [sources]: in the rows of train, and of the documents train may use
     num_train_sources = len(arguments.dataset)
     train = splits["train"]
@@ -496,7 +496,7 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
 
 
 def _unused_columns(encoded: EncodedSources) -> dict[int, set[str]]:
-    """Return by number of the source the columns of chats, and the keys of messages, that entered no document."""
+    """Return, by source number, the columns of chats and the keys of messages that no document has used."""
     unused: dict[int, set[str]] = defaultdict(set)
     for record in encoded.records:
         unused[record.shard.source].update(record.unused)
@@ -504,10 +504,10 @@ def _unused_columns(encoded: EncodedSources) -> dict[int, set[str]]:
 
 
 def find_finished(arguments: TokenizeArguments) -> Manifest | None:
-    """Return the manifest of the token dataset in --output_dir, or None if nothing is there.
+    """Return the manifest of the token dataset in --output_dir, or None if it does not exist.
 
     Only arguments are compared, not the content of the sources, which takes as long as reading them. InputError if the
-    folder has something else, or a token dataset that was made with other arguments.
+    folder has something else, or a token dataset that was made with different arguments.
     """
     folder = Path(arguments.output_dir).expanduser()
     if not any(folder.glob("*")):
@@ -525,7 +525,7 @@ def find_finished(arguments: TokenizeArguments) -> Manifest | None:
 
 
 def _find_differences(manifest: Manifest, arguments: TokenizeArguments) -> Iterator[str]:
-    """Describe the arguments with which the token dataset was made and that are not those of this command."""
+    """Describe the arguments of the token dataset that differ from this command's."""
     if manifest.tokenizer.name != arguments.tokenizer_name:
         yield f"--tokenizer_name {manifest.tokenizer.name}, not {arguments.tokenizer_name}"
 

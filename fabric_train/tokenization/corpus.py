@@ -1,4 +1,4 @@
-"""Open the corpus of a run: sources, tokenizer, formats and cleaner; and the folder that keeps unfinished work."""
+"""Open the corpus of a tokenization (sources, tokenizer, formats, cleaner) and the folder for unfinished work."""
 
 import json
 import os
@@ -71,7 +71,7 @@ _BYTES_PER_BYTE_OF_INPUT = 2  # a token takes 4 bytes, as text does: once until 
 def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]:
     """Yield the locked folder ``.NAME.unfinished`` next to ``target``, and remove it when the block succeeds.
 
-    After an exception, a folder with finished work that is worth keeping stays, and a line on standard error says so.
+    After an exception, a folder with enough finished work is kept, and a line on standard error says so.
     """
     target = Path(os.path.abspath(target))
     folder = target.parent / f".{target.name}.unfinished"
@@ -120,7 +120,7 @@ class SourceFormat:
     pairs: PairEncoder | UnpairedEncoder | None = None
 
     def read(self, row: Row | BadRowError) -> Chat | Pair:
-        """Read a row with a chat or a pair; BadRowError if it has another format."""
+        """Read a row with a chat or a pair; BadRowError if it has a different format."""
         assert self.chat is not None, "a text is no chat"
         if self.kind == PREFERENCE:
             return read_pair(row, calls_as_text=self.chat.calls_as_text)
@@ -149,7 +149,7 @@ class OpenedCorpus:
 
     @property
     def settings(self) -> str:
-        """What decides the tokens of a shard besides its source and the encoder, as JSON."""
+        """Everything that decides a shard's tokens, except its source and the encoder, as JSON."""
         arguments = self.arguments
         max_length = None if arguments.packing == "concat" else arguments.max_length  # concat shortens no chat
         choices = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, max_length)
@@ -161,7 +161,7 @@ class OpenedCorpus:
 
     @property
     def registered_formats(self) -> tuple[Component, ...]:
-        """The formats of the sources that --extensions has registered."""
+        """The formats of the sources that were registered by --extensions."""
         kinds = sorted({source_format.kind for source_format in self.formats})
         return tuple(CHAT_FORMATS.describe(kind) for kind in kinds if kind in CHAT_FORMATS.registered)
 
@@ -172,12 +172,12 @@ class OpenedCorpus:
 
     @property
     def num_proc(self) -> int:
-        """The number of processes that may work at a time."""
+        """The number of processes that may work at the same time."""
         return self.arguments.num_proc or available_cores()
 
     @property
     def caps(self) -> tuple[int | None, int | None]:
-        """Documents and tokens after which --dataset is not read on; None is no cap: all documents are needed."""
+        """The caps on documents and tokens, after which --dataset is not read any further; None means no cap."""
         arguments = self.arguments
         if arguments.deduplicate or arguments.near_duplicates is not None or arguments.weights is not None:
             return None, None
@@ -219,7 +219,7 @@ def opened_corpus(arguments: TokenizeArguments, sizes: ShardSizes) -> Iterator[t
 def open_corpus(
     arguments: TokenizeArguments, folder: Path, unfinished: Path, sizes: ShardSizes = SIZES
 ) -> OpenedCorpus:
-    """Open the sources and the tokenizer, print the sources' notes, save the tokenizer into ``folder/tokenizer``."""
+    """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer to ``folder/tokenizer``."""
     # what is wrong with names or the tokenizer is found before anything is downloaded
     train_names = split_names(arguments.dataset or [], "--dataset")
     validation_names = split_names(arguments.validation_dataset or [], "--validation_dataset")
@@ -274,7 +274,7 @@ def open_corpus(
 
 
 def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None:
-    """Raise an InputError if the disk of --output_dir is full; note that the tokens may not find room there."""
+    """Raise an InputError if the disk of --output_dir is full; print a note if it may have no room for the tokens."""
     target = Path(arguments.output_dir).expanduser()
     requirements.check_room(target, _SMALLEST_DATASET, "the smallest token dataset")
     has_cap = arguments.max_documents is not None or arguments.max_tokens is not None
@@ -291,9 +291,9 @@ def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None
 
 
 def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
-    """Raise InputError, with a line for each fault.
+    """Raise an InputError with a line for each fault.
 
-    Faults are pairs or unpaired answers beside other kinds of data, and options that do not suit them.
+    Faults are pairs or unpaired answers together with other kinds of data, and options that they do not support.
     """
     places = [*arguments.dataset, *(arguments.validation_dataset or ())]
     place_by_kind = {kind: redact(place) for kind, place in zip(kinds, places, strict=True)}
@@ -334,10 +334,10 @@ def find_kind(
     *,
     prefers_text: bool = False,
 ) -> str:
-    """Return the data format of a source's first row: a format of chats if it has such columns, else text.
+    """Return the data format of a source's first row: a format of chats if it has its columns, and otherwise text.
 
-    Text in a column that the user has chosen comes before a chat, and so does any text with ``prefers_text``. Columns
-    of preference pairs and labels of answers only count ``with_pairs``; InputError if a row has no others.
+    Text in a column that the user has chosen takes precedence over a chat, as does any text with ``prefers_text``.
+    Columns of preference pairs and labels of answers only count ``with_pairs``; InputError if a row has only these.
     """
     chooses_text = prefers_text or text_column != TEXT_COLUMN
     for part in source.parts(1 << 20):
@@ -383,7 +383,7 @@ def find_kind(
 def open_formats(
     kinds: Sequence[str], tokenizer_folder: Path, arguments: TokenizeArguments, by_parts: bool = True
 ) -> list[SourceFormat]:
-    """Return how to encode these kinds; ``by_parts`` as in ``ChatEncoder``. The folder gets the template of chats."""
+    """Return how to encode these kinds, and save the chat template in the folder; ``by_parts``: see ``ChatEncoder``."""
     formats = {"text": SourceFormat("text", columns=(arguments.text_column,), chat=None)}
     for kind in sorted(set(kinds) - {"text"}):
         # slow to import, and texts do not need it
@@ -412,7 +412,7 @@ def open_formats(
 
 
 def sample_texts(corpus: OpenedCorpus) -> Iterator[str]:
-    """Yield texts from parts spaced evenly over the sources, to compare ids on."""
+    """Yield texts from evenly spaced parts of the sources, for comparing ids."""
     num_bytes = sum(source.num_bytes for source in corpus.sources)
     num_characters = int(num_bytes * _SAMPLED_SHARE)
     num_characters = min(max(num_characters, _MIN_SAMPLED), _MAX_SAMPLED)

@@ -58,10 +58,10 @@ def sample_duplicates(
     sources: SourceTable,
     tokenizer_folder: Path,
 ) -> list[tuple[DroppedText, Location]]:
-    """Return at most 20 of the duplicates and 20 of the near duplicates that were left out, as cleaning left them.
+    """Return at most 20 duplicates and 20 near duplicates that were left out, as they were after cleaning.
 
     The detail of a near duplicate is its estimated similarity with the first document of its cluster, and where that
-    document is. The similarity may be below the threshold: then both are similar to other documents of the cluster.
+    document is. The similarity may be below the threshold if both are similar to other documents of the cluster.
 
     Args:
         near_duplicates: which documents are near duplicates, with the documents of all collections numbered in

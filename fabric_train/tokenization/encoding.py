@@ -1,6 +1,6 @@
 """Encode the shards of the corpus in several processes: read, clean and encode documents, and write their tokens.
 
-Another process meanwhile compares the encoder's ids with the tokenizer's.
+In parallel, another process compares the encoder's ids with the tokenizer's.
 """
 
 import multiprocessing
@@ -59,10 +59,10 @@ _Task = int | FilesToHash  # an int is the index of a shard
 
 @dataclass
 class _LastEncoder:
-    """Keeps the encoder of the last call in this process from being freed.
+    """Keeps the encoder of the last call in this process alive.
 
-    To free one takes longer than writing the rows, so it is left to the end of the process, or to the next call: an
-    encoder may have tens of megabytes.
+    Freeing an encoder takes longer than writing the rows, so it is left to the end of the process or to the next call:
+    an encoder may have tens of megabytes.
     """
 
     encoder: TextEncoder | None = None
@@ -73,7 +73,7 @@ _last = _LastEncoder()
 
 @dataclass(frozen=True)
 class EncodedSources:
-    """The finished shards of a slice of the input, or of all of it."""
+    """The finished shards of a slice of the input, or of the entire input."""
 
     records: list[ShardRecord]  # in the order of the sources
     digests: list[np.ndarray]  # per source the SHA-256 of its files, uint8 [files, 32]; zeros if in other slices
@@ -87,10 +87,10 @@ class _DifferentIdsError(Exception):
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """What a process needs to encode a shard, whose index it gets, or to hash files.
+    """Everything that a process needs to encode the shard with an index, or to hash files.
 
     ``shards`` are all shards, with their many files. ``progress`` is an array of int64 [3 * shards] in shared memory:
-    the bytes, documents and tokens done of each shard.
+    the bytes, documents and tokens of each shard that are done.
     """
 
     corpus: OpenedCorpus
@@ -132,11 +132,11 @@ class EncodingJob:
 
 
 def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
-    """Encode the shards of a slice that are not finished yet, into ``folder``.
+    """Encode the shards of a slice that are not finished yet, and write them to ``folder``.
 
-    If gigatoken gives another id than the Hugging Face tokenizer, as ``check`` finds out, everything is encoded again
-    with the latter. InputError if a source cannot be read, has a bad row and bad rows are not skipped, or has changed
-    meanwhile; ChildProcessError if a process was killed; RunError if memory ran out.
+    If ``check`` finds that gigatoken gives an id that differs from the Hugging Face tokenizer's, everything is encoded
+    again with the latter. InputError if a source cannot be read, has a bad row and bad rows are not skipped, or has
+    changed meanwhile; ChildProcessError if a process was killed; RunError if memory ran out.
     """
     tokenizer_file = corpus.tokenizer_folder / "tokenizer.json"
     special_text_is_plain = corpus.tokenizer.special_text_is_plain
@@ -253,8 +253,8 @@ def unfinished_shards(
 ) -> Iterator[Shard]:
     """Yield the shards that are not in ``records``, which grows meanwhile, until those before them reach a cap.
 
-    A cap counts only shards that are finished and have no unfinished one before them: a later document is not needed
-    if they alone reach the cap.
+    A cap only counts finished shards that have no unfinished shard before them: later documents are not needed
+    if these shards reach the cap.
     """
     max_documents, max_tokens = corpus.caps
     num_train = len(corpus.train)
@@ -313,7 +313,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
 
 
 class _WaitingTexts:
-    """Texts of a shard, also of several parts, that wait to be encoded at once."""
+    """Texts of a shard, from one or several parts, that wait to be encoded together."""
 
     def __init__(self, job: EncodingJob, writer: ShardWriter) -> None:
         self._encoder = job.encoder
@@ -324,7 +324,7 @@ class _WaitingTexts:
         self._num_bytes = 0
 
     def add(self, place: _Place, text: str, data: bytes, position: int) -> None:
-        """Add a text, ``data`` in UTF-8; ``position`` is the number of the part's bytes that have been read."""
+        """Add a text, given as UTF-8 ``data``; ``position`` is the number of the part's bytes that have been read."""
         self._texts.append(data)
         self._counts.append((*place, len(text), len(data)))
         self._num_bytes += len(data)
@@ -332,7 +332,7 @@ class _WaitingTexts:
             self.encode(position)
 
     def encode(self, position: int) -> None:
-        """Encode and write the texts that wait."""
+        """Encode and write the waiting texts."""
         if not self._texts:
             return
         ids, lengths = self._encoder.encode_documents(self._texts, self._borders)
@@ -352,7 +352,7 @@ class _WaitingTexts:
 def _encode_texts(
     corpus: OpenedCorpus, column: str, reader: PartReader, waiting_texts: _WaitingTexts, writer: ShardWriter
 ) -> int:
-    """Read and clean a part's documents, encode them in batches, and return the number of those that are kept."""
+    """Read and clean a part's documents, encode them in batches, and return the number of kept documents."""
     num_documents = 0
     cleaner = corpus.cleaner
     known_columns = {name_in(column, ())} | writer.unused  # most rows have no others and need no closer look
@@ -393,7 +393,7 @@ class _WaitingChat:
 
 
 def _encode_chats(corpus: OpenedCorpus, source_format: SourceFormat, reader: PartReader, writer: ShardWriter) -> int:
-    """Read, clean, encode and write a part's chats or pairs, and return the number of those that are kept."""
+    """Read, clean, encode and write a part's chats or pairs, and return the number of kept ones."""
     encoder = source_format.pairs or source_format.chat
     assert encoder is not None, "texts are encoded elsewhere"
     # the encoder reads ahead, to encode several chats at once, and yields results in the order of the chats
@@ -438,7 +438,7 @@ def _encode_chats(corpus: OpenedCorpus, source_format: SourceFormat, reader: Par
 def _clean_chat(
     corpus: OpenedCorpus, content: Chat | Pair | BadRowError, place: _Place, writer: ShardWriter
 ) -> _WaitingChat | None:
-    """Return the cleaned chat and its signature, None if it is dropped; bad rows and blank chats stay as they are."""
+    """Return the cleaned chat and its signature, or None if it is dropped; bad rows and blank chats are not changed."""
     cleaner = corpus.cleaner
     if cleaner is None or isinstance(content, BadRowError):
         return _WaitingChat(place, content, None)

@@ -1,11 +1,11 @@
-"""Count the lines of a corpus for --boilerplate, and find those that repeat.
+"""Count the lines of a corpus for --boilerplate, and find the lines that repeat.
 
-Each shard is counted by itself, in any process or task of --shard, into a file that a restart uses again::
+Each shard is counted separately, by any process or task of --shard, and has a file that a restart reuses::
 
     .NAME.unfinished/77ab….lines   LINE, sorted by hash: each line of the shard, and how many of its documents have it
 
-Then the files are added up, one range of hashes at a time. Memory is a fixed amount besides the hashes of the lines
-that repeat: 8 bytes each.
+Then the files are added up, one range of hashes at a time. Memory is a fixed amount, plus 8 bytes for the hash of each
+line that repeats.
 """
 
 import json
@@ -36,14 +36,14 @@ _TICK_SECONDS = 0.2
 
 
 def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
-    """Count the lines of all documents, in files in ``folder``; return the step that removes those that repeat."""
+    """Count the lines of all documents, in files in ``folder``; return the step that removes repeated lines."""
     shards = split_to_count(corpus)
     count_lines(corpus, shards, folder)
     return add_up_lines(corpus, shards, [lines_file(folder, shard) for shard in shards])
 
 
 def counting_settings(corpus: OpenedCorpus) -> str:
-    """Return all that determines the counts of a shard besides its source, as JSON."""
+    """Return everything that determines a shard's counts, except its source, as JSON."""
     return json.dumps(["lines", boilerplate.FORMAT, corpus.arguments.text_column, corpus.arguments.skips_bad_rows])
 
 
@@ -58,9 +58,9 @@ def lines_file(folder: Path, shard: Shard) -> Path:
 
 
 def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> None:
-    """Count the lines of these shards in several processes, into files in ``folder``.
+    """Count the lines of these shards in several processes, and write them to files in ``folder``.
 
-    A shard that has its file is not counted again.
+    A shard that already has its file is not counted again.
     """
     sources = corpus.sources
     remaining_shards = [shard for shard in shards if not lines_file(folder, shard).exists()]
@@ -115,7 +115,7 @@ def _find_texts(
 ) -> dict[int, str]:
     """Return the lines with these ``hashes``, as they are in the first document that has them.
 
-    ``files`` has the counted lines of each shard, so only shards that have such a line are read again.
+    ``files`` has the counted lines of each shard, so only shards with one of the lines are read again.
     """
     texts: dict[int, str] = {}
     for shard, file in zip(shards, files, strict=True):
@@ -169,7 +169,7 @@ def _read_texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool)
 
 
 def _counted_once(hashes: "array[int]") -> np.ndarray:
-    """Return a line for each hash, in one document, LINE [hashes]; hashes may repeat."""
+    """Return each hash as a line that occurs in one document, LINE [hashes]; hashes may repeat."""
     lines = np.empty(len(hashes), dtype=LINE)
     lines["hash"] = np.frombuffer(hashes, np.uint64)
     lines["documents"] = 1
@@ -177,7 +177,7 @@ def _counted_once(hashes: "array[int]") -> np.ndarray:
 
 
 def _add_up(counts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return each line of LINE arrays once with the sum of its documents, LINE [lines], sorted by hash."""
+    """Return each line of LINE arrays once, with its total number of documents, LINE [lines], sorted by hash."""
     lines = np.concatenate(counts)
     if not len(lines):
         return lines

@@ -79,7 +79,7 @@ class MergeArguments:
 def open_inputs(
     folders: Sequence[Path], manifest_of: Callable[[Path], Manifest | None] = read_manifest
 ) -> list[MergeInput]:
-    """Open token datasets that can be read as one, with what ``manifest_of`` returns for the folder of each.
+    """Open token datasets that can be read as one, each with the result of ``manifest_of`` for its folder.
 
     InputError, with one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
     columns differ from those of the first dataset.
@@ -104,7 +104,7 @@ def open_inputs(
 
 
 def merge_manifests(datasets: Sequence[MergeInput]) -> Manifest:
-    """Return the manifest of all rows of the token datasets together; it has a document index if each has one."""
+    """Return the manifest for all rows of the token datasets together, with a document index if each has one."""
     has_index = all(dataset.manifest.has_index for dataset in datasets)
     sources: list[SourceRecord] = []
     parts: list[MergedPart] = []
@@ -201,7 +201,7 @@ def _types_by_column(split: Split) -> dict[str, pa.DataType]:
 
 
 def _add_ledgers(ledgers: Sequence[Ledger], *, with_sources: bool) -> Ledger:
-    """Return the sum of the ledgers, split by split and, ``with_sources``, source by source."""
+    """Return the sum of the ledgers, by split and, ``with_sources``, by source."""
     ledgers_by_split: dict[str, list[SplitLedger]] = {}
     for ledger in ledgers:
         for split_name, split_ledger in ledger.splits.items():
@@ -232,8 +232,8 @@ def _totals(
 ) -> dict[str, Any]:
     """Return the sum of each count, and per reason the sums of the counts by reason.
 
-    The nested ledgers (``splits``, ``sources``, ``pairs`` and ``unpaired``) are left out: the caller adds them up by
-    name.
+    The nested ledgers (``splits``, ``sources``, ``pairs`` and ``unpaired``) are left out, because the caller adds them
+    up by name.
     """
     totals: dict[str, Any] = {}
     for ledger in ledgers:
@@ -248,7 +248,7 @@ def _totals(
 
 
 def _merge_tokenizer_records(datasets: Sequence[MergeInput]) -> TokenizerRecord:
-    """Return the first tokenizer record with a chat template, or the first record, with the ends of all turns."""
+    """Return the first tokenizer record with a chat template, or the first one, with the end tokens of all turns."""
     records = [dataset.manifest.tokenizer for dataset in datasets]
     turn_end_ids: set[int] = set()
     for record in records:
@@ -259,7 +259,7 @@ def _merge_tokenizer_records(datasets: Sequence[MergeInput]) -> TokenizerRecord:
 
 
 def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
-    """Merge the token datasets of the command line and print a summary; slices have shards of these ``sizes``."""
+    """Merge the token datasets on the command line and print a summary; slices have shards of these ``sizes``."""
     arguments = parse_arguments(MergeArguments, argv)
     folders = [Path(name).expanduser() for name in arguments.dataset_dirs]
     target = Path(arguments.output_dir)
@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
 
 
 def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> None:
-    """Write the lines that repeat in all counted slices; print the most frequent ones and the next command."""
+    """Write the lines that repeat over all counted slices; print the most frequent ones and the next command."""
     repeated = merge_counts(slices, target, sizes)
     arguments = slices[0].arguments
     num_lines = f"{len(repeated.hashes):,} are in {repeated.num_documents:,} documents or more"
@@ -324,7 +324,7 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
 def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tuple[Manifest, list[str]]:
     """Write the rows of ``folders``, in this order, as the token dataset ``target``, which is complete or absent.
 
-    With ``as_parts``, write only where the folders are. Documents are not compared: a document of two datasets is in
+    With ``as_parts``, only write where the folders are. Documents are not compared: a document in two datasets is in
     the result twice. Return the manifest, and notes for the user.
     """
     # open the datasets, and check all before anything is written
@@ -378,7 +378,7 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
 
 
 def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
-    """Yield a line for each setting, and one for the cleaning, that is not the same in all parts."""
+    """Yield a line for each setting that differs between the parts, and one if the cleaning differs."""
     settings_by_part = [asdict(part.settings) for part in parts]
     for name in settings_by_part[0]:
         distinct_values = list(dict.fromkeys(json.dumps(settings[name]) for settings in settings_by_part))
@@ -393,7 +393,7 @@ def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _FileUse:
-    """The token dataset that was made from a file, and the path under which the file was read."""
+    """A token dataset that was made from a file, and the path at which the file was read."""
 
     dataset_dir: Path
     path: str
@@ -422,7 +422,7 @@ def _sources_in_common(datasets: Sequence[MergeInput]) -> Iterator[str]:
 
 
 def _name_first(values: Sequence[object]) -> str:
-    """Return the first value, and how many more there are."""
+    """Return a text with the first value and the number of others."""
     if len(values) == 1:
         return str(values[0])
     return f"{values[0]} and {len(values) - 1:,} more"

@@ -1,6 +1,6 @@
-"""Write the rows of finished token datasets as one dataset: copied or linked, or as a list of where they are.
+"""Write the rows of finished token datasets as one dataset: copied, linked, or as a list of their locations.
 
-``token_dataset/parts.py`` describes the files of such a list.
+``token_dataset/parts.py`` describes the files of this list.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class MergeInput:
     splits: dict[str, Split]
 
     def parts(self) -> tuple[MergedPart, ...]:
-        """Return the parts that were merged into this token dataset, or the dataset itself as the only part."""
+        """Return the parts that were merged into this token dataset, or the dataset as its only part."""
         if self.manifest.parts:
             return self.manifest.parts
         return (
@@ -77,7 +77,7 @@ class MergeInput:
 
 
 def without_parts(folders: Sequence[Path]) -> list[Path]:
-    """Return the token datasets, with a dataset that consists of parts replaced by its parts."""
+    """Return the token datasets, with each dataset of parts replaced by its parts."""
     dataset_dirs: list[Path] = []
     for folder in folders:
         if is_of_parts(folder):
@@ -100,7 +100,7 @@ def write_rows(
     folder: Path,
     place_file: Callable[[Path, Path], object] = shutil.copyfile,
 ) -> None:
-    """Write the rows and the document indexes of all splits into ``folder``.
+    """Write the rows and the document indexes of all splits to ``folder``.
 
     ``place_file`` copies a file of rows, or links it. A file without labels is rewritten with labels if another file of
     the split has them.
@@ -123,7 +123,7 @@ def write_rows(
 def _join_splits(
     splits: Sequence[Split], folder: Path, place_file: Callable[[Path, Path], object], advance: Callable[[int], None]
 ) -> None:
-    """Place the files of the splits in ``folder`` in order; if one split has labels, the others get them too."""
+    """Place the files of the splits in ``folder``, in order; if one split has labels, the others also get them."""
     splits_with_labels = [split for split in splits if "labels" in split.schema.names]
     template = splits_with_labels[0] if splits_with_labels else splits[0]
 
@@ -154,7 +154,7 @@ def _join_splits(
 
 
 def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
-    """Copy a file without ``labels`` and add them: all its tokens are supervised."""
+    """Copy a file without ``labels`` and add them, with all tokens supervised."""
     source_columns = ["input_ids" if name == "labels" else name for name in schema.names]
     with pa.OSFile(str(target), "wb") as stream, pa.ipc.new_stream(stream, schema) as writer:
         for batch in read_arrow(file):
@@ -164,13 +164,13 @@ def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
 
 @dataclass(frozen=True)
 class IndexToJoin:
-    """The document index of a split, and where its files come in the merged dataset."""
+    """The document index of a split, and the position of its files in the merged dataset."""
 
     index: DocumentIndex
     first_file: int
-    """The number of its first file in the merged manifest."""
+    """The number of the split's first file in the merged manifest."""
     rows_before: int
-    """How many rows of that file are in earlier datasets: 0 unless an earlier dataset has its beginning."""
+    """The number of rows of that file in earlier datasets: 0 unless an earlier dataset has the file's beginning."""
 
 
 def _join_indexes_of_split(datasets: Sequence[MergeInput], split: str, folder: Path) -> None:
@@ -190,8 +190,8 @@ def _join_indexes_of_split(datasets: Sequence[MergeInput], split: str, folder: P
 def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
     """Write the index of the split ``folder``, whose rows come from the splits of ``inputs``, joined in order.
 
-    The joined index has the documents that begin in a row first, and then those that begin in none, as each of the
-    inputs has.
+    The joined index has first the documents that begin in a row, and then those that begin in none, as each of the
+    inputs does.
     """
     (folder / INDEX_FOLDER).mkdir()
     indexes = [joined.index for joined in inputs]
@@ -252,7 +252,7 @@ def join_indexes(folder: Path, inputs: Sequence[IndexToJoin]) -> None:
 
 
 def _copy_records(records: np.ndarray, target: np.ndarray, added: dict[str, int], rows_before: int = 0) -> None:
-    """Copy records to the beginning of ``target``, and add to their fields the numbers that ``added`` has by field.
+    """Copy records to the beginning of ``target``, and add the numbers in ``added`` to their fields.
 
     ``rows_before`` is added to the rows of file 0.
     """
@@ -266,7 +266,7 @@ def _copy_records(records: np.ndarray, target: np.ndarray, added: dict[str, int]
 
 
 def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], manifest: Manifest) -> None:
-    """Write into ``folder``, which will be ``target``, where the parts and their record batches are."""
+    """Write the locations of the parts and their record batches to ``folder``, which will become ``target``."""
     faults = [
         f"{dataset.folder} has no document index, because an older version wrote it: merge without --parts"
         for dataset in datasets
@@ -327,7 +327,7 @@ def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], mani
 
 @dataclass
 class _JoinedSplit:
-    """The rows of a split of all parts, so far; see ``token_dataset/parts.py`` for the arrays."""
+    """The rows of a split from all parts so far; for the arrays see ``token_dataset/parts.py``."""
 
     num_rows: int = 0
     num_files: int = 0
@@ -371,9 +371,9 @@ def _describe_split(split: Split, index: DocumentIndex, manifest: Manifest, name
 
 
 def _read_batch_positions(split: Split, max_length: int) -> Iterator[np.ndarray]:
-    """Yield the record batches of each file, BATCH [batches]; the first row is counted in the split, the file is 0.
+    """Yield the record batches of each file, BATCH [batches], with first rows counted in the split and file 0.
 
-    Reads their heads, and not their rows. InputError if rows do not have ``max_length`` tokens.
+    This reads their headers, not their rows. InputError if rows do not have ``max_length`` tokens.
     """
     row = 0
     for file in split.files:

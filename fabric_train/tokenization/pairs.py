@@ -1,4 +1,4 @@
-"""Preference pairs: read a row with a chosen and a rejected answer in any form, and encode it as one document."""
+"""Read rows with preference pairs, a chosen and a rejected answer in any form, and encode each as one document."""
 
 import math
 from bisect import bisect_left
@@ -33,12 +33,12 @@ RATINGS = (
     ("chosen_rating", "rejected_rating"),
     ("chosen-rating", "rejected-rating"),
 )
-"""Columns with numbers for the chosen and the rejected answer."""
+"""The columns with ratings of the chosen and the rejected answer."""
 PAIR_COLUMNS = (
     *("chosen", "rejected", "prompt", "conversations", "question", "instruction", "input", "history"),
     *(name for names in RATINGS for name in names),
 )
-"""Every column that a row with a preference pair may use, besides those of every format."""
+"""Every column that a row with a preference pair may use, in addition to the columns of every format."""
 _LARGEST_RATING = 1e12  # the sum of a ledger stays finite
 _PAIRS_AT_ONCE = 500  # that are read ahead
 SAME_ANSWERS = "the chosen and the rejected answer are the same"
@@ -46,11 +46,11 @@ _Result = EncodedDocument | LeftOut | BadRowError
 
 
 def pair_of(columns: RowColumns, turns: TurnReader) -> Pair:
-    """Read a row with a preference pair; BadRowError if it has none, or an answer is empty or the same as the other.
+    """Read a row with a preference pair; BadRowError if it has none, or if an answer is empty or equal to the other.
 
     ``chosen`` and ``rejected`` are whole conversations that begin alike, or answers to a prompt: to ``prompt`` (text or
-    messages), ``conversations``, ``question``, or ``instruction`` and ``input``. A text beside whole conversations only
-    repeats a turn of the user.
+    messages), ``conversations``, ``question``, or ``instruction`` and ``input``. A text next to whole conversations
+    only repeats a turn of the user.
     """
     # both conversations, from the first turn on
     chosen_answer = _read_answer(columns["chosen"], turns)
@@ -146,7 +146,7 @@ def _read_prompt(
 
 
 def _rating_margin(columns: RowColumns) -> float:
-    """Return by how much the chosen answer is rated higher than the rejected one; NaN if there are no such numbers."""
+    """Return by how much the chosen answer is rated higher than the rejected one; NaN without ratings."""
     for chosen_column, rejected_column in RATINGS:
         if chosen_column in columns and rejected_column in columns:
             chosen_rating = columns[chosen_column]
@@ -174,7 +174,7 @@ class PairEncoder:
     max_length: int
 
     def encode_all(self, pairs: Iterable[Pair | BadRowError]) -> Iterator[_Result]:
-        """Yield each pair encoded, or why it is left out or bad; pairs are read ahead. An error stays as it is."""
+        """Yield each pair encoded, or why it is left out or bad; pairs are read ahead. Errors are passed through."""
         pairs_left = iter(pairs)
         while batch := list(islice(pairs_left, _PAIRS_AT_ONCE)):
             # the conversations of all pairs in one list, so that they are encoded together
@@ -217,7 +217,7 @@ class PairEncoder:
         return replace(shorter, num_tokens_cut=num_tokens - len(shorter.input_ids))
 
     def _shorten(self, pair: Pair) -> EncodedDocument | None:
-        """Return the pair with as much of the prompt's end as fits into a row, None if not even its last turn does."""
+        """Return the pair with as much of the prompt's end as fits into a row; None if not even its last turn does."""
         # system turns stay; the prompt may begin at each later turn of the user, here from the last one to the first
         roles = [message["role"] for message in pair.prompt]
         num_system = 0

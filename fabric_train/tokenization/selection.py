@@ -24,7 +24,7 @@ _Finding = TypeVar("_Finding", DroppedText, TaskHit)
 
 @dataclass(frozen=True)
 class Collection:
-    """The documents of --dataset or of --validation_dataset, and what was left out of them."""
+    """The documents of --dataset or of --validation_dataset, and counts of what was left out."""
 
     documents: SpooledDocuments  # all documents on disk, including those that are not kept
     kept_documents: np.ndarray
@@ -46,7 +46,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class Split:
-    """Documents of a collection in packing order, int64 [documents of the split]; one may come several times."""
+    """Documents of a collection in packing order, int64 [documents of the split]; one may occur several times."""
 
     collection: Collection
     order: np.ndarray
@@ -65,7 +65,7 @@ def collect(
 
     Args:
         records: the finished shards.
-        sources: all sources, by which the shards are numbered.
+        sources: all sources, in the order of the shards' source numbers.
         max_documents: the cap on documents; None for no cap.
         max_tokens: the cap on tokens, which the last document reaches or exceeds; None for no cap.
         earlier_hashes: uint8 [n, 16], the hashes of documents before these; None keeps duplicates.
@@ -138,7 +138,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _RowCounts:
-    """What became of the rows read, except the kept documents."""
+    """The counts of the rows that were read and did not become kept documents."""
 
     skipped: dict[int, Counter[str]]  # number of a source → reason → rows
     edits: Counter[str]  # kind → what cleaning changed
@@ -146,7 +146,7 @@ class _RowCounts:
 
 
 def _count_rows(records: Sequence[ShardRecord], rows_before: np.ndarray, num_read: int) -> _RowCounts:
-    """Count what was skipped and edited in the first ``num_read`` rows.
+    """Count the skips and edits in the first ``num_read`` rows.
 
     ``rows_before`` has the number of rows in the shards before each shard.
     """
@@ -169,7 +169,7 @@ def _count_rows(records: Sequence[ShardRecord], rows_before: np.ndarray, num_rea
 
 @dataclass(frozen=True)
 class _PartOrigins:
-    """Where the parts of all shards begin."""
+    """The beginnings of the parts of all shards."""
 
     files: np.ndarray  # int64 [parts], the number of each part's file among the files of all sources
     rows_before: np.ndarray  # int64 [parts], the rows of that file in earlier parts
@@ -282,7 +282,7 @@ def select(collections: Sequence[Collection], sources: list[Source], arguments: 
 
 
 def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
-    """Return which documents go to validation, bool [num_documents]: a ``share``, at least one if possible, not all."""
+    """Return which documents validate, bool [num_documents]: a ``share``, at least one if possible, and not all."""
     in_validation = np.zeros(num_documents, dtype=bool)
     if share > 0 and num_documents >= 2:
         num_drawn = max(round(share * num_documents), 1)
@@ -295,9 +295,9 @@ def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
 def mix(
     lengths: np.ndarray, sources: np.ndarray, weights: Sequence[float], num_tokens: int | None, seed: int
 ) -> np.ndarray:
-    """Return the documents to pack in random order, int64 [n]; a document may come several times.
+    """Return the documents to pack, in random order, int64 [n]; a document may occur several times.
 
-    Source i contributes ``weights[i] / sum(weights)`` of ``num_tokens`` (None: of all): whole epochs over its
+    Source i contributes ``weights[i] / sum(weights)`` of ``num_tokens`` (None means all): full epochs over its
     documents, each in a new random order, and then as many documents as are needed to reach its share. ``lengths`` and
     ``sources``, int64 [documents], are each document's tokens and source.
     """

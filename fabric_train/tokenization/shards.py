@@ -50,7 +50,7 @@ _ARRAYS = ("documents", "parts", "skipped", "edits", "pairs", "hashes", "turn_en
 
 
 class PlaceInShard(NamedTuple):
-    """Where a document was read."""
+    """The place where a document was read."""
 
     number: int  # see ENCODED
     part: int  # the index of the part in its shard
@@ -59,7 +59,7 @@ class PlaceInShard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """The least bytes of a shard, and of the finished work that is kept for a restart: less is quickly made again."""
+    """The fewest bytes of a shard, and of finished work that is kept for a restart: less is quickly done again."""
 
     smallest: int = 1 << 20
     worth_keeping: int = 1 << 20
@@ -70,7 +70,7 @@ SIZES = ShardSizes()
 
 @dataclass(frozen=True)
 class Shard:
-    """Parts of one source that are encoded together."""
+    """Parts of one source that are encoded together, into one set of files."""
 
     index: int  # among the shards of all sources
     source: int  # the number of its source
@@ -125,7 +125,7 @@ def _build_shard(index: int, source_number: int, source: Source, parts: list[Any
 
 
 def part_name(source: Source, part: Any) -> str:
-    """Return the file of a part, or the name of a dataset that does not consist of files."""
+    """Return the file of a part, or the name of a dataset without files."""
     if isinstance(part, FilePart):
         return part.name
     return source.name
@@ -133,18 +133,18 @@ def part_name(source: Source, part: Any) -> str:
 
 @dataclass(frozen=True)
 class InputSlice:
-    """Slice ``number`` of ``count``, from 1: what one task reads. 1 of 1 is all of the input."""
+    """Slice ``number`` of ``count``, counted from 1, which one task reads. 1 of 1 is the entire input."""
 
     number: int = 1
     count: int = 1
 
     def select(self, sizes: Sequence[int]) -> list[bool]:
-        """Return for each of consecutive items, whose sizes in bytes are given, whether it is in this slice."""
+        """Return whether each of consecutive items, given by their sizes in bytes, is in this slice."""
         return [number == self.number for number in slice_numbers(sizes, self.count)]
 
 
 def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
-    """Return for each of consecutive items the slice, 1 to ``count``, that has its middle byte; ``sizes`` in bytes."""
+    """Return the slice, 1 to ``count``, with the middle byte of each of consecutive items; ``sizes`` are in bytes."""
     if not sizes:
         return []
     ends = np.cumsum(sizes, dtype=np.int64)
@@ -168,7 +168,7 @@ def files_to_hash(
 ) -> Iterator[FilesToHash]:
     """Yield the files of a slice, in groups of about ``group_bytes``; slices of files are not slices of shards.
 
-    A file is hashed by one process, so that its SHA-256 is that of the whole file. ``are_read`` are the files of each
+    A file is hashed by one process, because its SHA-256 covers the full file. ``are_read`` are the files of each
     source that are hashed elsewhere, bool [files] each.
     """
     sizes: list[int] = []
@@ -202,7 +202,7 @@ def files_to_hash(
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The content of a finished shard, except the tokens, masks and signatures, which stay in their files."""
+    """The content of a finished shard, except tokens, masks and signatures, which stay in their files."""
 
     shard: Shard
     documents: np.ndarray  # ENCODED [kept]
@@ -228,7 +228,7 @@ class ShardRecord:
 
 
 def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
-    """Return the record of a finished shard, None if it is not finished."""
+    """Return the record of a finished shard; None if it is not finished."""
     file = folder / f"{shard.key}.npz"
     if not file.exists():
         return None
@@ -270,7 +270,7 @@ def remove_outdated_shards(folder: Path) -> int:
 
 
 class ShardWriter:
-    """A writer of the files of a shard, a context manager that closes them; ``finish`` makes the shard a finished one.
+    """A context manager that writes the files of a shard and closes them; ``finish`` marks the shard as finished.
 
     ``show`` is called with the bytes, documents and tokens done. Documents are ``hashed``, of unpaired answers only the
     first sequence and the label (``hashes_first_sequence``), and have signatures if ``signed``. The first bad row is an
@@ -336,7 +336,7 @@ class ShardWriter:
                 file.close()
 
     def end_part(self, num_documents: int, num_bytes: int, num_rows: int, sha256: bytes) -> None:
-        """Count a part as read, with its rows and SHA-256, if it has one; documents may be written later."""
+        """Count a part as read, with its rows and its SHA-256 if it has one; documents may be written later."""
         self._parts.append((num_documents, num_rows, sha256))
         self._bytes_before += num_bytes
         self._show(0)
@@ -354,9 +354,9 @@ class ShardWriter:
     def clean(
         self, ordinal: int, row: int, result: Cleaned[Content] | Dropped, text_to_show: Callable[[], str]
     ) -> Cleaned[Content] | None:
-        """Record what cleaning has found and changed in a document; return None if cleaning drops it.
+        """Record what cleaning has found and changed in a document; return its content, or None if cleaning drops it.
 
-        The first documents that are dropped for a reason become samples, with what ``text_to_show`` returns.
+        The first documents that are dropped for a reason become samples, with the result of ``text_to_show``.
         """
         place = PlaceInShard(ordinal, len(self._parts), row)
         self._hits += [(place, hit) for hit in result.hits]
@@ -395,7 +395,7 @@ class ShardWriter:
         position: int,
         pairs: np.ndarray | None = None,
     ) -> None:
-        """Write documents, ENCODED [documents], with joined tokens, int32 [T], and masks, bool [T], if there are any.
+        """Write documents, ENCODED [documents], with their joined tokens, int32 [T], and masks, bool [T], if any.
 
         ``position`` is the number of the part's bytes that have been read. ``pairs`` are PAIR [documents] if the
         documents are preference pairs or unpaired answers.
@@ -431,7 +431,7 @@ class ShardWriter:
         self._show(position)
 
     def finish(self) -> None:
-        """Write the record of the shard, by which it counts as finished, once its other files are whole."""
+        """Write the record of the shard, which marks it as finished, after its other files are complete."""
         self._close()
         samples = [place._asdict() | asdict(sample) for place, sample in self._samples]
         hits = [(*place, *astuple(hit)) for place, hit in self._hits]

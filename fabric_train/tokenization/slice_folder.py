@@ -37,12 +37,12 @@ _OF_EACH_TASK = ("shard", "output_dir", "num_proc")
 _MOST_NAMED = 10
 MAKE_AGAIN = "remove it, and run its task again"
 FileState = tuple[int, str, int, int, int]
-"""The number of a file's source, and its path, bytes, mtime_ns and ctime_ns."""
+"""The number of a file's source, and the file's path, bytes, mtime_ns and ctime_ns."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the input as it was when a task looked at it; ``hashed`` is None if lines were counted."""
+    """A file of the input at the time when a task read it; ``hashed`` is None if lines were counted."""
 
     state: FileState
     hashed: SourceFile | None
@@ -50,14 +50,14 @@ class InputFile:
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """What a merge has to know about a slice that ``--parts true`` has packed into rows."""
+    """The facts that a merge needs about a slice that ``--parts true`` has packed into rows."""
 
     goes_on: bool
-    """Whether its first file begins in an earlier slice."""
+    """Whether the slice's first file begins in an earlier slice."""
     num_files: int
-    """The files that it has read, in whole or in part."""
+    """The number of files that the slice has read, in full or in part."""
     rows_of_last: int
-    """The rows that it has read of the last of these files."""
+    """The number of rows that it has read from the last of these files."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _write_record(folder: Path, arguments: TokenizeArguments, record: SliceRecor
 
 
 def count_rows_before(folders: Sequence[Path]) -> list[int]:
-    """Return for each token dataset how many rows of its first file are in packed slices before it.
+    """Return the number of rows of each token dataset's first file that are in packed slices before it.
 
-    Slices of 100, 30 and 50 rows of one long file, the first of which begins it: 0, 100, 130.
+    Example: three slices of one long file, from its beginning, with 100, 30 and 50 rows give 0, 100 and 130.
     """
     counts: list[int] = []
     rows_of_last_file = 0  # rows that the slices so far have read of the last file that they have read
@@ -170,7 +170,7 @@ def fill_hashes(manifests: Sequence[Manifest], slices: Sequence[Slice]) -> list[
 
 
 def find_finished_slice(arguments: TokenizeArguments) -> bool:
-    """Return whether --output_dir has the slice of these arguments; InputError if it has one of other arguments."""
+    """Return whether --output_dir has the slice of these arguments; InputError if it has a slice of other arguments."""
     folder = Path(arguments.output_dir).expanduser()
     if not is_slice(folder):
         return False
@@ -200,7 +200,7 @@ def content_hash(file: Path) -> str:
 
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
-    """Return size and times of each file of each source, which tell whether the file has changed."""
+    """Return the size and times of each file of each source, which show whether the file has changed."""
     all_states: list[list[FileState]] = []
     for number, source in enumerate(sources):
         states: list[FileState] = []
@@ -226,7 +226,7 @@ def open_slice(folder: Path) -> Slice:
 
 
 def differing_arguments(ours: TokenizeArguments, theirs: TokenizeArguments) -> list[str]:
-    """Return our arguments that differ from theirs, as on the command line."""
+    """Return our arguments that differ from theirs, in the form of a command line."""
     differences: list[str] = []
     for argument in fields(ours):
         value = getattr(ours, argument.name)
@@ -236,7 +236,7 @@ def differing_arguments(ours: TokenizeArguments, theirs: TokenizeArguments) -> l
 
 
 def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
-    """Return all slices of a run in their order, to be merged into ``target``; InputError if any is missing."""
+    """Return all slices of a run in order, to be merged into ``target``; InputError if any is missing."""
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)
@@ -253,12 +253,12 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
 
 
 def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> OpenedCorpus:
-    """Open the input of the slices again, as one run without --shard does, with its tokenizer in ``folder``."""
+    """Open the slices' input again, as a single run without --shard does, with its tokenizer in ``folder``."""
     return open_corpus(replace(slices[0].arguments, shard=None, num_proc=None), folder, folder, sizes)
 
 
 def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
-    """Return slices in their order; raise InputError unless they are all slices of one run, each once and undamaged."""
+    """Return slices in order; InputError unless they are all slices of one run, each once and undamaged."""
     # all hold the same kind of work
     folders_by_kind = {task_slice.arguments.counts_lines: task_slice.folder for task_slice in slices}
     if len(folders_by_kind) > 1:
@@ -310,7 +310,7 @@ def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def _find_damage(task_slice: Slice, log: ThrottledLog) -> str:
-    """Describe the first file of a slice that is missing or has changed; empty if all are as they were written."""
+    """Describe the first file of a slice that is missing or has changed; "" if there is none."""
     folder = task_slice.folder
     shard_files = task_slice.record.shard_files
     for number, (name, (num_bytes, expected_hash)) in enumerate(shard_files.items()):
@@ -328,7 +328,7 @@ def _find_damage(task_slice: Slice, log: ThrottledLog) -> str:
 
 
 def _check_working_folder(slices: Sequence[Slice]) -> None:
-    """Raise an InputError if relative paths of the arguments mean other files here than where the tasks ran."""
+    """Raise an InputError if relative paths in the arguments mean different files here than where the tasks ran."""
     arguments = slices[0].arguments
     paths = [place_of(name) for name in arguments.dataset]
     paths += [place_of(name) for name in arguments.validation_dataset or ()]
@@ -351,7 +351,7 @@ def _check_working_folder(slices: Sequence[Slice]) -> None:
 
 
 def check_settings(slices: Sequence[Slice], settings: str) -> None:
-    """Raise an InputError if some shards were made with other settings than this process has."""
+    """Raise an InputError if some shards were made with settings that differ from this process's."""
     changed_dirs = [task_slice.folder for task_slice in slices if task_slice.record.settings != settings]
     if changed_dirs:
         reason = "the tokenizer, or a package or file that cleaning uses, has changed since it was made"
@@ -371,10 +371,10 @@ def folders_of_shards(slices: Sequence[Slice]) -> dict[str, Path]:
 def check_unchanged(
     slices: Sequence[Slice], corpus: OpenedCorpus, shards: Sequence[Shard], lost: Sequence[int]
 ) -> None:
-    """Raise an InputError if files of the input have changed or are new; ``lost`` are the shards that no slice has.
+    """Raise an InputError if files of the input are new or have changed; ``lost`` are the shards that no slice has.
 
-    The message names the slices to make again: those that would have the lost shards, and the files that no slice
-    knows in their present state.
+    The message names the slices to make again: the slices of the lost shards, and of files that no slice has
+    seen in their current state.
     """
     count = slices[0].input_slice.count
 

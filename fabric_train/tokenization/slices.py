@@ -1,6 +1,6 @@
 """Run a task of ``--shard I/N``, which encodes a slice of the input or counts its lines; merge the slices of all tasks.
 
-A merge is a run in which all shards are finished. The commands that follow a task are printed.
+A merge is a run in which all shards are finished. The next commands after a task are printed.
 """
 
 import os
@@ -50,7 +50,7 @@ from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 
 def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list[str]:
-    """Count the lines of the slice --shard into --output_dir, complete or absent; return lines of a summary."""
+    """Count the lines of the slice --shard; --output_dir is complete or absent. Return the lines of a summary."""
     input_slice = part_of(arguments)
     # counting needs no tokenizer, but a wrong one is reported before the lines are counted
     with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
@@ -76,7 +76,7 @@ def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list
 
 
 def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> Boilerplate:
-    """Add up all counted slices and write the lines that repeat into ``target``, which is complete or absent."""
+    """Add up all counted slices, and write the lines that repeat to ``target``, which is complete or absent."""
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)
         shutil.rmtree(corpus.tokenizer_folder)
@@ -93,7 +93,7 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 
 def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardSizes = SIZES) -> list[str]:
-    """Encode the slice --shard into --output_dir, complete or absent; return lines of a summary."""
+    """Encode the slice --shard; --output_dir is complete or absent. Return the lines of a summary."""
     with opened_corpus(arguments, sizes) as (corpus, folder, unfinished):
         started = time.monotonic()
         encoded = encode_sources(corpus, unfinished, check, part_of(arguments))
@@ -120,7 +120,7 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
 
 
 def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSlice:
-    """Return what a merge has to know of the encoded slice; InputError if it has no document."""
+    """Return the facts that a merge needs about the encoded slice; InputError if it has no document."""
     records = encoded.records
     if not any(len(record.documents) for record in records):
         raise InputError(f"--shard {corpus.arguments.shard}: no document is in this slice; use fewer slices")
@@ -149,7 +149,7 @@ def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSli
 
 
 def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> Iterator[InputFile]:
-    """Yield the files that this slice has hashed; the digests of the others are zeros."""
+    """Yield the files that this slice has hashed; the digests of other files are zeros."""
     for source, source_digests, states in zip(sources, digests, states_of(sources), strict=True):
         files = source.record(source_digests).files
         for state, file, digest in zip(states, files, source_digests, strict=True):
@@ -158,7 +158,7 @@ def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> I
 
 
 def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> tuple[Manifest, list[str]]:
-    """Write the token dataset that one run without --shard would write, complete or absent; return notes too."""
+    """Write the token dataset that a single run without --shard would write, complete or absent; also return notes."""
     with complete_folder(target) as folder:
         corpus = slice_folder.open_input(slices, folder, sizes)
         encoded = _join_slices(corpus, slices)
@@ -168,7 +168,7 @@ def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 
 def _join_slices(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
-    """Return the shards of all slices as one run would have encoded them; InputError if they do not belong together."""
+    """Return the shards of all slices as a single run would have encoded them; InputError if they do not match."""
     # all were made with the settings and the encoder of this run
     slice_folder.check_settings(slices, corpus.settings)
     folders_by_encoder = {task_slice.record.encoder: task_slice.folder for task_slice in slices}
@@ -211,9 +211,9 @@ def _join_slices(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSource
 
 
 def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
-    """Return the command that merges all slices into ``output_dir``; ``arguments`` are those of one task.
+    """Return the command that merges all slices into ``output_dir``; ``arguments`` are the arguments of one task.
 
-    Its pattern of folders is made from --output_dir of the task: task 3 with ``slices/3`` gives ``slices/*``.
+    The pattern of folders comes from the task's --output_dir: task 3 with ``slices/3`` gives ``slices/*``.
     """
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
     whole_number = rf"(?<!\d){_slice_number(arguments)}(?!\d)"  # 3 in slice-3, and not in slice-13
@@ -230,7 +230,7 @@ def merge_command(arguments: TokenizeArguments, output_dir: str) -> str:
 def encode_command(arguments: TokenizeArguments, lines_dir: str) -> str:
     """Return the command that encodes the slice that was counted with ``arguments``.
 
-    ``lines_dir`` is the folder with the repeated lines of all slices, which the command leaves out.
+    ``lines_dir`` is the folder with the repeated lines of all slices, which the encoding leaves out.
     """
     # the arguments of the command that differ from the defaults, with those that change in the end
     new_values = {
@@ -262,7 +262,7 @@ def encode_command(arguments: TokenizeArguments, lines_dir: str) -> str:
 
 
 def beside_slices(arguments: TokenizeArguments, name: str) -> str:
-    """Return the path of ``name`` beside the folder of the slices, or beside the slices if they have no folder."""
+    """Return the path of ``name`` next to the folder of the slices, or next to the slices if they have no folder."""
     folder = os.path.normpath(arguments.output_dir)
     parent = os.path.dirname(folder)
     if os.path.basename(folder) == _slice_number(arguments):  # slices/3: beside `slices`

@@ -1,7 +1,7 @@
 """Encode unpaired answers: each with its prompt, and then the same prompt with the answer of another row.
 
 KTO compares an answer with the KL divergence between policy and reference, which it estimates from answers to other
-prompts (arXiv:2402.01306, section 4.1). Which answer that is depends only on the rows of a file and their order. So the
+prompts (arXiv:2402.01306, section 4.1). The other answer depends only on the rows of a file and their order. So the
 estimate depends neither on packing nor on the batches of a run.
 """
 
@@ -39,15 +39,15 @@ class _Answer:
 class UnpairedEncoder:
     """An encoder of unpaired answers that returns each as one document of two sequences.
 
-    The first sequence is the prompt with its answer, the second one the same prompt with another answer: that of the
-    nearest row before it that has another prompt, or of the row before it if all have the same prompt. The last row
-    comes before the first one. Both sequences together are limited as those of a pair are.
+    The first sequence is the prompt with its answer. The second one is the same prompt with another answer: that of the
+    nearest earlier row with a different prompt, or of the previous row if all have the same prompt. The last row
+    comes before the first one. Both sequences together have the same limit as those of a pair.
     """
 
     pairs: PairEncoder
 
     def encode_all(self, chats: Iterable[Chat | BadRowError]) -> Iterator[_Result]:
-        """Yield each answer encoded, or why it is left out or bad; rows are read ahead. An error stays as it is."""
+        """Yield each answer encoded, or why it is left out or bad; rows are read ahead. Errors are passed through."""
         chats_left = iter(chats)
         earlier: _Answer | None = None
         while rows := list(islice(chats_left, _ROWS_AT_ONCE)):
@@ -85,9 +85,9 @@ class UnpairedEncoder:
 
 
 def _find_other(answers: Sequence[_Answer], position: int, earlier: _Answer | None) -> _Answer | None:
-    """Return the answer that the prompt of ``answers[position]`` gets as a mismatched one; None if there is no other.
+    """Return the mismatched answer for the prompt of ``answers[position]``; None if there is no other answer.
 
-    ``earlier`` is the last answer before these, which a single one gets.
+    ``earlier`` is the last answer before these, which is used if there is only one.
     """
     if len(answers) == 1:
         return earlier
@@ -99,7 +99,7 @@ def _find_other(answers: Sequence[_Answer], position: int, earlier: _Answer | No
 
 
 def _compare(answer: _Answer, other: _Answer) -> Pair:
-    """Return an answer and another one as answers to the prompt of the first."""
+    """Return an answer and another one, both as answers to the first one's prompt."""
     return Pair(
         prompt=answer.prompt,
         chosen=answer.messages,
@@ -111,7 +111,7 @@ def _compare(answer: _Answer, other: _Answer) -> Pair:
 
 
 def _without_label(chat: Chat | BadRowError) -> Chat | BadRowError:
-    """Return a chat that is encoded also if its answer is undesirable."""
+    """Return a chat without its label, so that it is encoded even if its answer is undesirable."""
     if isinstance(chat, BadRowError):
         return chat
     return replace(chat, is_undesirable=False)
