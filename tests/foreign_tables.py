@@ -1,6 +1,6 @@
 """Write the tables of other programs' arguments in docs/how-to/: ``python -m tests.foreign_tables --write``.
 
-The names are those that tests/cli/test_foreign_names.py looks up, and the answers are the program's own, from
+The names are those that tests/cli/test_foreign_names.py looks up. The advice is what the program prints, from
 ``fabric_train/cli/foreign_names.yaml``.
 """
 
@@ -24,6 +24,13 @@ PAGES = {
     "from_trainer": ("trl", "transformers"),
 }
 """Page → beginnings of the programs' names in tests/cli/other_programs_arguments.yaml."""
+COLUMN_TITLES = {
+    "from_axolotl": "axolotl",
+    "from_torchtune": "torchtune",
+    "from_llama_factory": "LLaMA-Factory",
+    "from_trainer": "Trainer, TRL",
+}
+"""Page → title of the column with the other program's arguments."""
 
 
 def path_of(page: str) -> Path:
@@ -32,6 +39,7 @@ def path_of(page: str) -> Path:
 
 def tables_of(page: str) -> str:
     """Return the tables of a page as Markdown: arguments with another name here, with the same name, with none."""
+    column_title = COLUMN_TITLES[page]
     known = list(types_of(TrainArguments))
     names = _names(*PAGES[page])
     rows: dict[str, list[str]] = {}
@@ -45,9 +53,19 @@ def tables_of(page: str) -> str:
     same = ", ".join(f"`{name}`" for name in known if name in names)
     return "\n".join(
         [
-            *("## Another name", "", "| there | here |", "|---|---|"),
+            *("## Renamed", "", f"| {column_title} | Fabric Train |", "|---|---|"),
             *(f"| {', '.join(row)} | {_in_code(here)} |" for here, row in sorted(renamed.items())),
-            *("", "## The same name", "", f"{same}.", "", "## Not here", "", "| there | instead |", "|---|---|"),
+            *(
+                "",
+                "## Unchanged",
+                "",
+                f"{same}.",
+                "",
+                "## Not supported",
+                "",
+                f"| {column_title} | instead |",
+                "|---|---|",
+            ),
             *(f"| {', '.join(row)} | {_in_code(advice)} |" for advice, row in sorted(absent.items())),
             "",
         ]
