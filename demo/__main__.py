@@ -26,12 +26,12 @@ RUN = FOLDER / "run"
 EXPORT = FOLDER / "model"
 PICTURE = FOLDER / "loss.png"
 PROMPT = "But soft! what light through yonder window"
-_MAX_PERPLEXITY_RATIO = 0.9  # perplexity after training over that before
+_MAX_PERPLEXITY_RATIO = 0.9  # perplexity after training / perplexity before
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo shows: loss and perplexities on the held-out works, tokens per second over all devices."""
+    """Results of the demo: loss and perplexity on the held-out works, tokens per second over all devices."""
 
     loss_before: float
     perplexity_before: float
@@ -50,7 +50,7 @@ def main() -> None:
     except (StageError, real_data.FetchError) as error:
         sys.exit(_failed(str(error), getattr(error, "exit_code", 1)))
     except KeyboardInterrupt:
-        sys.exit(_failed("interrupted; run make demo again, it keeps the data that is complete", 130))
+        sys.exit(_failed("interrupted; run make demo again, complete data is kept", 130))
     if result.perplexity_after > _MAX_PERPLEXITY_RATIO * result.perplexity_before:
         perplexities = f"{result.perplexity_before:.1f} to {result.perplexity_after:.1f}"
         sys.exit(_failed(f"perplexity only went from {perplexities}; the model did not learn", 1))
@@ -108,7 +108,7 @@ def _read_result() -> Result:
     before = json.loads((ROOT / BEFORE / "evaluation.json").read_text(encoding="utf-8"))
     with (ROOT / RUN / "metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    # without the first step, which warms up; all steps have the same number of tokens, hence the harmonic mean
+    # skip the first step, which includes warm-up; a harmonic mean, because all steps have the same number of tokens
     rates = [float(row["tokens_per_second"]) for row in rows[1:]]
     return Result(
         loss_before=before["loss"],

@@ -1,6 +1,6 @@
 """Train on two sources with shares, a phase and a branch, then trace and replay: ``python -m demo.mixture``.
 
-It takes about five minutes on two cores. docs/mixture.md shows what it prints.
+This takes about five minutes on two cores. docs/mixture.md shows the output.
 """
 
 import shutil

@@ -1,7 +1,8 @@
-"""Teach a model to go on in Spanish by preference pairs: ``python -m demo.preference``.
+"""Teach a model with preference pairs to continue in Spanish: ``python -m demo.preference``.
 
-Each pair has the beginning of a chapter of the Spanish Bible as its prompt, what follows there as the chosen answer,
-and lines of Shakespeare as the rejected one. It took 15 minutes on two busy cores. docs/preference.md has the figures.
+In each pair, the prompt is the beginning of a chapter of the Spanish Bible, the chosen answer is the text that follows,
+and the rejected answer is lines of Shakespeare. This takes about 15 minutes on two busy cores. docs/preference.md shows
+the results.
 """
 
 import shutil
