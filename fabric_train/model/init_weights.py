@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.model.adapter import Adapter
 from fabric_train.model.hf_model import ModelShape, shape_from_config
 from fabric_train.model.load_weights import MetaModel, build_on_meta, tied_weight_names
 
@@ -37,9 +38,25 @@ _SIZE_NAMES = {  # by our argument, the names of a size in the configurations of
 
 
 def new_shape(
-    arguments: "ModelArguments", layer_class: str, bos_token_id: int | None = None, eos_token_id: int | None = None
+    arguments: "ModelArguments",
+    layer_class: str,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    *,
+    adapter: Adapter | None = None,
 ) -> ModelShape:
-    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens."""
+    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens.
+
+    Args:
+        arguments: the family and the sizes.
+        layer_class: the name of the decoder layer's class.
+        bos_token_id: the token that begins a document; it only counts if there is an ``eos_token_id``.
+        eos_token_id: the token that ends a document; None keeps both of the family's defaults.
+        adapter: an adapter that is added to the model, for the plan of a model whose weights are not here.
+
+    Raises:
+        InputError: the family does not exist, or cannot have these sizes.
+    """
     family = str(arguments.family)
     try:
         default = AutoConfig.for_model(family)
@@ -65,7 +82,8 @@ def new_shape(
         config = AutoConfig.for_model(family, **values)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"--from_scratch {family}: no model can have these sizes: {first_line(error)}") from error
-    return shape_from_config(config, f"--from_scratch {family}", layer_class, arguments.attention, is_new=True)
+    name = f"--from_scratch {family}"
+    return shape_from_config(config, name, layer_class, arguments.attention, is_new=True, adapter=adapter)
 
 
 def _config_sizes(arguments: "ModelArguments", family: str, default: PretrainedConfig) -> dict[str, Any]:

@@ -457,8 +457,12 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
         )
     if adapter and adapter.base_weights:
         check_installed()
-    if adapter and is_new:
-        raise InputError("--adapter: a new model has no weights that an adapter could change; give --model_name")
+    is_plan = arguments.planning.plan
+    if adapter and is_new and not is_plan:  # sizes are all that a plan needs
+        raise InputError(
+            "--adapter: a new model has no pretrained weights for an adapter to change; use --model_name instead, or "
+            "add --plan true to plan a pretrained model with these sizes"
+        )
 
     # a new model has the BOS and EOS of the data's tokenizer
     if is_new:
@@ -467,7 +471,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
             bos_and_eos = (data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
         elif data.manifest:
             bos_and_eos = (data.manifest.tokenizer.bos_token_id, data.manifest.tokenizer.eos_token_id)
-        shape = new_shape(model_arguments, layer_class, *bos_and_eos)
+        shape = new_shape(model_arguments, layer_class, *bos_and_eos, adapter=adapter)
     else:
         source = str(checkpoint or model_arguments.model_name)
         shape = read_shape(source, layer_class, model_arguments.attention, adapter)
@@ -487,7 +491,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
             "without it"
         )
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
-    if checkpoint is None and not is_new:
+    if checkpoint is None and not is_new and not is_plan:
         check_readable(shape.source)
         # an InputError if the record is damaged: the run reads it when it has begun
         read_stages(model_arguments.model_name)

@@ -320,6 +320,16 @@ def test_offloaded_weights_and_gradients_count_as_torch_pins_them(
 
 # -------------------------------------------------------------------------------------------------- the whole program
 
+_SIZES = {  # argument: name in config.json
+    "hidden_width": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "max_context_width": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
+
 
 def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fabric_train.__main__ import main
@@ -337,6 +347,46 @@ def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytes
     assert "copied at 10.0 GB/s a device, written at 1.0 GB/s a machine" in printed
     assert "it fits" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_is_planned_from_a_configuration_without_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fabric_train.__main__ import main
+
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
+    plan = ["--plan", "true", "--device_memory", "24GB", "--devices", "1", "--adapter", "lora"]
+    words = [*argv(model, tokens, tmp_path / "run", max_step=5), *plan]
+    main(words)
+    with_weights = capsys.readouterr().out
+    assert "of them the adapter's" in with_weights
+
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    main(words)
+    without_weights = capsys.readouterr().out
+    assert _planned_figures(without_weights) == _planned_figures(with_weights)
+
+    sizes = json.loads((model / "config.json").read_text())
+    position = words.index("--model_name")
+    del words[position : position + 2]
+    words += ["--from_scratch", "llama"]
+    for argument, size_name in _SIZES.items():
+        words += [f"--{argument}", str(sizes[size_name])]
+    words += ["--architecture", json.dumps({"tie_word_embeddings": sizes["tie_word_embeddings"]})]
+    main(words)
+    assert _planned_figures(capsys.readouterr().out) == _planned_figures(with_weights)
+    position = words.index("--plan")
+    del words[position : position + 4]
+    with pytest.raises(InputError, match="no pretrained weights for an adapter to change"):
+        main(words)
+
+
+def _planned_figures(printed: str) -> list[str]:
+    """Return the lines of a printed plan that have its parameters, FLOPs and memory."""
+    names = ("parameters", "computing", "weights", "optimizer", "gradients", "activations", "in all")
+    return [line for line in printed.splitlines() if line.startswith(names)]
 
 
 def test_a_plan_says_how_evenly_the_rows_are_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
