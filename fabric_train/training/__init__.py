@@ -1,4 +1,4 @@
 """The training loop and what it calls: step, objective, evaluation, metrics, loggers, self-check, tables.
 
-Read ``loop.py`` first, then ``step.py`` and ``objective.py``. ``build_run.py`` builds what the loop drives.
+Read ``loop.py`` first, then ``step.py`` and ``objective.py``. ``build_run.py`` builds the parts that the loop uses.
 """

@@ -56,9 +56,9 @@ from fabric_train.training.step_guard import StepGuard
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun, *, shows_notes: bool = True) -> tuple[_FabricModule, set[str]]:
-    """Return the model on its devices, and the names of its parameters with weight decay.
+    """Set up the model on its devices; also return the names of its parameters with weight decay.
 
-    Weight files that are mapped into memory are closed again.
+    Weight files that were mapped into memory are closed.
     """
     arguments = run.arguments
     data = run.data
@@ -150,7 +150,7 @@ def set_up_optimizer(
 def _restore_optimizer(
     fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, run: PreparedRun, saved: TrainerJson
 ) -> None:
-    """Restore the optimizer's state from a checkpoint, as far as it has states of the parameters that train now."""
+    """Restore the optimizer's state from a checkpoint, for the parameters that train now and have a state in it."""
     checkpoint = saved.checkpoint
     # An adapter on the weights of a checkpoint that trained all of them.
     if run.adapter_base and not is_adapter(checkpoint):
@@ -173,7 +173,7 @@ def _restore_optimizer(
 
 
 def _saved_trained_names(model: ModelShape, saved: TrainerJson) -> set[str]:
-    """Return the names of the parameters that the step of a checkpoint trained."""
+    """Return the names of the parameters that the checkpoint's step trained."""
     if model.adapter:
         return set(model.trained)
     saved_parts = TrainedParts(*saved.parts)
@@ -181,7 +181,7 @@ def _saved_trained_names(model: ModelShape, saved: TrainerJson) -> set[str]:
 
 
 def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
-    """Let the Triton kernel update the parameters if it works on every rank, and note which update runs."""
+    """Use the Triton kernel for updates if it works on every rank, and print a note on which update runs."""
     progress.info("trying the optimizer's kernel")
     fault = first_text(fabric, use_triton(optimizer))
     if fault is not None:
@@ -197,7 +197,7 @@ def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
 def build_validation(
     fabric: Fabric, model: _FabricModule, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
 ) -> Validation | None:
-    """Return what evaluates this rank's share of the validation split, and samples; None without such a split."""
+    """Build the evaluation of this rank's share of the validation split, and the samples; None without that split."""
     rows = run.data.validation
     if rows is None:
         return None
@@ -228,7 +228,7 @@ def build_validation(
 def build_outputs(
     fabric: Fabric, run: PreparedRun, objective: Objective, console: Console, heartbeat: Heartbeat
 ) -> Outputs:
-    """Return the loggers and the display of the progress on rank 0, nothing on other ranks."""
+    """Open the loggers and the display of the progress on rank 0; other ranks have none."""
     arguments = run.arguments.logging
     state = run.start.state
     if not fabric.is_global_zero:
@@ -274,7 +274,7 @@ def build_loop(
     outputs: Outputs,
     manager: type[CheckpointManager] = CheckpointManager,
 ) -> Loop:
-    """Return the loop of a run, whose ``outputs`` get every complete checkpoint of the ``manager``."""
+    """Build the loop of a run; its ``outputs`` are told of every complete checkpoint of the ``manager``."""
 
     def record_save(checkpoint: Path) -> None:
         log.info("saved %s", checkpoint)
@@ -321,7 +321,7 @@ def build_loop(
 
 
 def _build_guard(fabric: Fabric, data: TrainingData) -> StepGuard:
-    """Return the guard of a run's steps, which names rows as its data do."""
+    """Build the guard of a run's steps, which names rows in the way of the run's data."""
     if isinstance(data, Stream):
         return StepGuard(fabric, "the stream", warn)
     worst_documents = WorstDocuments(fabric, data).describe
@@ -331,7 +331,7 @@ def _build_guard(fabric: Fabric, data: TrainingData) -> StepGuard:
 
 
 def _build_batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
-    """Return the windows of a run, traced on this rank where ``--profile`` says so."""
+    """Build the windows of a run, some of which are traced on this rank if ``--profile`` says so."""
     arguments = run.arguments.logging
     if isinstance(run.data, Stream):
         batches: WindowSource = _build_stream_batches(fabric, run, run.data)
@@ -354,7 +354,7 @@ def _build_batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> Wi
 
 
 def _build_row_batches(fabric: Fabric, run: PreparedRun, data: TokenDataset | TokenMixture) -> TrainBatches:
-    """Return this rank's micro-batches of token datasets."""
+    """Build this rank's micro-batches of token datasets."""
     arguments = run.arguments.data
     order = run.plan.window_order(arguments.seed, data_ranks(fabric).rank)
     state = run.start.state
@@ -370,7 +370,7 @@ def _build_row_batches(fabric: Fabric, run: PreparedRun, data: TokenDataset | To
 
 
 def _build_stream_batches(fabric: Fabric, run: PreparedRun, data: Stream) -> StreamBatches:
-    """Return this rank's micro-batches of a stream, after the cursors of the checkpoint that the run resumes from."""
+    """Build this rank's micro-batches of a stream, from the cursors of the checkpoint that the run resumes from."""
     arguments = run.arguments
     plan = run.plan
     ranks = data_ranks(fabric)

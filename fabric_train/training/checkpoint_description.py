@@ -26,20 +26,20 @@ from fabric_train.training.prepared_run import PreparedRun
 
 @dataclass(frozen=True)
 class _WeightsOrigin:
-    """Where a run's weights come from."""
+    """The origin of a run's weights."""
 
     base_model: ModelOrigin | None
     """The pretrained model; None for random weights."""
     stages: tuple[TrainingStage, ...]
-    """The runs since then."""
+    """The runs between the pretrained model and this run."""
     legal_files: tuple[Path, ...]
-    """The files of its licence."""
+    """The files of the pretrained model's licence."""
 
 
 def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
-    """Return the description of a run that each of its checkpoints has.
+    """Return the description of a run for its checkpoints.
 
-    Rank 0 writes it. On other ranks it lacks the origin of the weights, which takes look-ups on the hub.
+    Only rank 0 writes it. On other ranks it lacks the origin of the weights, which needs requests to the hub.
     """
     arguments = run.arguments
     start = run.start
@@ -94,7 +94,7 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
 
 
 def saved_schedules(schedules: Schedules) -> tuple[PhaseSchedule, ...]:
-    """Return the schedules of phases as trainer.json has them."""
+    """Return the schedules of phases in the form of trainer.json."""
     phase_schedules = []
     for schedule in schedules.phase_schedules:
         assert schedule.last_step is not None  # only the run's own schedule has none
@@ -104,16 +104,16 @@ def saved_schedules(schedules: Schedules) -> tuple[PhaseSchedule, ...]:
 
 
 def _movable_branch(branch: BranchPoint, run_dir: Path) -> BranchPoint:
-    """Return a branch point that does not name the run's own folder, so that the folder can be moved."""
+    """Return a branch point without the path of the run's own folder, so that the folder can be moved."""
     if branch.is_border_of(run_dir):
         return replace(branch, run=checkpoints.OWN_RUN)
     return branch
 
 
 def _find_weights_origin(run: PreparedRun) -> _WeightsOrigin:
-    """Return the pretrained model that the run's weights come from, the stages since then, and its licence's files.
+    """Find the pretrained model that the run's weights come from, the stages since then, and the licence's files.
 
-    An export that is not on the hub is no base that others could find: its own base stands for it.
+    An export that is not on the hub is not a base that others could find, so its own base is named instead.
     """
     saved = run.start.saved
     if saved:

@@ -1,4 +1,4 @@
-"""The parts that a run uses by name, as its checkpoints have them, and what differs from another checkpoint's.
+"""Describe the parts that a run uses by name, and find how they differ from a checkpoint's.
 
 A run continues with the objective and the optimizer that it began with. Otherwise the default would silently replace
 a part that a script had registered, and the loss would change.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fabric_train.checkpoint import TrainerJson
 
 _DECIDING_KINDS = ("objective", "optimizer")
-"""Kinds of parts of which a run has exactly one, and which decide its losses."""
+"""The kinds of which a run has exactly one part, which decides its losses."""
 
 
 def components_of(arguments: "TrainArguments", objective: Objective) -> tuple[Component, ...]:
@@ -40,7 +40,7 @@ def components_of(arguments: "TrainArguments", objective: Objective) -> tuple[Co
 
 
 def _plain_attributes(objective: Objective) -> dict[str, Any]:
-    """Return the numbers and texts that an objective keeps as attributes."""
+    """Return the attributes of an objective that are numbers or texts."""
     attributes = getattr(objective, "__dict__", {})
     return {name: value for name, value in attributes.items() if isinstance(value, str | int | float | bool)}
 
@@ -48,9 +48,9 @@ def _plain_attributes(objective: Objective) -> dict[str, Any]:
 def find_other_components(
     saved: "TrainerJson", components: tuple[Component, ...], kinds: tuple[str, ...] = _DECIDING_KINDS
 ) -> Iterator[tuple[Component, Component]]:
-    """Yield the objective and the optimizer of a checkpoint, each with the run's, where they differ.
+    """Yield the objective and the optimizer of a checkpoint that differ from the run's, each with the run's.
 
-    Two objectives of this project are not compared here: they are compared as arguments.
+    Two objectives of this project are not compared here, because they are compared as arguments.
     """
     for kind in kinds:
         saved_part = saved.component(kind)
@@ -66,7 +66,7 @@ def component(components: tuple[Component, ...], kind: str) -> Component:
 
 
 def describe_other_component(checkpoint: Path, saved_part: Component, current_part: Component, consequence: str) -> str:
-    """Return the fault of a run that uses another part than the checkpoint that it starts from."""
+    """Return the fault of a run whose part differs from that of the checkpoint that it starts from."""
     return (
         f"{checkpoint} is of a run with the {saved_part}, and this one has the {current_part}: {saved_part.advice}, "
         f"or accept {consequence} with --allow_changes true (docs/reference/errors.md#resume-refused)"
@@ -74,7 +74,7 @@ def describe_other_component(checkpoint: Path, saved_part: Component, current_pa
 
 
 def notes_on_components(saved: "TrainerJson", components: tuple[Component, ...], checkpoint: Path) -> list[str]:
-    """Return what else has changed since a checkpoint: the files of registered parts, metrics and loggers."""
+    """Return notes on other changes since a checkpoint: the files of registered parts, metrics and loggers."""
     notes = []
     current_parts = {(current.kind, current.name): current for current in components}
     for saved_part in saved.components:

@@ -1,4 +1,4 @@
-"""The tables of what a run reads: the sources of a mixture or a stream, and phases."""
+"""Describe in tables what a run reads: the sources of a mixture or a stream, and the phases."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from fabric_train.training.tables import figures_table
 
 
 def describe_mixture(run: PreparedRun, rows_seen: Sequence[int] | None = None) -> list[Table]:
-    """Return the table of a mixture's sources; none without a mixture.
+    """Return the table of a mixture's sources, or nothing without a mixture.
 
-    ``rows_seen`` are the rows of each source that were read, at the end of a run.
+    ``rows_seen`` are the numbers of rows that were read of each source, at the end of a run.
     """
     plan = run.plan
     if plan.mixture is None or not isinstance(run.data, TokenMixture):
@@ -114,6 +114,6 @@ def describe_stream(data: TrainingData, checkpoint: Path | None = None) -> list[
 
 
 def _count_stream_tokens(checkpoint: Path) -> list[int]:
-    """Return the tokens of each source that all lanes of a checkpoint's stream have read; empty if not counted."""
+    """Return the tokens that all lanes of a checkpoint's stream have read of each source; empty if not counted."""
     tokens_by_lane = [cursor.tokens_read for cursor in read_cursors(checkpoint)]
     return [sum(source_tokens) for source_tokens in zip(*tokens_by_lane, strict=True)]

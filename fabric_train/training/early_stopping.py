@@ -17,7 +17,7 @@ class EarlyStopping:
     patience: int
 
     def after(self, progress: LossProgress | None, evaluation: Evaluation) -> LossProgress:
-        """Return the progress after an evaluation; if it was of another source, counting starts at 0."""
+        """Return the progress after an evaluation; if it belongs to another source, counting starts at 0."""
         if progress is None or progress.source != self.source:
             progress = LossProgress(self.source)
         return progress.after(evaluation)
@@ -55,7 +55,7 @@ class EarlyStopping:
 
 
 def parse_early_stopping(text: str, source_names: Sequence[str]) -> EarlyStopping:
-    """Return the meaning of ``SOURCE[:PATIENCE]``. The name of a source may itself have a colon."""
+    """Parse ``SOURCE[:PATIENCE]``. The name of a source may itself have a colon."""
     if text in source_names:
         return EarlyStopping(text, _DEFAULT_PATIENCE)
     match = re.fullmatch(r"(.+):([1-9][0-9]{0,8})", text)

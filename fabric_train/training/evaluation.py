@@ -1,6 +1,6 @@
-"""The evaluation of a run: its metrics over the validation split, and samples of prompts.
+"""Evaluate a run: metrics over the validation split, and samples from prompts.
 
-Every supervised token of all ranks has the same weight, however rows are split into ranks and batches.
+Every supervised token on all ranks has the same weight, however rows are split among ranks and batches.
 """
 
 import math
@@ -41,16 +41,17 @@ from fabric_train.training.source_losses import (
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of an evaluation beside loss, perplexity and bits per byte, of all tokens and of each source.
+    """A figure of an evaluation in addition to loss, perplexity and bits per byte, for all tokens and each source.
 
-    It is the column ``val_NAME`` of metrics.csv.
+    Its column in metrics.csv is ``val_NAME``.
     """
 
     token_values: Callable[[torch.Tensor], torch.Tensor]
-    """Gets the losses of some tokens in nats, fp32 [N]; returns what each token adds to the sum, [N] of any dtype."""
+    """A function of some tokens' losses in nats, fp32 [N], that returns what each token adds to the sum, [N], any
+    dtype."""
     figure: Callable[[TokenLoss], float | None] = lambda sums: sums.loss
-    """Computes the figure from the sum (``nats``), the number of tokens and the UTF-8 bytes of their text (None if not
-    known); by default it is the mean over the tokens.
+    """A function that computes the figure from the sum (``nats``), the number of tokens and the UTF-8 bytes of their
+    text (None if not known). The default is the mean over the tokens.
     """
 
 
@@ -60,9 +61,9 @@ def select_metrics(names: Iterable[str]) -> dict[str, Metric]:
 
 
 class _EvaluationSums:
-    """The sums of an evaluation over this rank's batches: of all tokens or pieces, and of each source.
+    """The sums of an evaluation over this rank's batches, for all tokens or pieces and for each source.
 
-    S sources. All sums are fp64 on the device, except the counts of sources.
+    S is the number of sources. All sums are fp64 on the device, except the counts of sources.
     """
 
     def __init__(self, fabric: Fabric, objective: Objective, num_sources: int, metrics: Mapping[str, Metric]) -> None:
@@ -86,7 +87,7 @@ class _EvaluationSums:
         self._source_counts = torch.zeros(2, num_sources, dtype=torch.float64)  # tokens or pieces, and bytes; on CPU
 
     def add(self, model: Any, batch: Batch) -> None:
-        """Compute the loss of a batch and add it."""
+        """Compute the loss of a batch, and add it."""
         self._row_hash += hash_supervised(batch.input_ids, batch.labels)
         placed_batch = place_batch(self._fabric, batch)
         loss = self._objective.loss(model, placed_batch)
@@ -112,7 +113,7 @@ class _EvaluationSums:
             self._add_by_source(batch, piece_values)
 
     def _add_by_source(self, batch: Batch, piece_values: torch.Tensor) -> None:
-        """Add values of the batch's pieces, fp64 [1 + metrics, pieces], to those of their sources."""
+        """Add values of the batch's pieces, fp64 [1 + metrics, pieces], to the sums of their sources."""
         if batch.pieces is None or self._num_sources == 0:
             return
         sums = sum_by_source(piece_values, batch.pieces.sources, self._num_sources)
@@ -165,7 +166,7 @@ class _EvaluationSums:
     def _token_loss(
         self, loss_sum: float, num_tokens: int, num_bytes: float | None, metric_sums: Sequence[float]
     ) -> TokenLoss:
-        """Return the loss of some tokens with the figures of the metrics, whose sums are NaN if not known."""
+        """Return the loss of some tokens, and the metrics' figures, whose sums are NaN if not known."""
         figures = {}
         for (name, metric), total in zip(self._metrics.items(), metric_sums, strict=True):
             if not math.isnan(total):
@@ -209,13 +210,13 @@ def evaluate(
     All ranks call this together, with the same number of batches.
 
     Args:
-        fabric: Whose ranks evaluate together.
+        fabric: The run's Fabric, whose ranks evaluate together.
         model: The model that ``setup_model`` returned; it is in training mode afterwards.
         batches: This rank's batches.
         source_names: Names of the sources to distinguish, by their index in ``Batch.pieces``.
         objective: The loss; cross entropy by default.
         metrics: Metrics of tokens, by name.
-        is_interrupted: Gets the index of each batch before it is computed; it returns the same on all ranks.
+        is_interrupted: Called with the index of each batch before it is computed; returns the same on all ranks.
     """
     if objective is None:
         objective = CrossEntropy()
@@ -265,7 +266,7 @@ class Validation:
         return replace(evaluation, step=step)
 
     def sample(self, step: int) -> list[Sample] | None:
-        """Return the samples of the model after ``step``, none without prompts; None if a signal stops the run."""
+        """Return the samples of the model after ``step``, empty without prompts; None if a signal stops the run."""
         if self.prompts is None:
             return []
         is_interrupted = partial(self._is_stopped, StepPhase.SAMPLING)

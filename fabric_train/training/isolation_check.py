@@ -1,8 +1,8 @@
-"""Check that documents of one row do not see each other, before a run trains on such rows.
+"""Check that documents in a row do not see one another, before a run trains on rows of several documents.
 
 Some model families ignore positions when they build masks, and convolutions and recurrent layers have no mask. So the
 check compares the losses of the same document after two different documents. Both rows have the same shape, so a family
-that keeps documents apart returns the same losses, in any dtype. Only experts, whose matrix products depend on how
+that keeps documents apart returns the same losses in any dtype. Only experts, whose matrix products depend on how
 many tokens they get, round differently. The check measures this rounding: the losses of a document that comes first in
 both rows differ by rounding alone, because no token sees the ones after it.
 """
@@ -23,20 +23,21 @@ from fabric_train.model.context_parallel import place_batch
 from fabric_train.training.objective import losses_at_targets
 
 _MIN_ROW_LENGTH = 4
-"""Tokens of two documents of which each has a token to predict."""
+"""The fewest tokens of a row with two documents that each have a token to predict."""
 _MIN_CHECKED_LENGTH = 64
 _MAX_TOKEN_ID = 1000
-"""Ids of images and other special tokens, which need more than text, are mostly higher."""
+"""The highest id used; ids of images and other special tokens, which need more than text, are mostly higher."""
 _NUM_COMPARED = 32
-"""The losses that are compared at the start of a document, and at its end: their logits need little memory."""
+"""The number of losses that are compared at each end of a document, so that their logits need little memory."""
 _MAX_LOSS_UNITS = 2
-"""Units in the last place by which an fp32 loss may differ: it is rounded after the logits."""
+"""The units in the last place by which an fp32 loss may differ, because it is rounded after the logits."""
 _MAX_TIMES_ROUNDING = 10
-"""How many times the measured rounding a difference may be: router decisions that flip are few, and large."""
+"""The largest allowed difference as a multiple of the measured rounding: flipped router decisions are few, but
+large."""
 _SIZE_SUFFIXES = ("_size", "_dim", "_rank", "_id", "_layers", "_heads", "_embeddings", "_experts", "_token")
-"""Ends of names in a configuration that are sizes of tensors, not lengths of texts."""
+"""The ends of names of settings that are sizes of tensors, not lengths of texts."""
 _LENGTH_WORDS = ("window", "chunk", "block", "kernel", "conv")
-"""Words in names that are lengths of texts, even if the names end like a size."""
+"""Words in names of settings that are lengths of texts, even if the names end like a size."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,20 @@ class _Differences:
     """A mean loss, and root mean squares of differences of losses, in nats."""
 
     loss: float
-    """Mean of a document; fp32 rounds a loss of this size."""
+    """The mean loss of a document, which decides how fp32 rounds."""
     leak: float
-    """A document after two different documents."""
+    """The difference for a document after two different documents."""
     rounding: float
-    """A document before two different documents."""
+    """The difference for a document before two different documents."""
     offset: float
-    """A document after another document, and the same document before it."""
+    """The difference between a document after another one and the same document before it."""
 
 
 @torch.no_grad()
 def check_isolation(fabric: Fabric, model: _FabricModule, source: str, longest_row: int, dtype: torch.dtype) -> None:
     """Raise an InputError unless a model keeps documents of rows of up to ``longest_row`` tokens apart.
 
-    ``dtype`` is that of its matrix products. All ranks call it. The model is in training mode, before and after.
+    ``dtype`` is the dtype of its matrix products. All ranks call this. The model is in training mode before and after.
     """
     fault = _find_fault(fabric, model, longest_row, dtype)
     if fault:
@@ -88,10 +89,10 @@ def _find_fault(fabric: Fabric, model: _FabricModule, longest_row: int, dtype: t
 
 
 def checked_length(config: Any, longest_row: int) -> int:
-    """Return a length of rows that is enough to see what rows of ``longest_row`` tokens would show.
+    """Return a row length that is enough to find the faults that rows of ``longest_row`` tokens would have.
 
-    Sliding windows, chunks of attention and kernels of convolutions matter only in rows that are longer. A checked row
-    has two documents, each twice as long as the largest of them, as far as the run's rows are that long.
+    Sliding windows, chunks of attention and kernels of convolutions only matter in rows that are longer. A checked row
+    has two documents, each twice as long as the largest of these, if the run's rows are that long.
     """
     lengths = [_MIN_CHECKED_LENGTH // 4]
     for name, value in config.get_text_config().to_dict().items():
@@ -104,7 +105,7 @@ def checked_length(config: Any, longest_row: int) -> int:
 
 
 def _measure(fabric: Fabric, model: _FabricModule, length: int) -> _Differences:
-    """Compute a document of half a row after and before two other documents."""
+    """Compute the losses of a document of half a row, after and before two other documents."""
     vocab_size = model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
     max_id = min(vocab_size, _MAX_TOKEN_ID)
@@ -136,7 +137,7 @@ def _compute_losses(
 ) -> torch.Tensor:
     """Return the losses of the first and last targets of one of two documents in a row, fp32 [N].
 
-    A convolution carries the previous document into the first ones, and a window matters only at the last ones.
+    A convolution carries the previous document into the first targets, and a window only matters at the last ones.
     """
     input_ids = np.concatenate(documents)[None]  # [1, length]
     border = len(documents[0])

@@ -1,8 +1,8 @@
-"""Kahneman-Tversky Optimization (KTO, arXiv:2402.01306), of unpaired answers: each is desirable or not.
+"""Kahneman-Tversky Optimization (KTO, arXiv:2402.01306) for unpaired answers, each of which is desirable or not.
 
-The log-ratio of an answer, how much likelier the policy finds it than the reference does, is compared with the KL
-divergence between policy and reference. The paper estimates the divergence from a batch. Here it is estimated from the
-window, over all ranks, so that the loss does not depend on how the window is split.
+The log-ratio of an answer says how much likelier the policy finds it than the reference does. It is compared with the
+KL divergence between policy and reference. The paper estimates the divergence from a batch. Here it is estimated from
+the window, over all ranks, so that the loss does not depend on how the window is split.
 
 Shapes: A answers of a batch, N supervised tokens.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def kto_losses(
     log_ratios: torch.Tensor, is_desirable: torch.Tensor, kl: torch.Tensor, arguments: "PreferenceArguments"
 ) -> torch.Tensor:
-    """Return the loss of KTO (arXiv:2402.01306, equations 7 and 8) of each answer, fp64 [A].
+    """Return KTO's loss (arXiv:2402.01306, equations 7 and 8) for each answer, fp64 [A].
 
     Args:
         log_ratios: The log-probability of each answer under the policy minus that under the reference, fp64 [A].
@@ -47,8 +47,8 @@ class KTO:
     """The loss of KTO or APO-zero, summed over the answers; an answer is one piece of its row.
 
     A row has each answer with its prompt, and the same prompt with another row's answer, which only estimates the KL
-    divergence. :meth:`prepare_window` computes the latter without a gradient, and leaves them out of the batches. So an
-    answer takes one forward pass more than in training on texts, and no backward pass more. APO-zero for unpaired
+    divergence. :meth:`prepare_window` computes the latter without a gradient and removes them from the batches. So an
+    answer takes one more forward pass than in training on texts, and no more backward passes. APO-zero for unpaired
     answers (arXiv:2408.06266, table 1) is the same loss with a divergence of 0, so it needs no such pass.
     """
 
@@ -66,7 +66,7 @@ class KTO:
     def prepare_window(
         self, fabric: Fabric, model: Any, batches: Iterable[Batch], is_interrupted: Callable[[int], bool]
     ) -> Iterator[Batch] | None:
-        """Return the batches of a window with its KL divergence, and without what only estimates it.
+        """Return the batches of a window with its KL divergence, and without the sequences that only estimate it.
 
         All ranks call this together. See :meth:`~fabric_train.training.objective.WindowObjective.prepare_window`.
         """
@@ -117,7 +117,7 @@ class KTO:
         )
 
     def finish_metrics(self, means: Sequence[float], count: int) -> list[float | None]:
-        """Return the metrics from their means over ``count`` answers; None for the mean of answers that there are not.
+        """Return the metrics from their means over ``count`` answers; the mean over no answers is None.
 
         Rewards and log-probabilities are means over the answers of one kind, ``margin`` is the difference of both
         rewards, and ``desirable`` and ``undesirable`` are numbers of answers.
@@ -143,7 +143,7 @@ def _estimate_kl(
 ) -> torch.Tensor | None:
     """Return the KL divergence of a window over all ranks in nats, fp64 []; None if ``is_interrupted`` returned True.
 
-    It is the mean log-ratio of the answers of other rows, or 0 if that is negative (arXiv:2402.01306, section 4.1).
+    This is the mean log-ratio of the other rows' answers, or 0 if that is negative (arXiv:2402.01306, section 4.1).
     """
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # log-ratios, and their number
     for index, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""The protocol of loggers, which record the metrics, samples and checkpoints of a run, and what holds them together.
+"""Define the protocol of loggers, which record a run's metrics, samples and checkpoints, and call them together.
 
 metrics.csv is the record that a resumed run trusts: if it cannot be written, the run ends. No other logger can end a
 run, or change its exit code (:class:`GuardedLogger`). To add a logger, see :data:`LOGGERS`.
@@ -16,7 +16,7 @@ from fabric_train.training.run_log import warn
 
 @dataclass(frozen=True)
 class Sample:
-    """A line of samples.jsonl: the prompt, and the text with which the model of a step continues it."""
+    """A line of samples.jsonl: a prompt, and its continuation by the model after a step."""
 
     step: int
     prompt: str
@@ -24,7 +24,7 @@ class Sample:
 
 
 class Logger:
-    """The protocol of loggers, on rank 0 alone. Each method does nothing here: override those that are needed."""
+    """The protocol of loggers, which only rank 0 has. Each method does nothing here; override those that you need."""
 
     def log(self, metrics: Metrics) -> None:
         """Record one step's metrics."""
@@ -36,7 +36,7 @@ class Logger:
         """Record that a checkpoint is complete."""
 
     def log_model(self, checkpoint: Path) -> None:
-        """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
+        """Upload a complete checkpoint; called for all checkpoints or the last one, as ``--log_model`` says."""
 
     def log_report(self, page: Path, markdown: str) -> None:
         """Record the report of the run, after its last save: a self-contained HTML file, and the same as Markdown."""
@@ -45,33 +45,33 @@ class Logger:
         """Write all logged values to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
 
     def close(self) -> None:
-        """Write what is not written yet and close, at the end of the run."""
+        """Write everything that is left and close, at the end of the run."""
 
     def abandon(self) -> None:
-        """Stop what the logger has started, after one of its methods has failed; no other method is called after it."""
+        """Stop all that the logger has started, after one of its methods failed; no other method is called afterwards."""
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that loggers are opened for."""
+    """The run for which loggers are opened."""
 
     folder: Path
     last_step: int
-    """The last step that is logged already, or -1."""
+    """The last step that is already logged, or -1."""
     config: dict[str, Any] = field(default_factory=dict)
     """The arguments by name."""
     columns: Sequence[str] = ()
-    """Columns of metrics.csv beside ``COLUMNS``."""
+    """The columns of metrics.csv in addition to ``COLUMNS``."""
     branched_after: Sequence[int] = ()
-    """Steps after which the run branched off another one."""
+    """The steps after which the run branched off another one."""
 
 
 OpenLogger = Callable[[LoggedRun], Logger]
-"""Opens a logger of ``LOGGERS`` on rank 0."""
+"""A function that opens a logger of ``LOGGERS`` on rank 0."""
 
 
 class _ForwardingLogger(Logger):
-    """Passes each call on to other loggers, which ``_forward`` chooses."""
+    """Passes each call on to other loggers; ``_forward`` decides to which."""
 
     def log(self, metrics: Metrics) -> None:
         self._forward(lambda logger: logger.log(metrics))
@@ -100,10 +100,10 @@ class _ForwardingLogger(Logger):
 
 
 class GuardedLogger(_ForwardingLogger):
-    """A logger that a run can do without: its first failure is reported in one line, and nothing more is logged."""
+    """A logger that a run can do without: its first failure is reported in one line, and then it logs nothing more."""
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
-        """``name`` is for messages; ``open_logger`` may fail as the logger may later."""
+        """``name`` is for messages; a failure of ``open_logger`` is handled like a later failure of the logger."""
         self._name = name
         self.logger = Logger()
         self._forward(lambda _: setattr(self, "logger", open_logger()))
@@ -142,7 +142,7 @@ class Outputs(_ForwardingLogger):
     def saved(self, checkpoint: Path, *, is_last: bool = False) -> None:
         """Record a complete checkpoint, and upload it if all are uploaded.
 
-        The last one of a run comes twice: when it is complete, and with ``is_last`` when the run has ended.
+        The last checkpoint of a run is passed twice: when it is complete, and with ``is_last`` when the run has ended.
         """
         if is_last:
             if self._log_model == "last":

@@ -1,7 +1,7 @@
-"""The loggers that need no other package, and ``open_loggers``, which opens all that a run has.
+"""The loggers that need no extra package, and ``open_loggers``, which opens all loggers of a run.
 
-They are metrics.csv, samples.jsonl, metrics.jsonl and TensorBoard. See ``logger`` for the protocol, ``trackers`` for
-those that keep many runs.
+These are metrics.csv, samples.jsonl, metrics.jsonl and TensorBoard. See ``logger`` for the protocol, and ``trackers``
+for loggers that keep many runs.
 """
 
 import csv
@@ -35,7 +35,7 @@ _BYTES_AFTER_CONTENT = 4
 
 
 class CSVLogger(Logger):
-    """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
+    """``metrics.csv``, with one header and one row per logged step, each step once. It is flushed after each row."""
 
     def __init__(self, path: Path, last_step: int, extra_columns: Sequence[str] = ()) -> None:
         """Open for appending after ``last_step``; remove the rows after it, and add ``extra_columns``."""
@@ -103,7 +103,7 @@ class TensorBoardLogger(Logger):
 
 
 def _silence_writer_threads() -> None:
-    """Let no thread of TensorBoard print a traceback; ``flush`` and ``close`` raise the error of the thread."""
+    """Keep TensorBoard's threads from printing a traceback; ``flush`` and ``close`` raise a thread's error."""
     print_traceback = threading.excepthook
 
     def print_other_threads(error: threading.ExceptHookArgs) -> None:
@@ -141,7 +141,7 @@ def _truncate_events(path: Path, last_step: int) -> None:
 
 
 class JSONLinesLogger(Logger):
-    """``metrics.jsonl``: one JSON object per logged step, without the values that were not measured."""
+    """``metrics.jsonl``, with one JSON object per logged step, without values that were not measured."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Continue after ``last_step``; remove the lines after it, and a line that a crash cut off."""
@@ -162,7 +162,7 @@ class JSONLinesLogger(Logger):
 
 
 def _read_lines(path: Path, last_step: int) -> str:
-    """Return the complete lines of metrics.jsonl up to a step; an empty text without a file."""
+    """Return the complete lines of metrics.jsonl up to a step; "" without the file."""
     if not path.exists():
         return ""
     lines = []
@@ -204,9 +204,9 @@ def open_loss_curves(run: LoggedRun) -> Logger:
 
 
 def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
-    """Open metrics.csv, samples.jsonl and loss_curves.png, which every run has, and those of ``LOGGERS`` in ``names``.
+    """Open metrics.csv, samples.jsonl and loss_curves.png, which every run has, and the loggers in ``names``.
 
-    No failure of a logger except metrics.csv ends the run.
+    Only a failure of metrics.csv ends the run.
     """
     # A samples.jsonl that is damaged is wrong input, so it is not opened by its guard.
     samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
@@ -222,7 +222,7 @@ def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
 
 
 def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
-    """Return where a run's metrics are, with the command that shows or uploads each logger's."""
+    """Return where a run's metrics are, and for each logger the command that shows or uploads them."""
     lines = [f"{folder / 'metrics.csv'}; after an evaluation, loss_curves.png beside it"]
     if "tensorboard" in names:
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")

@@ -47,16 +47,16 @@ class End:
     checkpoint: Path | None
     """The checkpoint of the state; None before the first step."""
     stopped_by: int = 0
-    """Number of the signal that stopped the run; 0 if none did."""
+    """The number of the signal that stopped the run; 0 if none did."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step."""
+    """The actions that are due after a step."""
 
     evaluate: bool
     keep: bool
-    """The checkpoint is scheduled: it stays, whatever its loss."""
+    """Whether the checkpoint is scheduled and therefore kept, whatever its loss."""
     save: bool
     log: bool
 
@@ -74,7 +74,7 @@ class TrainingPoint:
 
 @dataclass(frozen=True)
 class Loop:
-    """A run that is built, up to step ``num_steps``: the last one, or the last one before other parts or data."""
+    """A built run, up to step ``num_steps``: its last step, or the last step before other parts or data."""
 
     run: PreparedRun
     stepper: Stepper
@@ -84,13 +84,13 @@ class Loop:
     validation: Validation | None
     outputs: Outputs
     peak_flops: float | None
-    """FLOP/s of all devices; None if unknown."""
+    """The peak FLOP/s of all devices; None if unknown."""
 
     def train(self) -> End:
         """Train from the start of the run to step ``num_steps``, or until a signal stops it at the next micro-batch.
 
-        The unfinished window is dropped: the model is as after the previous step, which is saved, and a resumed run
-        repeats the window.
+        After a signal, the unfinished window is dropped: the model is as after the previous step, which is saved, and a
+        resumed run repeats the window.
 
         Raises:
             RunError: The loss or the gradient is not finite, with ``--on_nonfinite stop``.
@@ -176,7 +176,7 @@ class Loop:
             yield window
 
     def _find_due(self, window: Window, step: TakenStep) -> Due:
-        """Return what is due after a step."""
+        """Return the actions that are due after a step."""
         arguments = self.run.arguments
         # the end of the run or of a phase, and of each epoch
         is_border = window.step == self.num_steps or window.ends_epoch
@@ -249,7 +249,7 @@ class Loop:
         )
 
     def _count_by_source(self, report: StepReport) -> dict[str, int]:
-        """Return what the objective counted of each source in a step; nothing if sources are not distinguished."""
+        """Return the objective's count for each source in a step; empty if sources are not distinguished."""
         source_names = self.run.data.source_names
         if len(source_names) == 1:
             return {source_names[0]: report.count}
@@ -257,7 +257,7 @@ class Loop:
         return {name: source.count for name, source in sources if source.count}
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, *, evaluates: bool) -> TrainerState:
-        """Log a step, after its evaluation if it is due; after a signal, return a state with the unlogged metrics."""
+        """Log a step, after its evaluation if that is due; after a signal, return a state with the unlogged metrics."""
         if not evaluates or not self.validation:
             self.outputs.log(metrics)
             return replace(state, unlogged=None)
@@ -297,7 +297,7 @@ class Loop:
         return self.run.early_stopping is not None and self.run.early_stopping.ends(state)
 
     def _is_best(self, state: TrainerState) -> bool:
-        """Return whether ``--save_best`` saves a state; never step 0, which the run did not train."""
+        """Return whether ``--save_best`` saves a state; it never saves step 0, which the run did not train."""
         return self.run.arguments.save.save_best and state.step > 0 and self.checkpoints.is_best(state)
 
     def _sync(self) -> StepSync:
@@ -314,7 +314,7 @@ class Loop:
         return self.checkpoints.save(state, point.cursors, waits=waits, interim=is_interim, scheduled=is_scheduled)
 
     def _save_with_evaluation(self, state: TrainerState) -> Path:
-        """Save the state of the start again, with the evaluation that a signal interrupted before it was saved."""
+        """Save the starting state again, with the evaluation that a signal had interrupted."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         self.outputs.flush()
         saved = self.run.start.saved
@@ -324,7 +324,7 @@ class Loop:
         )
 
     def _save_unless_saved(self, point: TrainingPoint) -> Path | None:
-        """Return the complete checkpoint of a state; save it if there is none yet, except at step 0."""
+        """Return the complete checkpoint of a state, after saving it if there is none; there is none at step 0."""
         self.stepper.heartbeat.enter(StepPhase.SAVING)
         checkpoint = point.checkpoint
         if checkpoint is None and point.state.step:
@@ -334,7 +334,7 @@ class Loop:
         return checkpoint
 
     def _report_fault(self, fault: str, point: TrainingPoint) -> None:
-        """Warn of a step that is left out; with ``--on_nonfinite stop``, end the run instead."""
+        """Warn that a step is left out; with ``--on_nonfinite stop``, end the run instead."""
         if self.run.arguments.training.on_nonfinite == "stop":
             self._stop_at_fault(fault, point)
         warn(f"{fault}; the step is left out")
@@ -361,9 +361,9 @@ def _add_rows(rows_by_source: list[int] | None, window_rows: list[int] | None) -
 
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Leave garbage collection to the training loop; objects that exist before the block are never scanned again.
+    """Let the training loop decide when to collect garbage; objects from before the block are never scanned again.
 
-    A collection at an arbitrary moment would make one rank slow, and all others wait for it.
+    A collection at an arbitrary moment would make one rank slow, and all others would wait for it.
     """
     gc.collect()
     gc.freeze()

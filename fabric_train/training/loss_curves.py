@@ -14,11 +14,11 @@ from fabric_train.training.metrics_table import MetricsTable, read_metrics_table
 PICTURE = "loss_curves.png"
 _MAX_TIME_SHARE = 0.01  # of the run's time
 _HEIGHTS = {"loss": 260, "sources": 220, "learning_rate": 90}
-"""The charts of the picture, and their heights in pixels."""
+"""The charts in the picture, with their heights in pixels."""
 
 
 def draw_loss_curves(table: MetricsTable, picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:
-    """Draw losses, also of sources, and the learning rate as a PNG; dotted lines mark branches."""
+    """Draw losses, including those of sources, and the learning rate as a PNG; dotted lines mark branches."""
     marks = [Mark(step, "branch", f"branch after step {step:,}") for step in branched_after]
     charts = [chart for chart in metric_charts([(title, table)], marks) if chart.key in _HEIGHTS]
     heights = [_HEIGHTS[chart.key] for chart in charts]
@@ -26,10 +26,10 @@ def draw_loss_curves(table: MetricsTable, picture: Path, title: str, branched_af
 
 
 class LossCurves(Logger):
-    """``RUN/loss_curves.png`` after evaluations, as long as drawing takes at most 1 % of the time, and at the end."""
+    """Draws ``RUN/loss_curves.png`` at the end, and after evaluations if drawing takes at most 1 % of the time."""
 
     def __init__(self, run_dir: Path, branched_after: Sequence[int] = ()) -> None:
-        """Draw from metrics.csv in ``run_dir``, which has every row before this logger gets it."""
+        """Draw from metrics.csv in ``run_dir``, to which each row is written before this logger gets it."""
         self._run_dir = run_dir
         self._branched_after = branched_after
         self._is_outdated = False

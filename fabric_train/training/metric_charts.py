@@ -1,4 +1,4 @@
-"""The charts that show the metrics of one run, or of several over one another."""
+"""Build the charts that show the metrics of one run, or of several runs over one another."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ _MAX_CURVE_POINTS = 2000
 _MIN_CURVE_POINTS = 120
 _NOT_SMOOTHED = ("learning_rate", "peak_memory_gb")
 _SOURCE_FIGURES = {"val_bits_per_byte": "bits per byte", "val_loss": "nats per token"}
-"""Figures of sources that a chart shows, the first one that exists, with their units."""
+"""The figures of sources, with their units; a chart shows the first one that exists."""
 
 NamedTable = tuple[str, MetricsTable]
-"""The name of a run and its metrics."""
+"""The name of a run, and its metrics."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _ChartPlan:
-    """A chart before it is known whether any run has values for it."""
+    """A planned chart, for which there may be no values."""
 
     key: str
     title: str
@@ -84,7 +84,7 @@ def metric_charts(runs: Sequence[NamedTable], marks: Sequence[Mark] = ()) -> lis
 
 
 def _plan_charts(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
-    """Yield the charts in their order on a page."""
+    """Yield the charts in the order of the page."""
     yield _ChartPlan(
         "loss", "Loss", "nats per token", [_Curve("training", "train_loss"), _Curve("validation", "val_loss")]
     )
@@ -121,7 +121,7 @@ def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
 
 
 def _count_curves(plan: _ChartPlan, tables: Sequence[MetricsTable]) -> int:
-    """Return how many curves of a chart have values, of all runs."""
+    """Return the number of curves in a chart that have values, over all runs."""
     count = 0
     for curve in plan.curves:
         count += sum(len(table.measured_rows(curve.column)) > 0 for table in tables)
@@ -131,7 +131,7 @@ def _count_curves(plan: _ChartPlan, tables: Sequence[MetricsTable]) -> int:
 def _build_series(
     runs: Sequence[NamedTable], curve: _Curve, max_points: int, *, names_curves: bool
 ) -> Iterator[Series]:
-    """Yield the curve of each run that has values. ``names_curves``: the chart has several curves of each run."""
+    """Yield the curve of each run that has values. With ``names_curves``, the chart has several curves of each run."""
     num_points = max(len(table.measured_rows(curve.column)) for _, table in runs)
     is_smooth = num_points > _MIN_SMOOTHED_POINTS and curve.column not in _NOT_SMOOTHED
     for run_index, (run_name, table) in enumerate(runs):
@@ -153,7 +153,7 @@ def _build_series(
 
 
 def _smoothing_width(num_points: int) -> int:
-    """Return over how many points a smooth curve is a mean."""
+    """Return the number of points over which a smooth curve is a mean."""
     return num_points // 50
 
 

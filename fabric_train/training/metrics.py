@@ -1,4 +1,4 @@
-"""The metrics of a step: their names and units, and their columns in metrics.csv."""
+"""Define the metrics of a step, with names and units, and read and write their columns in metrics.csv."""
 
 import csv
 import io
@@ -99,7 +99,7 @@ def columns_of(metrics: Metrics) -> dict[str, Any]:
 
 
 def read_columns(columns: Mapping[str, Any]) -> Metrics:
-    """Return the metrics from what :func:`columns_of` returned."""
+    """Return the metrics from the result of :func:`columns_of`."""
     fields_of_metrics: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     by_source: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def extra_columns(
     *,
     counts_pieces: bool = False,
 ) -> list[str]:
-    """Return the columns beside ``COLUMNS``: metrics of the objective and of evaluations, and of each source.
+    """Return the columns in addition to ``COLUMNS``: metrics of the objective, of evaluations and of each source.
 
     With ``counts_pieces`` the objective sums over pieces of documents, and its metrics have a column for each source.
     """
@@ -187,7 +187,7 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
 
 
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to ``last_step``, without one that a crash cut off; none without a file."""
+    """Return the rows of metrics.csv up to ``last_step``, without a row that a crash cut off; none without the file."""
     return read_table(path, last_step)[1]
 
 
@@ -235,7 +235,7 @@ def _next_row(table: Iterator[list[str]]) -> list[str] | None:
 
 
 def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> str | None:
-    """Return a warning if metrics.csv has rows, but not up to the checkpoint that a run resumes from."""
+    """Return a warning if metrics.csv has rows but lacks some before the checkpoint that a run resumes from."""
     check_no_link(path)
     rows = read_metrics(path, state.step)
     if not rows or state.unlogged:
@@ -281,7 +281,7 @@ def measured_values(metrics: Metrics) -> dict[str, float]:
 
 
 def grouped_name(column: str) -> str:
-    """Return the name that loggers give a column of metrics.csv: ``val_loss/es`` is ``val/es/loss``.
+    """Return the name of a column of metrics.csv in loggers: ``val_loss/es`` is ``val/es/loss``.
 
     The name begins with the group: train, val, speed or system.
     """

@@ -1,4 +1,4 @@
-"""Read metrics.csv of any length into columns, also those of the runs that a run branched off."""
+"""Read a metrics.csv of any length into columns, after those of the runs that the run branched off."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class MetricsTable:
         return np.flatnonzero(np.isfinite(values))
 
     def last_value(self, name: str) -> float | None:
-        """Return the last finite value of a column; None without one."""
+        """Return the last finite value of a column; None if it has none."""
         rows = self.measured_rows(name)
         if len(rows) == 0:
             return None
@@ -67,7 +67,7 @@ class MetricsTable:
         return np.cumsum(np.nan_to_num(seconds_per_step) * num_steps) / _SECONDS_PER_HOUR
 
     def page_axis(self) -> dict[str, list[float]]:
-        """Return steps, tokens and hours of at most 500 rows, between which a page interpolates."""
+        """Return the steps, tokens and hours of at most 500 rows, between which a page interpolates."""
         last_row = len(self.steps) - 1
         rows = np.empty(0, np.int64)
         if last_row >= 0:
@@ -125,7 +125,7 @@ def _read_columns(content: bytes, names: Sequence[str]) -> dict[str, np.ndarray]
 
 
 def _check_header_text(path: Path, header: bytes) -> None:
-    """Raise an InputError if the header of a metrics.csv, whose names become text of pages, is not UTF-8."""
+    """Raise an InputError if the header of a metrics.csv, whose names appear on pages, is not UTF-8."""
     try:
         header.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -133,10 +133,10 @@ def _check_header_text(path: Path, header: bytes) -> None:
 
 
 def read_lineage(run_dir: Path, lineage: Iterable["BranchPoint"], last_step: float = np.inf) -> MetricsTable:
-    """Return a run's rows up to a step, after the rows of the runs that it branched off, as far as these exist.
+    """Return a run's rows up to a step, after the rows of the runs that it branched off, if these still exist.
 
-    A run that it branched off is also found in the same parent folder, as in a copy of several runs. Errors are as in
-    :func:`read_metrics_table`.
+    A run that it branched off is also found if it is in the same parent folder, as in a copy of several runs. Errors
+    are as in :func:`read_metrics_table`.
     """
     tables: list[MetricsTable] = []
     after_step = -1

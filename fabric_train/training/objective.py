@@ -1,9 +1,10 @@
-"""The objective: what the documents of a batch add to the loss of a window. Cross entropy is the default.
+"""Define the objective, which computes what the documents of a batch add to the loss of a window.
 
-``OBJECTIVES`` has objectives by name; CONTRIBUTING.md says how to add one, also from outside. Losses of preference
-pairs are in ``preference``.
+The default is cross entropy, which is here. ``OBJECTIVES`` has all objectives by name; CONTRIBUTING.md says how to add
+one, here or in a module of your own. Losses of preference pairs are in ``preference``.
 
-A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks.
+A loss is a sum, and the objective says over how many things it sums. The step divides by their number in the entire
+window on all ranks.
 
 Shapes: B rows, T tokens per row, V tokens in the vocabulary, N supervised tokens, P pieces of documents (or pairs).
 """
@@ -34,15 +35,15 @@ class BatchLoss:
     """
 
     total: torch.Tensor
-    """Sum over the batch, fp64 []."""
+    """The sum over the batch, fp64 []."""
     token_losses: torch.Tensor | None = None
-    """Losses of the targets in their order, fp32 [N]; None if the loss is not a sum over single tokens."""
+    """The losses of the targets, in order, fp32 [N]; None if the loss is not a sum over single tokens."""
     metrics: torch.Tensor | None = None
-    """Sums of the objective's metrics over the batch, fp64 [metrics]; None without metrics."""
+    """The sums of the objective's metrics over the batch, fp64 [metrics]; None without metrics."""
     piece_losses: torch.Tensor | None = None
-    """Losses of whole pieces, such as preference pairs, fp64 [P]; None if the loss is not a sum over pieces."""
+    """The losses of full pieces, such as preference pairs, fp64 [P]; None if the loss is not a sum over pieces."""
     piece_metrics: torch.Tensor | None = None
-    """Metrics of these pieces, fp64 [metrics, P]."""
+    """The metrics of these pieces, fp64 [metrics, P]."""
 
 
 class Objective(Protocol):
@@ -51,8 +52,8 @@ class Objective(Protocol):
     For each name in ``metric_names``, the mean over a window is the column ``train_NAME`` of metrics.csv, and the mean
     over the validation split is ``val_NAME``. An objective with an attribute ``counts_pieces`` that is True sums over
     pieces of documents, and returns ``piece_losses`` and ``piece_metrics``. A class that sets ``is_likelihood`` to True
-    has a loss in nats per token, from which perplexity and bits per byte are computed. ``WindowObjective`` has further
-    methods that an objective may have.
+    has a loss in nats per token, from which perplexity and bits per byte are computed. ``WindowObjective`` has more
+    methods, which an objective may have.
     """
 
     @property
@@ -73,31 +74,31 @@ class Objective(Protocol):
 
 
 class WindowObjective(Objective, Protocol):
-    """An objective whose loss of a batch depends on its whole window, or whose metrics are no means over all it counts.
+    """An objective whose loss depends on the entire window, or whose metrics are not means over all it counts.
 
-    An objective may have either method, or both.
+    An objective may have one of these methods, or both.
     """
 
     def prepare_window(
         self, fabric: Fabric, model: Any, batches: Iterable[Batch], is_interrupted: Callable[[int], bool]
     ) -> Iterable[Batch] | None:
-        """Return replacements for this rank's batches of a window, which ``count`` and ``loss`` get instead.
+        """Return batches that replace this rank's batches of a window, for ``count`` and ``loss``.
 
         All ranks call this together before the first backward pass of a step, and before an evaluation, whose window is
-        the whole split. It must not compute gradients.
+        the entire split. It must not compute gradients.
 
         Args:
-            fabric: Whose ranks share the window.
+            fabric: The run's Fabric, whose ranks share the window.
             model: The model that ``setup_model`` returned.
             batches: This rank's batches on the CPU; they can be read several times.
-            is_interrupted: Gets the index of each batch before it is computed; it returns the same on all ranks. If it
-                returns True, return None.
+            is_interrupted: Called with the index of each batch before it is computed; returns the same on all ranks. If
+                it returns True, return None.
         """
 
     def finish_metrics(self, means: Sequence[float], count: int) -> Sequence[float | None]:
         """Return the metrics from their means over ``count`` things, in the order of ``metric_names``.
 
-        None is a metric that cannot be computed of these things.
+        A metric that cannot be computed from these things is None.
         """
 
 
@@ -106,9 +107,9 @@ class WindowLoss:
     """The losses of the micro-batches of a window on all ranks."""
 
     summed: torch.Tensor
-    """Sum over each micro-batch, fp64 [data ranks, micro-batches of one rank]."""
+    """The sum over each micro-batch, fp64 [data ranks, micro-batches of one rank]."""
     counts: torch.Tensor
-    """Number of things that each of these sums over, int64 of the same shape."""
+    """The number of things in each of these sums, int64 of the same shape."""
 
     @property
     def mean(self) -> torch.Tensor:
@@ -139,7 +140,7 @@ class CrossEntropy:
 def losses_at_targets(
     model: Any, batch: Batch, scale: torch.Tensor | None = None, *, by_token: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the cross entropy over the targets of a batch, fp64 [], and that of each target, fp32 [N].
+    """Return the cross entropy summed over the targets of a batch, fp64 [], and of each target, fp32 [N].
 
     If the batch has a slice of the rows (context parallelism), this rank computes the targets in its slice, and gets
     the others' values from its group.
@@ -148,7 +149,7 @@ def losses_at_targets(
         model: The model that ``setup_model`` returned.
         batch: The rows, on the model's device.
         scale: See :meth:`Objective.loss`.
-        by_token: Let the losses of single targets be differentiated too, not only the sum.
+        by_token: Whether the losses of single targets can be differentiated, too, not only the sum.
     """
     targets = batch.targets
     if targets is None:
@@ -186,7 +187,7 @@ def losses_at_targets(
 
 
 BuildObjective = Callable[..., Objective]
-"""Builds an objective from the arguments of a run, and from settings: further parameters, which have defaults."""
+"""A function that builds an objective from the arguments of a run, and from settings, which have defaults."""
 
 
 def build_cross_entropy(arguments: "TrainArguments") -> CrossEntropy:
@@ -202,12 +203,12 @@ def build_objective(arguments: "TrainArguments") -> Objective:
 
 
 def counts_pieces(objective: Objective) -> bool:
-    """Return whether an objective sums over pieces of documents, and not over tokens or something else."""
+    """Return whether an objective sums over pieces of documents, rather than over tokens or something else."""
     return getattr(objective, "counts_pieces", False)
 
 
 def counts_answers(objective: Objective) -> bool:
-    """Return whether the pieces that an objective sums over are unpaired answers, and not pairs."""
+    """Return whether an objective sums over unpaired answers, rather than pairs."""
     return getattr(objective, "counts_answers", False)
 
 

@@ -11,13 +11,13 @@ _MARKS_PER_STEP = 4  # start and end of the work before the first exchange, and 
 class OwnTime:
     """Measures the seconds of a step that this rank spends without waiting for the others.
 
-    Ranks wait for each other, so a step takes the same time on all of them. A rank's own time has two spans:
+    Ranks wait for one another, so a step takes the same time on all of them. A rank's own time has two spans:
 
     - from the exchange at the end of a step to the first collective of the next one: optimizer, logging, data;
     - from that collective to the last backward pass, in which the gradients are averaged.
 
-    With sharded weights the ranks also wait for each other in each layer, so own times differ by less than the ranks
-    do. On a GPU the spans are measured by events, which are read after the device has passed them.
+    With sharded weights, the ranks also wait for one another in each layer, so own times differ by less than the ranks
+    do. On a GPU, the spans are measured by events, which are read after the device has passed them.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""What a run shows while it trains: a panel below its log on a terminal, and plain lines elsewhere.
+"""Show a run's progress while it trains: a panel below the log on a terminal, and plain lines elsewhere.
 
-The cursor rests on an empty line above the panel. To draw is to erase from the cursor to the end of the screen, and to
-write everything below it again, so nothing has to be known of what the screen shows. A terminal that is resized may
-wrap the old panel as it likes, and what a native library writes stays.
+The cursor rests on an empty line above the panel. Drawing erases from the cursor to the end of the screen, and
+writes everything below it again, so it does not depend on what the screen shows. A resized terminal may
+wrap the old panel in any way, and output of a native library stays.
 """
 
 import math
@@ -36,7 +36,7 @@ _DRAW_SECONDS = 0.5  # between two drawings of new values
 _IDLE_SECONDS = 1.0  # between two drawings without new values: only times change
 _MIN_ROWS = 12
 _MIN_COLUMNS = 40
-"""A smaller terminal gets one line instead of the panel."""
+"""The fewest columns for the panel; a narrower terminal gets one line instead."""
 _MAX_SHARE_OF_ROWS = 2 / 3
 _MIN_FACT_LINES = 5  # that are kept for facts if there are many sources
 # widths in columns
@@ -91,19 +91,19 @@ class ProgressLines(Logger):
 
 @dataclass(frozen=True)
 class Moment:
-    """What changes without new metrics."""
+    """The values that change without new metrics."""
 
     position: str
-    """What the main thread is doing."""
+    """The position of the main thread, which says what it is doing."""
     now: float
-    """The monotonic clock."""
+    """The time on the monotonic clock."""
     stop_signal: int = 0
-    """Number of the stop signal, 0 if there is none."""
+    """The number of the stop signal; 0 if there is none."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step at which something happened last, and the time on the monotonic clock."""
+    """The step at which something last happened, and the time on the monotonic clock."""
 
     step: int
     time: float
@@ -111,7 +111,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class LossChange:
-    """The last value of a loss, and the value before; None if it is the first."""
+    """The last value of a loss, and the value before it, which is None for the first value."""
 
     loss: float
     previous: float | None
@@ -119,7 +119,7 @@ class LossChange:
 
 @dataclass(frozen=True)
 class _Fact:
-    """A name with its value, which the panel shows in a cell."""
+    """A name and its value, which the panel shows in a cell."""
 
     name: str
     value: str
@@ -128,7 +128,7 @@ class _Fact:
 
 @dataclass(frozen=True)
 class Panel:
-    """What the panel shows of a run, and its lines. Times are on the monotonic clock."""
+    """The content of the panel, and its lines. Times are on the monotonic clock."""
 
     title: str
     num_steps: int
@@ -138,7 +138,7 @@ class Panel:
     """The name of each rank's machine."""
     is_unicode: bool = True
     expected_end: float | None = None
-    """When the run is expected to end; None before the first step."""
+    """The time at which the run is expected to end; None before the first step."""
     losses: Mapping[str, LossChange] = field(default_factory=dict)
     """The last losses by column, such as ``train_loss`` and ``val_loss/SOURCE``."""
     last_save: StepTime | None = None
@@ -159,7 +159,7 @@ class Panel:
         return replace(self, metrics=metrics, expected_end=expected_end, losses=losses, last_evaluation=last_evaluation)
 
     def lines(self, columns: int, rows: int, moment: Moment) -> list[Line]:
-        """Return lines for a terminal of this size; what does not fit is left out, the last facts first."""
+        """Return lines for a terminal of this size; facts that do not fit are left out, the last ones first."""
         width = max(columns - 1, 1)
         stop_lines: list[Line] = [[Segment(line, _STOP)] for line in wrap(_describe_stop(moment), width)]
         if rows < _MIN_ROWS or columns < _MIN_COLUMNS:
@@ -245,7 +245,7 @@ class Panel:
         return lines
 
     def _loss_cell(self, column: str) -> Line:
-        """Return a loss with an arrow that says whether it has fallen or risen."""
+        """Return a loss with an arrow that shows whether it has fallen or risen."""
         if column not in self.losses:
             return [Segment(" " * _LOSS_WIDTH)]
         loss = self.losses[column].loss
@@ -266,7 +266,7 @@ class Panel:
         return [Segment(f"{loss:.4f}".rjust(_LOSS_WIDTH - 2)), Segment(f" {arrow}", style)]
 
     def _facts(self, moment: Moment) -> list[_Fact]:
-        """Return the facts that are known, the most important ones first."""
+        """Return the known facts, the most important ones first."""
         metrics = self.metrics
         slowest_rank = ""
         if metrics.slowest_rank is not None:
@@ -292,7 +292,7 @@ class Panel:
 
 
 class ProgressPanel(ProgressLines, RenderHook):
-    """Shows the panel below what a console prints. A thread draws it, so that to log costs a step nothing."""
+    """Shows the panel below a console's output. A thread draws it, so that logging does not slow down a step."""
 
     def __init__(self, title: str, first_step: int, num_steps: int, console: Console, heartbeat: Heartbeat) -> None:
         """Begin to draw; ``console`` prints to a terminal."""
@@ -339,7 +339,7 @@ class ProgressPanel(ProgressLines, RenderHook):
         self._panel = self._panel.after(metrics, now, expected_end)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Return what a console prints, with the panel below it; rich calls it, in any thread that prints."""
+        """Return a console's output with the panel below it; rich calls this in any thread that prints."""
         if not self._is_live:
             return renderables
         try:
@@ -381,13 +381,13 @@ class ProgressPanel(ProgressLines, RenderHook):
                     self._console.print(Control())  # ``process_renderables`` adds the panel
 
     def _leave_values(self) -> None:
-        """Take the panel off the terminal before an error is printed, and leave the last values in a line."""
+        """Remove the panel from the terminal before an error is printed, and leave the last values in a line."""
         columns, _ = self._terminal_size()
         line = self._panel.one_line(columns - 1, self._moment())
         self._remove_panel([*line, Segment.line()])
 
     def _remove_panel(self, line: Line) -> None:
-        """Take the panel off the terminal, and print a line in its place."""
+        """Remove the panel from the terminal, and print a line in its place."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -398,7 +398,7 @@ class ProgressPanel(ProgressLines, RenderHook):
             self._console.print(_control(_ERASE_BELOW), Segments(line), end="", soft_wrap=True)
 
     def _forget(self) -> None:
-        """Leave the terminal to the process that has forked this one."""
+        """Leave the terminal to the process that forked this one."""
         if not self._ended.is_set():
             self._ended.set()
             self._is_live = False
@@ -406,7 +406,7 @@ class ProgressPanel(ProgressLines, RenderHook):
         self._lock.release()
 
     def _terminal_size(self) -> tuple[int, int]:
-        """Return the terminal's columns and rows now; rich would not see a change if COLUMNS is in the environment."""
+        """Return the terminal's current columns and rows; with COLUMNS in the environment, rich would not see a change."""
         try:
             size = os.get_terminal_size(self._console.file.fileno())
         except (OSError, ValueError):  # it has gone
@@ -419,7 +419,7 @@ class ProgressPanel(ProgressLines, RenderHook):
 
 
 def open_progress(title: str, first_step: int, num_steps: int, console: Console, heartbeat: Heartbeat) -> Logger:
-    """Return the panel on a terminal that can show it, else the lines; ``CI`` in the environment asks for lines."""
+    """Return the panel if the terminal can show it, and otherwise lines; ``CI`` in the environment asks for lines."""
     if console.is_interactive and os.environ.get("CI", "").lower() in ("", "0", "false"):
         return ProgressPanel(title, first_step, num_steps, console, heartbeat)
     return ProgressLines(first_step, num_steps)
@@ -431,7 +431,7 @@ def _control(codes: str) -> Segments:
 
 
 def _arrange_facts(facts: Sequence[_Fact], width: int) -> list[Line]:
-    """Return lines of cells with a name and a value each; a long value takes several cells, and is cut after a line."""
+    """Return lines of cells, each with a name and a value; a long value spans several cells, cut after one line."""
     cells_per_line = max(width // _CELL_WIDTH, 1)
     cell_width = width // cells_per_line
     lines: list[Line] = [[]]
@@ -460,7 +460,7 @@ def _describe_age(event: StepTime | None, now: float) -> str:
 
 
 def _describe_stop(moment: Moment) -> str:
-    """Return what happens after a stop signal, see ``StopSignals``; nothing as long as there is none."""
+    """Return what happens after a stop signal, see ``StopSignals``; "" if there was none."""
     if not moment.stop_signal:
         return ""
     name = "Ctrl-C" if moment.stop_signal == signal.SIGINT else describe_signal(moment.stop_signal)

@@ -1,7 +1,7 @@
-"""The losses of preference pairs: DPO, IPO, SimPO, ORPO, APO-zero and DPO-Positive.
+"""Compute the losses of preference pairs: DPO, IPO, SimPO, ORPO, APO-zero and DPO-Positive.
 
-Each is a function of the log-probabilities of both answers of a pair. A log-probability is the sum over an answer's
-tokens, including its end-of-turn token and excluding its prompt. To add such a loss, write a function of ``Pairs``
+Each loss is a function of the log-probabilities of a pair's answers. A log-probability is the sum over an answer's
+tokens, including its end-of-turn token and excluding its prompt. To add a loss, write a function of ``Pairs``
 here, list it in ``LOSSES``, and its arguments in ``PreferenceArguments``.
 
 Shapes: N supervised tokens, P preference pairs.
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The log-probabilities of both answers of P pairs, and the numbers of their tokens; all are fp64 [P].
+    """The log-probabilities of both answers of P pairs, and the answers' numbers of tokens, all fp64 [P].
 
-    Without a reference model, its log-probabilities are 0.
+    Without a reference model, the reference log-probabilities are 0.
     """
 
     chosen: torch.Tensor
-    """Log-probability of the chosen answer under the policy."""
+    """The log-probability of the chosen answer under the policy."""
     rejected: torch.Tensor
     reference_chosen: torch.Tensor
-    """Log-probability of the chosen answer under the reference model."""
+    """The log-probability of the chosen answer under the reference model."""
     reference_rejected: torch.Tensor
     chosen_tokens: torch.Tensor
     rejected_tokens: torch.Tensor
@@ -54,12 +54,12 @@ class Pairs:
 
     @property
     def chosen_ratio(self) -> torch.Tensor:
-        """Log-ratio of the chosen answer: how much likelier the policy finds it than the reference does."""
+        """The log-ratio of the chosen answer: how much likelier the policy finds it than the reference does."""
         return self.chosen - self.reference_chosen
 
     @property
     def rejected_ratio(self) -> torch.Tensor:
-        """Log-ratio of the rejected answer."""
+        """The log-ratio of the rejected answer."""
         return self.rejected - self.reference_rejected
 
 
@@ -78,7 +78,7 @@ def dpo(pairs: Pairs, arguments: "PreferenceArguments") -> torch.Tensor:
 def apo_zero(pairs: Pairs, arguments: "PreferenceArguments") -> torch.Tensor:
     """Return the loss of Anchored Preference Optimization, zero (arXiv:2408.06266, table 1), of each pair, fp64 [P].
 
-    Each answer has a loss of its own: the chosen one becomes likelier and the rejected one less likely.
+    Each answer has its own loss: the chosen one becomes likelier and the rejected one less likely.
     """
     chosen_loss = F.sigmoid(-arguments.dpo_beta * pairs.chosen_ratio)
     rejected_loss = F.sigmoid(arguments.dpo_beta * pairs.rejected_ratio)
@@ -116,7 +116,7 @@ def simpo(pairs: Pairs, arguments: "PreferenceArguments") -> torch.Tensor:
 def orpo(pairs: Pairs, arguments: "PreferenceArguments") -> torch.Tensor:
     """Return the loss of Odds Ratio Preference Optimization (arXiv:2403.07691, equations 6 and 7) of each pair, [P].
 
-    It is the chosen answer's cross entropy per token, plus ``dpo_beta`` (λ in the paper) times the loss of the odds
+    This is the chosen answer's cross entropy per token, plus ``dpo_beta`` (λ in the paper) times the loss of the odds
     ratio. The odds of an answer are p / (1 - p), with p its probability per token.
     """
     pairs = pairs.per_token()
@@ -126,14 +126,14 @@ def orpo(pairs: Pairs, arguments: "PreferenceArguments") -> torch.Tensor:
 
 
 def _smoothed_logistic_loss(margins: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    """Return the logistic loss of reward margins; the share ``label_smoothing`` of them may have the wrong sign."""
+    """Return the logistic loss of reward margins, of which the share ``label_smoothing`` may have the wrong sign."""
     return -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
 
 
 def log1mexp(logs: torch.Tensor) -> torch.Tensor:
     """Return log(1 - exp(x)) for x below 0, exact near 0 and far from it (Mächler 2012).
 
-    At 0, where the result would be infinite, return that of the largest number below 0.
+    At 0, where the result would be infinite, return the result for the largest number below 0.
     """
     logs = logs.clamp(max=-torch.finfo(logs.dtype).tiny)
     return torch.where(logs > -math.log(2), torch.log(-torch.expm1(logs)), torch.log1p(-logs.exp()))
@@ -148,7 +148,7 @@ LOSSES: dict[str, Callable[[Pairs, "PreferenceArguments"], torch.Tensor]] = {
     "dpop": dpop,
 }
 _LOSSES_OF_SUMS = ("dpo", "apo_zero", "dpop")
-"""The losses of log-probabilities of whole answers; the others take means over their tokens."""
+"""The losses that use log-probabilities of full answers; the others use means over an answer's tokens."""
 _METRIC_NAMES = (
     *("reward_chosen", "reward_rejected", "margin", "accuracy", "ties"),
     *("logp_chosen", "logp_rejected", "length_chosen", "length_rejected", "sft_loss"),
@@ -210,7 +210,7 @@ class Preference:
 
         A reward is ``dpo_beta`` times the log-ratio of an answer, per token where the loss is. ``kl`` estimates
         KL(reference ‖ policy) per token: it is the mean over both answers of the reference's log-probability minus the
-        policy's. The estimate holds as far as the answers are such as the reference would give.
+        policy's. The estimate is good if the answers are similar to what the reference would generate.
         """
         # Rewards are of the log-probabilities that the loss takes.
         per_token = pairs.per_token()

@@ -1,4 +1,4 @@
-"""What preflight hands to training: a run that is checked and not started."""
+"""Describe a run that is checked but not started, which preflight hands to training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,26 +30,26 @@ class DevicePlan:
     """The processes of a run."""
 
     accelerator: str
-    """cuda, cpu or tpu."""
+    """"cuda", "cpu" or "tpu"."""
     world_size: int
     parallelism: str
-    """fsdp, fsdp2, ddp, single or xla."""
+    """"fsdp", "fsdp2", "ddp", "single" or "xla"."""
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """What a run starts from."""
+    """The start of a run."""
 
     saved: TrainerJson | None
-    """The trainer.json of the checkpoint; None for pretrained and for random weights."""
+    """The trainer.json of the checkpoint; None for pretrained or random weights."""
     state: TrainerState
-    """At step 0 unless the run resumes."""
+    """The state, which is at step 0 unless the run resumes."""
     lineage: tuple[BranchPoint, ...] = ()
     """The branch points so far."""
     branches: bool = False
     """Whether the run branches off now, at the last branch point."""
     stages: tuple[TrainingStage, ...] = ()
-    """The runs before this one that the checkpoint knows, and its own run if only its weights are used."""
+    """The runs before this one in the checkpoint, and the checkpoint's run if only its weights are used."""
 
     @property
     def checkpoint(self) -> Path | None:
@@ -57,16 +57,16 @@ class StartingPoint:
 
     @property
     def resumes(self) -> bool:
-        """Whether optimizer state and data order continue the checkpoint's."""
+        """Whether the optimizer state and the data order continue the checkpoint's."""
         return self.saved is not None and self.state.step > 0
 
 
 @dataclass(frozen=True)
 class PhaseModels:
-    """The model with the parts that train: one for each step at which phases change them."""
+    """The model with the parts that train, for each step at which phases change them."""
 
     by_first_step: Mapping[int, ModelShape]
-    """The model from each of these steps on; the first one is the first step of the data. Never empty."""
+    """The model from each of these steps on. The first one is the first step of the data; never empty."""
 
     def at(self, step: int) -> ModelShape:
         """Return the model with the parts that a step trains."""
@@ -100,12 +100,12 @@ class PhaseModels:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is checked and not started."""
+    """A run that is checked but not started."""
 
     user_arguments: "TrainArguments"
     """The arguments as the user gave them."""
     arguments: "TrainArguments"
-    """The same, where "auto" is resolved."""
+    """The arguments with "auto" resolved."""
     folder: Path
     devices: DevicePlan
     start: StartingPoint
@@ -115,9 +115,9 @@ class PreparedRun:
     models: PhaseModels
     plan: StepPlan
     schedules: Schedules
-    """The learning-rate schedule of the run, which may be longer or shorter than the run, and those of phases."""
+    """The learning-rate schedules of the run, which may be longer or shorter than the run, and of its phases."""
     versions: dict[str, str]
-    """The versions of packages, of this program, and of what it computes."""
+    """The versions of packages, of this program, and of its computations."""
     notes: tuple[str, ...]
     """Lines that the user should read before the run starts."""
     early_stopping: EarlyStopping | None = None
@@ -125,11 +125,11 @@ class PreparedRun:
     adapter_base: AdapterBase | None = None
     """The frozen model of an adapter; None if all weights train."""
     reference: ReferenceModel | None = None
-    """Found when the run begins; None if its objective needs none."""
+    """The reference model, which is found when the run begins; None if the objective needs none."""
     components: tuple[Component, ...] = ()
     """The parts that the run uses by name."""
     next_run: "PreparedRun | None" = None
-    """If a phase has other token datasets: the run from there on, whose start is not known before it gets there."""
+    """The run from a phase with other token datasets on, whose start is not known yet; None without such a phase."""
 
     @property
     def model(self) -> ModelShape:
@@ -138,14 +138,14 @@ class PreparedRun:
 
     @property
     def successive_runs(self) -> tuple["PreparedRun", ...]:
-        """This run up to the end of its data, and the next ones, which have others."""
+        """This run up to the end of its data, and the next runs, which have other data."""
         if self.next_run is None:
             return (self,)
         return (self, *self.next_run.successive_runs)
 
     @property
     def steps_suffix(self) -> str:
-        """The steps of this run's data, such as ``, steps 1 to 900``; empty if no phase has other data."""
+        """The steps of this run's data, such as ``, steps 1 to 900``; "" if no phase has other data."""
         has_same_data = self.arguments.data.data_dirs == self.user_arguments.data.data_dirs
         if self.next_run is None and has_same_data:
             return ""
@@ -158,11 +158,11 @@ class PreparedRun:
 
     @property
     def last_loop_step(self) -> int:
-        """The last step before other parts train or other token datasets are read; else the last step of the run."""
+        """The last step before other parts train or other token datasets are read, or else the last step of the run."""
         return self.models.last_step_before_change(self.start.state.step, self.plan.last_step)
 
     def continued_from(self, saved: TrainerJson, state: TrainerState) -> "PreparedRun":
-        """Return the run after ``last_loop_step``, with the next parts and data, as if it was resumed there.
+        """Return the run after ``last_loop_step``, with the next parts and data, as if it were resumed there.
 
         At a phase with other token datasets, it continues like a branch of itself.
         """
@@ -195,7 +195,7 @@ class PreparedRun:
 
 
 def logged_sources(data: TrainingData) -> tuple[str, ...]:
-    """Return the sources with logged losses, sources of the training rows first; none if there are fewer than two."""
+    """Return the sources with logged losses, those of the training rows first; none if there are fewer than two."""
     names = dict.fromkeys(data.source_names)
     if data.validation:
         names |= dict.fromkeys(data.validation.source_names)

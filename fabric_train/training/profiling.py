@@ -15,7 +15,7 @@ _MAX_MEMORY_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 
 @dataclass(frozen=True)
 class ProfiledWindows:
-    """The windows of ``source``, of which the steps ``first_step`` to ``last_step`` are traced on this rank.
+    """The windows of ``source``; the steps ``first_step`` to ``last_step`` are traced on this rank.
 
     chrome://tracing and ui.perfetto.dev open the trace, ``steps-10-12-rank-0.json``. On a GPU there is also
     ``steps-10-12-rank-0-memory.html``. The trace is also written if the run ends within these steps.
@@ -38,7 +38,7 @@ class ProfiledWindows:
                 yield window
 
     def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yield ``window`` and those after it up to the last traced step; a step runs while its window is yielded."""
+        """Yield ``window`` and the next ones up to the last traced step; a step runs while its window is yielded."""
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"steps-{window.step}-{self.last_step}-rank-{self.rank}"
         activities = [ProfilerActivity.CPU]

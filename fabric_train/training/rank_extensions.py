@@ -1,4 +1,4 @@
-"""Give ranks that are other processes the parts that this process has registered: they import the same modules."""
+"""Give ranks in other processes the parts that this process has registered, by importing the same modules."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def used_parts(arguments: "TrainArguments") -> Iterator[tuple[Table[Any], str]]:
-    """Yield the registered parts that a run uses: their table and name."""
+    """Yield the table and the name of each registered part that a run uses."""
     selected: list[tuple[Table[Any], str]] = [
         (OBJECTIVES, arguments.preference.objective),
         (OPTIMIZERS, arguments.training.optimizer),
@@ -88,7 +88,7 @@ def folders_for_ranks(arguments: "TrainArguments") -> list[str]:
 
 
 def _find_import_folder(module: str) -> Path | None:
-    """Return the folder of the path in which Python finds a module; None if another process would not find it."""
+    """Return the folder on the import path that has a module; None if another process would not find it."""
     loaded = sys.modules.get(module)
     file_name = getattr(loaded, "__file__", None)
     if loaded is None or file_name is None or loaded.__spec__ is None:

@@ -1,6 +1,6 @@
-"""Compute reference log-probabilities of pairs and unpaired answers once, before the run's model is built, by its like.
+"""Compute the reference log-probabilities of pairs and unpaired answers once, before the run's model is built.
 
-So a run has one model in memory. ``reference_files`` keeps them.
+A run then has only one model in memory. ``reference_files`` stores the log-probabilities.
 """
 
 import gc
@@ -106,7 +106,7 @@ def _list_splits(run: PreparedRun, dataset: TokenDataset) -> dict[str, Rows]:
 
 
 def _describe_inputs(run: PreparedRun, dataset: TokenDataset, reference: ReferenceModel) -> dict[str, str]:
-    """Return what decides the log-probabilities of a token dataset, by the name that messages use."""
+    """Return the values that decide the log-probabilities of a token dataset, by their names in messages."""
     adapter = run.model.adapter
     if run.arguments.preference.reference is not None:
         adapter = reference_run(run, reference.place).model.adapter
@@ -130,7 +130,7 @@ def _describe_inputs(run: PreparedRun, dataset: TokenDataset, reference: Referen
 def _agree_on_files(
     fabric: Fabric, run: PreparedRun, dataset: TokenDataset, content: ReferenceContent
 ) -> ReferenceFiles:
-    """Return on all ranks the files that rank 0 finds; a fault is raised on all of them."""
+    """Return on all ranks the files that rank 0 finds; a fault is raised on all ranks."""
     folder = ""
     missing_splits: list[str] = []
     fault = ""
@@ -149,7 +149,7 @@ def _agree_on_files(
 
 
 def _set_up_reference(fabric: Fabric, run: PreparedRun, reference: ReferenceModel, *, is_saved: bool) -> _FabricModule:
-    """Return the reference model, without dropout; raise an InputError if its weights are others than at the start."""
+    """Set up the reference model, without dropout; raise an InputError if its weights have changed since the start."""
     model_run = reference_run(run, reference.place)
     if is_saved and hash_reference(fabric, model_run, reference.place) != reference.fingerprint:
         raise InputError(
@@ -163,7 +163,7 @@ def _set_up_reference(fabric: Fabric, run: PreparedRun, reference: ReferenceMode
 def _compute_logps(
     fabric: Fabric, model: _FabricModule, run: PreparedRun, name: str, rows: Rows, heartbeat: Heartbeat
 ) -> np.ndarray:
-    """Return the log-probabilities of both answers of each pair of a split: fp64 [pairs, 2]."""
+    """Return the log-probabilities of both answers of each pair in a split, fp64 [pairs, 2]."""
     assert rows.index is not None
     arguments = run.arguments
     ranks = data_ranks(fabric)

@@ -1,8 +1,8 @@
-"""Keep reference log-probabilities in files beside the rows, and find them again.
+"""Store reference log-probabilities in files next to the rows, and find them again.
 
 The files are in ``DATASET/reference/HASH``, or in the run's folder if the token dataset cannot be written:
 ``train.npy`` and ``validation.npy``, fp64 [pairs, 2] of chosen and rejected answers in the order of the document index,
-and ``reference.json``, which says what the hash stands for.
+and ``reference.json``, which says what was hashed.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ class ReferenceContent:
     """The content of ``reference.json``."""
 
     made_of: dict[str, str]
-    """What decides the log-probabilities, by the name that messages use."""
+    """The values that decide the log-probabilities, by their names in messages."""
     model: str
-    """Where the reference model was read from."""
+    """The location from which the reference model was read."""
     files: dict[str, str] = field(default_factory=dict)
-    """The XXH3-128 of the file of each split."""
+    """The XXH3-128 of each split's file."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Find the reference model of preference objectives: where it is read from, and a hash of its weights."""
+"""Find the reference model of preference objectives: its location, and a hash of its weights."""
 
 import hashlib
 import json
@@ -68,9 +68,9 @@ def check_reference(run: PreparedRun) -> None:
 
 
 def with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel | None]:
-    """Return the run and the reference model in its checkpoint; a run that gives no ``--reference`` gets the saved one.
+    """Return the run, and the reference model in its checkpoint, which a run without ``--reference`` uses again.
 
-    There is no saved reference if the run begins now, or gives another one.
+    There is no saved reference if the run begins now, or if it names another one.
     """
     saved = run.start.saved
     if saved is None:
@@ -87,16 +87,16 @@ def with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel 
 
 
 def is_reference_of(saved: TrainerJson, reference: str) -> bool:
-    """Return whether ``--reference`` names the reference that a checkpoint's run began with, by whatever path."""
+    """Return whether ``--reference`` names the reference with which a checkpoint's run began, by any path."""
     if reference == saved.arguments.get("reference"):
         return True
     return saved.reference is not None and _resolve_name(reference) == saved.reference.place
 
 
 def resolve_reference_path(run: PreparedRun) -> str:
-    """Return where the reference of a run that begins is read from: ``--reference``, or the weights it starts from.
+    """Return the location of a new run's reference: ``--reference``, or the weights that the run starts from.
 
-    It is an absolute path, or a name on the hub; empty for the random weights of the run's seed.
+    This is an absolute path or a name on the hub, or "" for the random weights of the run's seed.
     """
     reference = run.arguments.preference.reference
     checkpoint = run.start.checkpoint
@@ -122,7 +122,7 @@ def resolve_reference_path(run: PreparedRun) -> str:
 
 
 def _resolve_name(reference: str) -> str:
-    """Return where the model that ``--reference`` names is read from: an absolute path, or a name on the hub."""
+    """Return the location of the model in ``--reference``: an absolute path, or a name on the hub."""
     path = Path(reference)
     if checkpoints.means_checkpoint(path):
         return os.path.realpath(checkpoints.find_checkpoint(path))
@@ -177,7 +177,7 @@ def _is_adapter(path: str) -> bool:
 
 
 def _reference_shape(run: PreparedRun, path: str) -> ModelShape:
-    """Return the model at a path; without one, the model with random weights that the run began with."""
+    """Return the model at a path; without a path, the model with random weights that the run began with."""
     arguments = run.arguments
     layer_class = arguments.fsdp.auto_wrap_policy
     attention = run.model.config._attn_implementation
@@ -196,7 +196,7 @@ def _reference_shape(run: PreparedRun, path: str) -> ModelShape:
 
 
 def hash_reference(fabric: Fabric, reference: PreparedRun, path: str) -> str:
-    """Return a hash of the model's files, each read by one rank; of a new model, of its seed and configuration.
+    """Return a hash of the model's files, each read by one rank; for a new model, of its seed and configuration.
 
     All ranks call this together. ``reference`` is the ``reference_run`` of ``path``.
     """

@@ -22,7 +22,7 @@ from fabric_train.training.run_log import log, progress
 
 
 class _NoCheckpoints(CheckpointManager):
-    """Checkpoints of a run that only repeats steps: none is written."""
+    """The checkpoint manager of a run that only repeats steps, which writes none."""
 
     def save(self, state: TrainerState, *_: Any, **__: Any) -> Path:
         """Return the path that the checkpoint would have."""
@@ -32,7 +32,7 @@ class _NoCheckpoints(CheckpointManager):
 def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
     """Train to ``last_step`` and return each step's metrics; all ranks call this together.
 
-    The output folder of ``run`` is a temporary one of this rank.
+    The output folder of ``run`` is a temporary folder of this rank.
     """
     run = compare_with_reference(fabric, run, heartbeat)
     model, decayed_names = set_up_checked_model(fabric, run)
@@ -52,7 +52,7 @@ def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: He
 
 
 class _MetricsRecorder(Logger):
-    """Keeps the metrics of each step, and shows its loss."""
+    """Keeps the metrics of each step, and shows the step's loss."""
 
     def __init__(self, last_step: int) -> None:
         self._last_step = last_step

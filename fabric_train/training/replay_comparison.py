@@ -26,11 +26,11 @@ _CANCELLING_COLUMNS = (
     "train_ties",
     "train_kl",
 )
-"""Figures of preferences that are differences of nearly equal log-probabilities: only compared bit for bit."""
+"""Figures of preferences that are only compared bit for bit, because they are differences of nearly equal values."""
 _EXACT_COLUMNS = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
-"""Columns that are the same on any devices."""
+"""The columns that are the same on any devices."""
 _FIGURE_COLUMNS = ("learning_rate", "train_loss", "grad_norm")
-"""Columns whose last digits may depend on the devices."""
+"""The columns whose last digits may depend on the devices."""
 _MAX_SHOWN_STEPS = 8
 _MAX_SHOWN_FAULTS = 20
 
@@ -41,13 +41,13 @@ class RunLayout:
 
     num_devices: int
     device: str | None
-    """None if unknown."""
+    """The ``device_name``; None if unknown."""
     split: dict[str, Any]
-    """The values of ``SPLIT_ARGUMENTS``; none for an earlier version without checkpoint."""
+    """The values of ``SPLIT_ARGUMENTS``; empty for an earlier version without a checkpoint."""
     first_step: int = 1
 
     def differences(self, run_layout: "RunLayout") -> list[str]:
-        """Return what differs from the layout of the run, an empty list if figures must be the same bit for bit."""
+        """Return the differences from the run's layout; without any, figures must be bit-identical."""
         run_values: dict[str, Any] = {"devices": run_layout.num_devices}
         replay_values: dict[str, Any] = {"devices": self.num_devices}
         if run_layout.device and self.device:  # an unknown device is taken to be the same
@@ -78,7 +78,7 @@ class Replay:
     logged: list[Metrics]
     """The rows of metrics.csv from the first step that is trained to the last one."""
     evaluations: dict[int, float]
-    """Validation losses in checkpoints, by step."""
+    """The validation losses in checkpoints, by step."""
     run_layouts: list[RunLayout]
     """The layout of each session of the run that took some of these steps."""
     replay_layout: RunLayout
@@ -86,9 +86,9 @@ class Replay:
     contents: str
     """Whether the content of the rows was checked."""
     faults: list[str]
-    """What was found without training."""
+    """The faults that were found without training."""
     other_versions: list[str]
-    """Packages of another version than in the run."""
+    """The packages whose version differs from the run's."""
 
     def on(self, device: str) -> "Replay":
         """Return the replay with the name of its device."""
@@ -96,14 +96,14 @@ class Replay:
 
     @property
     def same_until(self) -> float:
-        """The last step that must be the same bit for bit: up to it, the run split its steps as the replay does."""
+        """The last step that must be bit-identical: up to this step, the run split its windows as the replay does."""
         for layout in self.run_layouts:
             if self.replay_layout.differences(layout):
                 return layout.first_step - 1
         return math.inf
 
     def tolerance(self, step: int) -> float:
-        """Return the largest relative difference with which a figure of a step holds; 0 is bit for bit."""
+        """Return the largest relative difference that a figure of a step may have; 0 means bit for bit."""
         from fabric_train.training.self_check import TOLERANCES  # imports all that trains
 
         if step <= self.same_until:
@@ -117,7 +117,7 @@ class Replay:
 
     @property
     def compared(self) -> list[str]:
-        """The columns of metrics.csv that are compared: those that the logged steps have."""
+        """The columns of metrics.csv that are compared, because the logged steps have values."""
         columns = set[str]()
         for row in self.logged:
             columns.update(_exact_values(row), _figures(row))
@@ -131,7 +131,7 @@ class Replay:
 
     @property
     def not_compared(self) -> list[str]:
-        """What is not compared of these steps, with the columns that metrics.csv lacks."""
+        """The values of these steps that are not compared, including columns that metrics.csv lacks."""
         lines = []
         steps = [row.step for row in self.logged if row.val_loss is not None and row.step not in self.evaluations]
         if steps:
@@ -157,7 +157,7 @@ class _ComparedStep:
 
     logged: Metrics
     repeated: Metrics | None
-    """None if the replay has not reached the step."""
+    """The metrics of the repeated step; None if the replay has not reached the step."""
     differences: dict[str, float]
     """The relative difference of each figure."""
     faults: list[str]
@@ -165,7 +165,7 @@ class _ComparedStep:
 
 @dataclass(frozen=True)
 class ReplayComparison:
-    """What agrees between a run and its replay, and what differs; ``steps`` is empty if nothing was trained."""
+    """The comparison of a run with its replay; ``steps`` is empty if nothing was trained."""
 
     replay: Replay
     steps: list[_ComparedStep]
@@ -185,7 +185,7 @@ class ReplayComparison:
 
     @property
     def rule(self) -> str:
-        """How near the figures have to be, and why."""
+        """How close the figures must be, and why."""
         replay = self.replay
         reasons: dict[str, None] = {}
         for layout in replay.run_layouts:
@@ -245,7 +245,7 @@ class ReplayComparison:
         return table
 
     def _facts(self) -> dict[str, str]:
-        """Return what was compared and how, by name."""
+        """Return what was compared and how, as facts by name."""
         replay = self.replay
         checkpoint = replay.run.start.checkpoint
         origin = "nothing was trained"
@@ -306,12 +306,12 @@ def _compare_step(replay: Replay, logged: Metrics, repeated: Metrics | None) -> 
 
 
 def _exact_values(row: Metrics) -> dict[str, Any]:
-    """Return the values of ``_EXACT_COLUMNS``; those that are not logged are left out."""
+    """Return the values of ``_EXACT_COLUMNS``, without columns that are not logged."""
     return _logged_values(row, _EXACT_COLUMNS)
 
 
 def _figures(row: Metrics) -> dict[str, float]:
-    """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
+    """Return the values whose last digits may depend on the devices, without columns that are not logged."""
     objective_metrics = {name: value for name, value in row.extra.items() if name.startswith("train_")}
     return _logged_values(row, _FIGURE_COLUMNS) | objective_metrics | _source_values([row], "train_loss/")
 
@@ -322,7 +322,7 @@ def _logged_values(row: Metrics, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def _source_values(rows: Sequence[Metrics], prefix: str) -> dict[str, float]:
-    """Return the values of the columns of single sources that begin with ``prefix``, the last one of each."""
+    """Return the values of the columns of sources that begin with ``prefix``."""
     values: dict[str, float] = {}
     for row in rows:
         values.update({name: value for name, value in row.by_source.items() if name.startswith(prefix)})

@@ -38,7 +38,7 @@ from fabric_train.training.run_log import log, progress, show, warn, write_log
 from fabric_train.training.self_check import check_splits
 
 ReportWriter = Callable[[Path], WrittenPage | None]
-"""Writes the report of a run folder; None if none is wanted."""
+"""A function that writes the report of a run folder; None if no report is wanted."""
 
 
 def execute(
@@ -94,7 +94,7 @@ def _build_loop(
 
 @contextmanager
 def _input_errors_as_failures() -> Iterator[None]:
-    """Turn wrong input that is found after the run has written files, such as a damaged row, into a failure."""
+    """Turn invalid input that is found after the run has written files, such as a damaged row, into a failure."""
     try:
         yield
     except InputError as error:
@@ -102,7 +102,7 @@ def _input_errors_as_failures() -> Iterator[None]:
 
 
 def set_up_checked_model(fabric: Fabric, run: PreparedRun) -> tuple[_FabricModule, set[str]]:
-    """Return the model, checked to keep documents apart if the run isolates them, and the names with weight decay."""
+    """Set up the model and check that it keeps documents apart if it must; also return the names with weight decay."""
     model, decayed_names = set_up_model(fabric, run)
     if fabric.device.type == "cpu":
         reuse_freed_memory()  # from here on: what loading has freed goes back to the system first
@@ -188,7 +188,7 @@ def _has_next_phase(loop: Loop, end: End) -> bool:
 
 
 def _train_loop(loop: Loop) -> End:
-    """Train to the end of the run, or until other parts of the model train or other data come."""
+    """Train to the end of the run, or until other parts of the model train or other data are read."""
     log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
     compiles = loop.run.arguments.fsdp.compile is True
     progress.info("%s%s", loop.stepper.heartbeat, ", compiling" if compiles else "")
@@ -200,7 +200,7 @@ def _train_loop(loop: Loop) -> End:
 
 
 def _write_report(loop: Loop, write_report: ReportWriter) -> list[str]:
-    """Write and log the report, and return the lines to print about it. If it fails, the run does not."""
+    """Write and log the report, and return the lines to print about it. A failure does not fail the run."""
     run_dir = loop.run.folder
     loop.stepper.heartbeat.take_time()  # the other ranks wait
     try:
@@ -255,7 +255,7 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
 
 
 def _loss_figures(loss: TokenLoss) -> dict[str, Any]:
-    """Return the figures of a loss as evaluation.json has them."""
+    """Return the figures of a loss for evaluation.json."""
     figures: dict[str, Any] = loss.figures()
     if loss.of_pairs:
         return figures | {f"num_{loss.unit}s": loss.num_tokens}

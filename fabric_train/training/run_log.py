@@ -1,7 +1,7 @@
-"""What a run tells its user: lines on standard output, and the same lines in ``RUN/run.log``.
+"""Print the log of a run on standard output, and write the same lines to ``RUN/run.log``.
 
-``cli.errors`` logs what ends a program to ``fabric_train``, and prints it itself. ``fabric_train.progress`` gets what
-the process is doing while it starts; that is shown only if the run would be silent otherwise.
+``cli.errors`` logs the error that ends a program to ``fabric_train``, and prints it itself. ``fabric_train.progress``
+gets what the process is doing while it starts, which is only shown if the run would otherwise be silent.
 """
 
 import logging
@@ -28,10 +28,10 @@ log = logging.getLogger("fabric_train")
 printed in colour as well."""
 
 progress = logging.getLogger("fabric_train.progress")
-"""What this process is doing while it starts, such as "loading weights 3/8". An empty message ends that."""
+"""The logger for what this process is doing while it starts, such as "loading weights 3/8"; "" ends it."""
 
 SILENT_SECONDS = 8.0
-"""After so long without a line, the log says what this process is doing."""
+"""The seconds without a line after which the log says what this process is doing."""
 _MAX_EARLY_LINES = 1000
 _NEVER = logging.CRITICAL + 1  # a level that no record has
 _UNLIMITED_WIDTH = 10_000
@@ -58,7 +58,7 @@ def start_log(console: Console | None = None) -> Console:
 
 
 def end_log() -> None:
-    """Print and write nothing more."""
+    """Stop printing and writing."""
     for logger in (log, progress):
         for handler in list(logger.handlers):
             logger.removeHandler(handler)
@@ -96,13 +96,13 @@ def warn(line: str) -> None:
 
 
 def show(renderable: RenderableType) -> None:
-    """Print a table or another renderable of rich, and log it as text."""
+    """Print a table or another renderable from rich, and log it as text."""
     if log.isEnabledFor(logging.INFO):
         log.info(_as_text(renderable), extra={"renderable": renderable})
 
 
 def quiet_libraries() -> None:
-    """Hide messages of the libraries, on every rank, about things that are intended."""
+    """Hide messages from libraries, on every rank, about things that are intended."""
     for name in ("lightning.fabric", "lightning.pytorch", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*FSDP.state_dict_type.*")
@@ -119,7 +119,7 @@ class _ConsoleHandler(logging.Handler):
         self.printed_at = time.monotonic()
 
     def filter(self, record: logging.LogRecord) -> Any:
-        """Leave errors to ``cli.errors``; without waiting for the lock, which a stuck write may hold."""
+        """Leave errors to ``cli.errors``, without waiting for the lock, which a stuck write may hold."""
         return record.levelno < logging.ERROR and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -163,7 +163,7 @@ class _ProgressHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to a file; the first error of the disk ends the file, and not the run."""
+    """Appends to a file; the first disk error ends the file, but not the run."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=rank > 0)
@@ -205,7 +205,7 @@ def _clean(text: str) -> str:
 
 
 def _as_text(renderable: RenderableType) -> str:
-    """Return what a console prints, without the spaces that fill its lines."""
+    """Return a console's output without the spaces that fill its lines."""
     output = StringIO()
     console = open_console(file=output, width=_UNLIMITED_WIDTH, force_terminal=False, **_PLAIN_TEXT)
     console.print(renderable)

@@ -1,10 +1,11 @@
-"""RUN/times.jsonl: where the time of a run went, over all of its starts, and the goodput that follows from it.
+"""Read and write RUN/times.jsonl: how a run's time was used, over all of its starts, and the resulting goodput.
 
-Goodput is the share of the time in which steps were trained that count: the definition of "effective training time" in
-the Llama 3 paper (arXiv:2407.21783, section 3.3.4).
+Goodput is the share of the time that was spent on steps that were not lost: the definition of "effective training time"
+in the Llama 3 paper (arXiv:2407.21783, section 3.3.4).
 
-metrics.csv loses the rows after the checkpoint that a run resumes from. This file loses nothing: it is only appended
-to, except that a line of the kind ``step`` is replaced by the line after it. So it has a few lines for each save.
+metrics.csv loses the rows after the checkpoint that a run resumes from. This file loses nothing, because lines are only
+appended to it, except that a line of the kind ``step`` is replaced by the line after it. So it has a few lines for each
+save.
 """
 
 import errno
@@ -34,10 +35,10 @@ _PART_OF_PHASE = {
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
-"""What the seconds of a phase are counted as; all other phases are training."""
+"""The part to which the seconds of a phase count; all other phases count as training."""
 _PART_NAMES = ("starting", "training", "data", "evaluation", "saving", "ending")
 _REPEATED_PARTS = ("training", "data", "evaluation")
-"""The parts that a start from an earlier step repeats."""
+"""The parts that a restart from an earlier step repeats."""
 
 _MAX_NUMBER = 1e15  # a damaged file may have any
 _ADVICE = "move the file away"
@@ -47,19 +48,20 @@ Event = Literal["start", "step", "save", "saved", "end"]
 
 @dataclass(frozen=True)
 class TimesLine:
-    """A line of times.jsonl: an event of rank 0, and where the time since its start went until then."""
+    """A line of times.jsonl: an event on rank 0, and how the time from its start to the event was used."""
 
     event: Event
     """``start`` of the program, ``step`` for a logged step, ``save`` before a save begins, ``saved`` when that
     checkpoint is complete, or ``end``.
     """
     time: float
-    """Seconds since 1970."""
+    """The time in seconds since 1970."""
     step: int
-    """The last completed step; for ``start`` the one that the run starts from."""
+    """The last completed step; for ``start``, the step that the run starts from."""
     num_devices: int
     seconds: dict[str, float]
-    """Seconds of ``_PART_NAMES``; data is the wait for it. Their sum is the time since the start."""
+    """The seconds of each part in ``_PART_NAMES``; "data" is the wait for data. Their sum is the time since the
+    start."""
 
 
 class TimesFile(Logger):
@@ -118,7 +120,7 @@ class TimesFile(Logger):
 
 
 def seconds_by_part(seconds: Mapping[StepPhase, float]) -> dict[str, float]:
-    """Return the seconds of phases as ``TimesLine.seconds`` names them."""
+    """Return the seconds of phases by their names in ``TimesLine.seconds``."""
     totals = dict.fromkeys(_PART_NAMES, 0.0)
     for phase, phase_seconds in seconds.items():
         totals[_PART_OF_PHASE.get(phase, "training")] += phase_seconds
@@ -127,10 +129,10 @@ def seconds_by_part(seconds: Mapping[StepPhase, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Where the time of a run went, from the start of its first process to its last line, in seconds."""
+    """How the time of a run was used, from the start of its first process to its last line, in seconds."""
 
     training: float
-    """Of steps that count."""
+    """Training steps that were not lost."""
     data: float
     """Waiting for data."""
     evaluation: float
@@ -138,26 +140,26 @@ class RunTimes:
     starting: float
     """The first start, from the start of the program until its first step is completed."""
     restarting: float
-    """All later starts."""
+    """All later starts, each until its first step is completed."""
     repeated: float
-    """Training, waiting for data and evaluation after the step that a later start began with: that was done again."""
+    """Training, waiting for data and evaluation after the step from which a later start began, which repeated them."""
     idle: float
-    """Between two starts, including what a killed run did after its last line."""
+    """The time between two starts, including what a killed run did after its last line."""
     ending: float
     """Uploads and the report."""
     starts: tuple[float, ...]
-    """Of each start that trained."""
+    """The duration of each start that trained."""
     stalls: tuple[float, ...]
-    """Of each save, the time in which steps waited."""
+    """The time for which steps waited, for each save."""
     saves: tuple[float, ...]
-    """Of each save, the time until its checkpoint was complete."""
+    """The time until the checkpoint was complete, for each save."""
     step: float | None
-    """Mean of a step with its wait for data; None before the second step of a start."""
+    """The mean time of a step with its wait for data; None before the second step of a start."""
     num_devices: int
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return seconds by what they were spent on, in words."""
+        """Return the seconds by what they were spent on, in words."""
         return {
             "training": self.training,
             "evaluation": self.evaluation,
@@ -176,26 +178,26 @@ class RunTimes:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which steps were trained that count."""
+        """The share of the time that was spent on training steps that were not lost."""
         return self.share(self.training)
 
     def share(self, seconds: float) -> float:
-        """Return seconds as a share of all, 0 for a run without time: a start that was killed at once."""
+        """Return seconds as a share of the total; 0 for a run without time, whose start was killed immediately."""
         return seconds / self.total if self.total > 0 else 0.0
 
     @property
     def stall(self) -> float | None:
-        """The median of ``stalls``, None without a save."""
+        """The median of ``stalls``; None without a save."""
         return statistics.median(self.stalls) if self.stalls else None
 
     @property
     def save(self) -> float | None:
-        """The median of ``saves``, None without a complete one."""
+        """The median of ``saves``; None without a complete checkpoint."""
         return statistics.median(self.saves) if self.saves else None
 
     @property
     def start(self) -> float | None:
-        """The median of ``starts``, None without a completed step."""
+        """The median of ``starts``; None without a completed step."""
         return statistics.median(self.starts) if self.starts else None
 
     def describe(self) -> str:
@@ -222,7 +224,7 @@ def describe_seconds(seconds: float) -> str:
 
 
 def read_times(run_dir: Path) -> RunTimes | None:
-    """Return where the time of a run went; None if an earlier version trained it, or it has not started.
+    """Return how a run's time was used; None if an earlier version trained it, or if it has not started.
 
     Raises:
         InputError: The file is damaged.
@@ -241,13 +243,13 @@ def read_times(run_dir: Path) -> RunTimes | None:
 
 
 def _is_possible(line: TimesLine) -> bool:
-    """Return whether the numbers of a line can be added up: finite, and none below 0."""
+    """Return whether the numbers in a line can be added up, because they are finite and not below 0."""
     values = (line.time, line.step, *line.seconds.values())
     return line.num_devices > 0 and all(0 <= value < _MAX_NUMBER for value in values)
 
 
 def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
-    """Add up the attempts; each is the lines of one start."""
+    """Add up the attempts, each given by the lines of one start."""
     counted = dict.fromkeys(_REPEATED_PARTS, 0.0)  # seconds of steps that count
     repeated = 0.0
     saving = 0.0
@@ -301,7 +303,7 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
 
 
 def _mean_step_seconds(attempts: Sequence[Sequence[TimesLine]]) -> float | None:
-    """Return the mean of a step with its wait for data, without the first step of each attempt, which is starting."""
+    """Return the mean time of a step with its wait for data; each attempt's first step counts as starting."""
     num_steps = 0
     seconds = 0.0
     for lines in attempts:
@@ -312,14 +314,14 @@ def _mean_step_seconds(attempts: Sequence[Sequence[TimesLine]]) -> float | None:
 
 
 def _find_stalls(lines: Sequence[TimesLine]) -> list[float]:
-    """Return the seconds for which each save of an attempt held up the steps."""
+    """Return the seconds for which each save of an attempt made the steps wait."""
     saving_seconds = [line.seconds.get("saving", 0.0) for line in lines if line.event == "save"]  # at their beginning
     saving_seconds.append(lines[-1].seconds.get("saving", 0.0))
     return [end - begin for begin, end in itertools.pairwise(saving_seconds)]
 
 
 def _find_save_seconds(lines: Sequence[TimesLine]) -> list[float]:
-    """Return the seconds from the beginning of each save to its complete checkpoint; they end in their order."""
+    """Return the seconds from the beginning of each save to its complete checkpoint; saves end in order."""
     begins = [line.time for line in lines if line.event == "save"]
     ends = [line.time for line in lines if line.event == "saved"]
     return [end - begin for begin, end in zip(begins, ends, strict=False)]  # the last save may be incomplete

@@ -1,4 +1,4 @@
-"""Read and write RUN/samples.jsonl, the texts with which the model of a step continues ``--sample_prompts``."""
+"""Read and write RUN/samples.jsonl, which has the model's continuations of ``--sample_prompts`` at some steps."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from fabric_train.training.logger import Logger, Sample
 
 
 def read_samples(path: Path, last_step: float = math.inf) -> list[Sample]:
-    """Return the samples of a samples.jsonl up to a step; none without a file, an InputError if it is damaged."""
+    """Return the samples in a samples.jsonl up to a step; none without the file, an InputError if it is damaged."""
     samples = read_json_lines(path, Sample, "move the file away")
     return list(takewhile(lambda sample: sample.step <= last_step, samples))
 
 
 class SampleFile(Logger):
-    """RUN/samples.jsonl: a line for each step and prompt."""
+    """RUN/samples.jsonl, with a line for each step and prompt."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Continue after ``last_step``; remove the samples of later steps."""

@@ -1,4 +1,4 @@
-"""Continue the texts of ``--sample_prompts`` with the model of a step."""
+"""Continue the texts of ``--sample_prompts`` with the model after a step."""
 
 import inspect
 from collections.abc import Callable
@@ -19,16 +19,16 @@ _PADDING_ID = 0  # no token sees the padding: it comes after the text
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """The texts of ``--sample_prompts`` and how they are continued."""
+    """The texts of ``--sample_prompts``, and how to continue them."""
 
     tokenizer: Any
     texts: list[str]
     input_ids: list[list[int]]
-    """Token ids of each text."""
+    """The token ids of each text."""
     end_ids: frozenset[int]
-    """Tokens that end a continuation."""
+    """The tokens that end a continuation."""
     num_tokens: int
-    """Length of a continuation, at most."""
+    """The most tokens of a continuation."""
 
 
 @torch.no_grad()
@@ -41,17 +41,17 @@ def generate_samples(
 ) -> list[Sample] | None:
     """Continue the prompts with the most likely tokens; return None if ``is_interrupted`` returned True.
 
-    All ranks compute all prompts together, because none has the whole model. Each token takes a forward pass as in an
-    evaluation, over rows of one length that are padded at the end. So no attention, mask or cache is used that
-    training does not use; with sharded weights a cache would save little. Layers run uncompiled, and no random number
+    All ranks compute all prompts together, because none has the full model. Each token takes a forward pass as in an
+    evaluation, over rows of the same length that are padded at the end. So no attention, mask or cache is used that
+    training does not use; with sharded weights, a cache would save little. Layers run uncompiled, and no random number
     is drawn.
 
     Args:
-        fabric: Whose ranks compute together.
+        fabric: The run's Fabric, whose ranks compute together.
         model: The model that ``setup_model`` returned; it is in training mode afterwards.
         prompts: The texts.
         step: The step of the model.
-        is_interrupted: Gets the index of each new token before it is computed; it returns the same on all ranks.
+        is_interrupted: Called with the index of each new token before it is computed; returns the same on all ranks.
     """
     num_prompts = len(prompts.input_ids)
     longest = max(len(input_ids) for input_ids in prompts.input_ids)

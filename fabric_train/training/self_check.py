@@ -44,9 +44,9 @@ class SplitResult:
     """The result of one split of the rows into micro-batches."""
 
     cut: str
-    """The name of the split."""
+    """The name of the split, which says how the rows are cut."""
     loss: float
-    """Nats per token, or of a preference pair."""
+    """The loss in nats per token, or per preference pair."""
     grad_norm: float
     """The global gradient norm."""
 
@@ -65,16 +65,16 @@ def _relative_difference(value: float, reference: float) -> float:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The results of a self-check, as ``RUN/self_check.json`` has them."""
+    """The results of a self-check, which are the content of ``RUN/self_check.json``."""
 
     rows: list[int]
-    """Indices of the rows."""
+    """The indices of the rows."""
     tokens_per_row: int
     num_supervised: int
     world_size: int
     precision: str
     tolerance: float
-    """Largest relative difference from the first result."""
+    """The largest allowed relative difference from the first result."""
     figures: list[SplitResult]
     faults: list[str]
     seconds: float
@@ -96,7 +96,7 @@ class _Row:
     starts: np.ndarray
     """The positions at which documents start."""
     reference: np.ndarray | None = None
-    """Reference log-probabilities of the answers of preference pairs or of unpaired answers, fp64 [pairs, 2]."""
+    """The reference log-probabilities of both answers of preference pairs or unpaired answers, fp64 [pairs, 2]."""
     is_desirable: np.ndarray | None = None
     """The labels of unpaired answers, bool [pairs]."""
 
@@ -116,7 +116,7 @@ class _Row:
         )
 
     def documents(self, group_size: int) -> list["_Row"]:
-        """Return the documents, ``group_size`` of them together: the two of a pair."""
+        """Return the documents in groups of ``group_size``, such as the two of a pair."""
         begins = self.starts[::group_size]
         ends = [*begins[1:], len(self.labels)]
         return [self.slice(begin, end) for begin, end in zip(begins, ends, strict=True)]
@@ -132,7 +132,7 @@ class _Row:
 
     @property
     def num_supervised(self) -> int:
-        """Number of targets: the first token of a row is none."""
+        """The number of targets; the first token of a row is not a target."""
         return int((self.labels[1:] != IGNORED_LABEL).sum())
 
 
@@ -142,7 +142,7 @@ class _Split:
 
     name: str
     rows: list[_Row]
-    """In the order in which ranks take them."""
+    """The rows in the order in which ranks take them."""
     micro_batch_size: int
 
 
@@ -159,13 +159,13 @@ def check_splits(
     """Compute loss and gradient of every split, without taking a step. All ranks call this together.
 
     Args:
-        fabric: Whose ranks compute.
+        fabric: The run's Fabric, whose ranks compute together.
         model: The model that ``setup_model`` returned; it is in evaluation mode afterwards.
-        optimizer: Its gradients are set to zero.
+        optimizer: The optimizer, whose gradients are set to zero.
         objective: The loss.
         rows: The training rows.
         indices: The rows of the first window, over all ranks.
-        micro_batch_size: The user's.
+        micro_batch_size: The user's ``--micro_batch_size``.
         precision: ``--precision``, which decides the tolerance.
 
     Raises:
@@ -249,7 +249,7 @@ def _read_row(rows: IndexedRows, index: int, length: int) -> _Row:
 
 
 def _read_pairs(rows: IndexedRows, index: int, num_pairs: int) -> _Row:
-    """Return the first ``num_pairs`` pairs of a row, or all if it has fewer; a pair is two documents."""
+    """Return the first ``num_pairs`` pairs of a row, or all of them if it has fewer; a pair is two documents."""
     row = _read_whole_row(rows, index)
     ends = [*row.starts[1:], len(row.labels)]
     num_documents = min(2 * num_pairs, len(ends))
@@ -258,7 +258,7 @@ def _read_pairs(rows: IndexedRows, index: int, num_pairs: int) -> _Row:
 
 @torch.no_grad()
 def _with_reference(fabric: Fabric, model: _FabricModule, rows: list[_Row]) -> list[_Row]:
-    """Return the rows with the log-probabilities that the model itself gives their pairs; all ranks compute all."""
+    """Return the rows with the model's own log-probabilities for their pairs; all ranks compute all rows."""
     rows_with_reference = []
     for row in rows:
         batch = pad_rows([row.input_ids], [row.labels], [row.starts])
@@ -268,7 +268,7 @@ def _with_reference(fabric: Fabric, model: _FabricModule, rows: list[_Row]) -> l
 
 
 def _list_splits(rows: list[_Row], micro_batch_size: int, *, isolates: bool, has_pairs: bool) -> Iterator[_Split]:
-    """Yield the splits to compare: by size, by an order that gives ranks unequal labels, and documents alone."""
+    """Yield the splits to compare: other sizes, an order that gives ranks unequal labels, and single documents."""
     max_size = _ROWS_PER_RANK
     sizes = {1, 2, min(micro_batch_size, max_size), max_size}
     for size in sorted(sizes):
@@ -333,7 +333,7 @@ def _compute(
 
 
 def _find_parameter_faults(fabric: Fabric, model: _FabricModule) -> list[str]:
-    """Name parameters that on any rank are not finite, or whose gradient is missing or not finite."""
+    """Report parameters that are not finite on some rank, or whose gradient is missing or not finite there."""
     parameters: dict[str, nn.Parameter] = {}
     for wrapped_name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -378,7 +378,7 @@ def _waits_for_second_matrix(name: str, parameters: Mapping[str, nn.Parameter]) 
 
 
 def _find_frequency_faults(model: _FabricModule) -> list[str]:
-    """Name rotary frequencies that are not fp32, see ``distributed.precision``."""
+    """Report rotary frequencies that are not fp32, see ``distributed.precision``."""
     num_frequencies = 0
     wrong = []
     for name, buffer in model.named_buffers():
@@ -407,7 +407,7 @@ def _disagreements(results: list[SplitResult], tolerance: float) -> list[str]:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names and the number of others, as text."""
     listed = ", ".join(names[:_MAX_LISTED_NAMES])
     num_left = len(names) - _MAX_LISTED_NAMES
     return f"{listed} and {num_left} more" if num_left > 0 else listed

@@ -1,4 +1,4 @@
-"""Sum losses by the pieces of documents that they belong to, and by the sources of these pieces.
+"""Sum losses by the pieces of documents to which they belong, and by the sources of these pieces.
 
 Sums are fp64 and always in the same order, so that a resumed run logs the same values.
 Shapes: N supervised tokens, P pieces of documents (or preference pairs), S sources.
@@ -24,18 +24,19 @@ class SourceLosses:
     piece_losses: torch.Tensor
     """fp64 [P]; on the CPU with XLA."""
     losses: torch.Tensor
-    """Sum of the losses of each source, fp64 [S]."""
+    """The summed losses of each source, fp64 [S]."""
     metrics: torch.Tensor
-    """Sums of the objective's metrics, fp64 [metrics, S], if it counts pieces; else [0, S]."""
+    """The sums of the objective's metrics, fp64 [metrics, S] if it counts pieces, and otherwise [0, S]."""
     counts: torch.Tensor
-    """Supervised tokens of each source, or its pieces if the objective counts pieces: fp64 [S] on the CPU."""
+    """The number of supervised tokens of each source, or of pieces if the objective counts those, fp64 [S] on the
+    CPU."""
 
 
 class SourceLossCollector:
     """Collects the losses of a window's pieces, one micro-batch after another."""
 
     def __init__(self, objective: Objective, num_sources: int, device: torch.device) -> None:
-        """``num_sources`` is the number of sources to distinguish, 0 for none; sums are computed on ``device``."""
+        """Keep separate sums for ``num_sources`` sources, 0 for none; they are computed on ``device``."""
         self._num_sources = num_sources
         self._device = device
         self._counts_pieces = counts_pieces(objective)
@@ -84,10 +85,10 @@ def losses_by_piece(loss: BatchLoss, batch: Batch) -> torch.Tensor | None:
 
 
 def select_target_losses(token_losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the losses of the supervised tokens alone, [N].
+    """Return the losses of only the supervised tokens, [N].
 
-    Only XLA has others: there every position has a target, because shapes must not change. They are selected on the
-    CPU.
+    Only XLA has other losses: there every position has a target, because shapes must not change. The losses are
+    selected on the CPU.
     """
     if token_losses.device.type != "xla":
         return token_losses

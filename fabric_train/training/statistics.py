@@ -1,4 +1,4 @@
-"""Statistics of losses: confidence intervals of models that are compared, and spikes in the loss of a run.
+"""Compute confidence intervals for the losses of compared models, and find spikes in the loss of a run.
 
 The intervals are by paired bootstrap over documents. Documents are drawn with replacement, the same ones for all
 models. The interval of a statistic is between the 2.5th and the 97.5th percentile of its values on the draws (Efron
@@ -23,7 +23,7 @@ from fabric_train.checkpoint import TokenLoss
 NUM_RESAMPLES = 2000
 LEVEL = 95
 FEWEST_DOCUMENTS = 10
-"""Fewer documents get no interval: it would be far too narrow."""
+"""The fewest documents for an interval; with fewer, it would be far too narrow."""
 _COUNTS_AT_ONCE = 1 << 24  # numbers in memory
 
 Interval = tuple[float, float]
@@ -39,9 +39,9 @@ class SpikeRule:
     """
 
     RECENT = 64
-    """Losses that are compared with."""
+    """The number of recent losses with which a loss is compared."""
     FEWEST = 20
-    """With fewer, nothing is a spike."""
+    """The fewest recent losses; with fewer, no loss is a spike."""
     CHANGES = 8.0
     LEAST_RISE = 0.1
 
@@ -50,7 +50,7 @@ class SpikeRule:
         self._is_high = False
 
     def usual_before_spike(self, loss: float) -> float | None:
-        """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
+        """Add the next loss; return the median of the recent losses if a spike begins here, and otherwise None."""
         was_high = self._is_high
         median = None
         if len(self._recent) >= self.FEWEST:
@@ -70,11 +70,11 @@ class DocumentSums:
     nats: np.ndarray
     tokens: np.ndarray
     num_bytes: np.ndarray
-    """NaN if not known."""
+    """The bytes of each document; NaN if not known."""
 
     @property
     def total(self) -> TokenLoss:
-        """The loss of all documents; without bytes if those of any document are not known."""
+        """The loss of all documents, without bytes if the bytes of any document are not known."""
         num_bytes = float(self.num_bytes.sum())
         known_bytes = None if math.isnan(num_bytes) else num_bytes
         return TokenLoss(math.fsum(self.nats), int(self.tokens.sum()), known_bytes)
@@ -82,10 +82,10 @@ class DocumentSums:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much a model's loss is above the first model's."""
+    """The difference between a model's loss and the first model's."""
 
     unit: str
-    """``loss``, in nats per token, or ``bits_per_byte``."""
+    """"loss", in nats per token, or "bits_per_byte"."""
     value: float
     interval: Interval
 
@@ -103,15 +103,15 @@ class ModelLoss:
     total: TokenLoss
     num_documents: int
     loss: Interval | None = None
-    """Of its nats per token."""
+    """The loss in nats per token."""
     bits_per_byte: Interval | None = None
-    """Also None if the bytes are not known."""
+    """Bits per byte; also None if the bytes are not known."""
     difference: Difference | None = None
-    """Also None if the tokens differ and the bytes are not known."""
+    """The difference from the first model; also None if the tokens differ and the bytes are not known."""
 
 
 def compare(model_sums: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
-    """Return the loss of each model on the same documents of a source, with intervals; ``seed`` decides the draws."""
+    """Return the loss of each model on the same documents of a source, with intervals from draws with ``seed``."""
     totals = [sums.total for sums in model_sums]
     num_documents = len(model_sums[0].nats)
     if num_documents < FEWEST_DOCUMENTS:
@@ -172,7 +172,7 @@ def interval_of(values: np.ndarray) -> Interval:
 
 
 def accuracy_interval(accuracy: float, ties: float, num_pairs: int) -> Interval | None:
-    """Return the interval of the share of pairs in order, in which a tie counts one half; None if there are too few.
+    """Return the interval of the share of pairs in order, where a tie counts one half; None for too few pairs.
 
     The numbers of drawn pairs in order, tied and out of order are multinomial, so they are drawn directly.
     """

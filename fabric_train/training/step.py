@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One optimizer step: taken, or left out because of a fault or because the window has no targets."""
+    """An optimizer step that was taken, or left out because of a fault or because the window has no targets."""
 
     check: StepCheck
     report: StepReport
@@ -57,7 +57,7 @@ class Stepper:
     heartbeat: Heartbeat
     flops: ModelFlops
     num_sources: int
-    """Number of sources whose losses are logged separately; 0 for none."""
+    """The number of sources whose losses are logged separately; 0 for none."""
     own_time: OwnTime
 
     def take_step(self, window: Window) -> TakenStep:
@@ -139,14 +139,14 @@ def backpropagate(
     All ranks call this together, each with its own micro-batches of the window.
 
     Args:
-        fabric: Whose ranks share the window.
+        fabric: The run's Fabric, whose ranks share the window.
         model: The model that ``setup_model`` returned.
         window: The rows of the step.
         objective: The loss.
-        heartbeat: Records the position of this rank, and where the ranks stop after a signal.
+        heartbeat: The record of this rank's position, which also says where the ranks stop after a signal.
         reduces_each_micro_batch: Average the gradients over the ranks after every micro-batch, instead of once.
         num_sources: Number of sources whose losses are summed separately; 0 for none.
-        own_time: Measures this rank's own time.
+        own_time: The clock for this rank's own time.
 
     Raises:
         RunStopped: The ranks have agreed to stop before one of the micro-batches.

@@ -1,4 +1,4 @@
-"""The one exchange between the ranks in a step: sum losses and counts, share flags, and wait for the device once."""
+"""Do the only exchange between the ranks in a step: sum losses and counts, share flags, wait for the device once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,29 +17,29 @@ class LocalLoss:
     """The losses of this rank's micro-batches of a window."""
 
     summed: torch.Tensor
-    """Loss of each micro-batch, a sum: fp64 [micro-batches]."""
+    """The summed loss of each micro-batch, fp64 [micro-batches]."""
     counts: torch.Tensor
-    """Number of things that each of these losses sums over, such as supervised tokens: int64 [micro-batches]."""
+    """The number of things in each of these sums, such as supervised tokens, int64 [micro-batches]."""
     window_count: torch.Tensor
-    """Sum of the counts over all ranks: int64 []."""
+    """The sum of the counts over all ranks, int64 []."""
     metrics: torch.Tensor
-    """Sums of the objective's metrics: fp64 [metrics]."""
+    """The sums of the objective's metrics, fp64 [metrics]."""
     sources: SourceLosses
     document_lengths: Sequence[int]
-    """Tokens of each document in the forward passes of the losses."""
+    """The number of tokens of each document in the forward passes of the losses."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank contributes to the exchange."""
+    """The contribution of one rank to the exchange."""
 
     loss: LocalLoss
     num_tokens: int
-    """Tokens of this rank's rows, without padding."""
+    """The number of tokens in this rank's rows, without padding."""
     flops: float
-    """Model FLOPs of these tokens."""
+    """The model FLOPs for these tokens."""
     own_seconds: float
-    """Own time of the previous step, see :class:`~fabric_train.training.own_time.OwnTime`."""
+    """The own time of the previous step, see :class:`~fabric_train.training.own_time.OwnTime`."""
     sync: StepSync
     """This rank's flags."""
 
@@ -49,42 +49,42 @@ class SourceReport:
     """One source's share of a window, over all ranks."""
 
     count: int
-    """Supervised tokens of the source, or pieces if the objective counts pieces."""
+    """The number of supervised tokens of the source, or of pieces if the objective counts pieces."""
     loss: float | None
-    """Mean over these; None if the window has none."""
+    """The mean loss over these; None if the window has none."""
     metrics: list[float]
-    """Means of the objective's metrics if it counts pieces; empty if it does not, or if the window has none."""
+    """The means of the objective's metrics if it counts pieces; empty if it does not, or if the window has none."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know about a step before the optimizer takes it. Tensors are on the CPU."""
+    """The facts about a step that all ranks have before the optimizer takes it. Tensors are on the CPU."""
 
     count: int
-    """Number of things that the loss sums over in the window, such as supervised tokens."""
+    """The number of things that the loss sums over in the window, such as supervised tokens."""
     loss: torch.Tensor
-    """Mean over these, fp64 []; 0 if there are none."""
+    """The mean loss over these, fp64 []; 0 if there are none."""
     metrics: list[float]
-    """Means of the objective's metrics."""
+    """The means of the objective's metrics."""
     sources: list[SourceReport]
     piece_losses: torch.Tensor
-    """Losses of the pieces of documents on this rank, fp64 [P]."""
+    """The losses of the pieces of documents on this rank, fp64 [P]."""
     grad_norm: torch.Tensor
-    """Norm of the gradient before clipping, fp64 []."""
+    """The norm of the gradient before clipping, fp64 []."""
     num_tokens: int
-    """Tokens of all ranks, without padding."""
+    """The number of tokens on all ranks, without padding."""
     flops: float
-    """Model FLOPs of these tokens."""
+    """The model FLOPs for these tokens."""
     sync: StepSync
-    """Flags that any rank has set."""
+    """The flags that any rank has set."""
     own_seconds: list[float]
-    """Own time of each rank in the previous step, see :class:`~fabric_train.training.own_time.OwnTime`."""
+    """The own time of each rank in the previous step, see :class:`~fabric_train.training.own_time.OwnTime`."""
 
 
 def exchange_step(fabric: Fabric, report: RankReport, grad_norm: torch.Tensor) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. All ranks call this together.
 
-    ``grad_norm``, fp64 [] on the device, is the same on all ranks already.
+    ``grad_norm``, fp64 [] on the device, is already the same on all ranks.
     """
     packed = _pack(fabric, report)
     if fabric.world_size > 1:
@@ -125,7 +125,7 @@ def exchange_step(fabric: Fabric, report: RankReport, grad_norm: torch.Tensor) -
 
 
 def _pack(fabric: Fabric, report: RankReport) -> PackedTensors:
-    """Return this rank's numbers on the device, ready to be summed over all ranks."""
+    """Return this rank's numbers in one vector on the device, to be summed over all ranks."""
     loss = report.loss
     loss_sums = {
         "loss": loss.summed.sum(),

@@ -21,11 +21,11 @@ class StepCheck:
     """The result of the check of a step."""
 
     loss: float | None
-    """Mean loss of the window; None if the objective counts nothing in it, such as no supervised token."""
+    """The mean loss of the window; None if the objective counts nothing in it, such as no supervised token."""
     grad_norm: float | None
-    """Norm of the gradient before clipping; None if the loss is."""
+    """The norm of the gradient before clipping; None if the loss is None."""
     fault: str | None
-    """Why the step must not be taken; None if it may."""
+    """Why the step must not be taken; None if it may be taken."""
 
     @property
     def has_targets(self) -> bool:
@@ -52,11 +52,11 @@ class StepGuard:
         """Prepare the guard of a run.
 
         Args:
-            fabric: Whose ranks take the steps.
-            data: Where the rows come from, for messages.
-            warn: Shows the user one line, once for all ranks.
-            row_name: Names a row in messages.
-            worst: Names the documents with the highest losses, ``WorstDocuments.describe``.
+            fabric: The run's Fabric, whose ranks take the steps.
+            data: The origin of the rows, for messages.
+            warn: A function that shows the user a line, once for all ranks.
+            row_name: A function that returns the name of a row in messages.
+            worst: A function that names the documents with the highest losses, ``WorstDocuments.describe``.
         """
         self._fabric = fabric
         self._data = data
@@ -80,10 +80,11 @@ class StepGuard:
 
         Args:
             window: The window of the step.
-            loss: Its mean loss, fp64 [].
+            loss: The window's mean loss, fp64 [].
             grad_norm: Norm of the gradient before clipping, [].
             piece_losses: Losses of the pieces of documents on this rank, [P].
-            gather_losses: Gathers the losses of all micro-batches from all ranks; called only for a bad step.
+            gather_losses: A function that gathers the losses of all micro-batches from all ranks; only called for a bad
+                step.
         """
         mean_loss = float(loss)
         norm = float(grad_norm)
@@ -118,7 +119,7 @@ class StepGuard:
         return StepCheck(mean_loss, norm, None)
 
     def leave_out(self) -> None:
-        """Prepare an fp16 gradient scaler for the next step after a step that is left out."""
+        """Prepare an fp16 gradient scaler for the next step, after a step that was left out."""
         if self._scaler is not None:
             # ``update`` must follow ``unscale_``; the present scale as argument keeps it.
             self._scaler.update(self._scaler.get_scale())

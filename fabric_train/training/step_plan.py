@@ -1,4 +1,4 @@
-"""The steps of a run: their number, the rows of a window, and the phases in which other rows or parts are trained."""
+"""Describe the steps of a run: their number, the rows of a window, and phases that train other rows or parts."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class RunPhase:
     first_step: int
     last_step: int
     rows_per_epoch: tuple[int, ...]
-    """Rows of each source."""
+    """The number of rows of each source in an epoch."""
     parts: TrainedParts | None = None
     """The parts of the model that train; None if they stay the same."""
 
@@ -26,27 +26,27 @@ class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks."""
 
     num_rows: int | None
-    """Rows of an epoch, with phases of one of the first phase; None for a stream."""
+    """The number of rows in an epoch, with phases in an epoch of the first phase; None for a stream."""
     world_size: int
     num_data_ranks: int
     micro_batch_size: int
     accumulation: int
     rows_per_window: int
     windows_per_epoch: int | None
-    """As ``num_rows``."""
+    """The number of windows in an epoch, of the same phase as ``num_rows``; None for a stream."""
     num_steps: int
     tokens_per_row: int
     mixture: MixtureOrder | None = None
-    """None for a stream, and for one token dataset without shares."""
+    """The order of the mixture; None for a stream, and for one token dataset without shares."""
     phases: tuple[RunPhase, ...] = ()
     notes: tuple[str, ...] = ()
     """Lines that the user should read before the run starts."""
     data_starts_after: int = 0
-    """The step before the first window of the data: 0, except in a branch or a phase with other data."""
+    """The step after which the data order begins: 0, except in a branch or a phase with other data."""
     data_ends_after: int | None = None
-    """The step before a phase with other data; None if there is none."""
+    """The last step before a phase with other data; None if there is none."""
     order_version: int = SHUFFLED
-    """As in ``DataOrder``."""
+    """The version of the order, see ``DataOrder.version``."""
 
     @property
     def last_step(self) -> int:

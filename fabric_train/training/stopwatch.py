@@ -11,13 +11,13 @@ import torch
 
 
 class Stopwatch:
-    """Measures wall-clock time between two readings, and the share spent waiting for data.
+    """Measures the wall-clock time between two readings, and the share spent waiting for data.
 
     Evaluations and saves are excluded: the training loop restarts the stopwatch after them.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is the FLOP/s of all devices, None if unknown."""
+        """``peak_flops`` is the peak FLOP/s of all devices, or None if unknown."""
         self._peak_flops = peak_flops
         self.restart()
 
@@ -45,7 +45,7 @@ class Stopwatch:
     def read(self) -> dict[str, Any]:
         """Return the time of a step, the share waited for data, tokens and samples per second, then restart.
 
-        If the peak is known, the result also has MFU; with several ranks, the slowest one and how far it lags.
+        If the peak is known, the result also has the MFU; with several ranks, the slowest one and its lag.
         """
         elapsed = time.perf_counter() - self._started
         reading = {
@@ -66,7 +66,7 @@ class Stopwatch:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
+    """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss, see getrusage(2)

@@ -1,4 +1,4 @@
-"""The tables that a run prints: what it is before it starts, what it reached, and the figures of a self-check."""
+"""Describe a run in tables: before it starts, at its end, and after a self-check."""
 
 import shlex
 from bisect import bisect_left
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 
 DISPLACED_NATS = 0.1
-"""A fall of the chosen answers' log-probability per token that is warned of: a tenth of each token's probability."""
+"""The fall of the chosen answers' log-probability per token that gives a warning: a tenth of each token's
+probability."""
 _PAIR_FIGURES = ["loss", "accuracy", "margin", "reward_chosen", "reward_rejected", "sft_loss"]
 
 
 def describe_start(run: PreparedRun) -> Group:
-    """Return the run in short: model, data, devices, steps, learning rate, what it starts from, and its mixture."""
+    """Return a summary of the run: model, data, devices, steps, learning rate, what it starts from, and its mixture."""
     arguments = run.arguments
     plan = run.plan
     model = run.model
@@ -90,7 +91,7 @@ def describe_start(run: PreparedRun) -> Group:
 def describe_parts(model: ModelShape, *, changes: bool) -> list[tuple[str, str]]:
     """Return the modules that train and those that are frozen as rows of a table; none if all train.
 
-    ``changes`` says that phases change them.
+    ``changes`` says that phases change the parts.
     """
     if not model.frozen:
         return []
@@ -99,7 +100,7 @@ def describe_parts(model: ModelShape, *, changes: bool) -> list[tuple[str, str]]
 
 
 def describe_border(run: PreparedRun) -> str:
-    """Return what a run reads or trains from its next step on, after a border between phases."""
+    """Return what a run reads or trains from its next step on, after the border between two phases."""
     step = run.start.state.step
     if step == run.plan.data_starts_after:
         return f"from step {step + 1} on {_describe_reading(run)}"
@@ -107,14 +108,14 @@ def describe_border(run: PreparedRun) -> str:
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
-    """Return how mfu is computed, or why it is not."""
+    """Return how the MFU is computed, or why it is not."""
     if peak_flops is None:
         return f"mfu: empty, since this device's peak FLOP/s is not known; a token costs {flops}"
     return f"mfu: ({flops}) × tokens/s / {peak_flops / 1e12:,.1f} TFLOP/s of all devices"
 
 
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
-    """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
+    """Return the results of a run after ``seconds`` of training, evaluation and saves, and the next command.
 
     It reads the validation loss of each checkpoint.
     """
@@ -167,7 +168,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
 
 
 def _describe_times(run_dir: Path) -> str | None:
-    """Return where the time of a run went, over all of its starts, or why that is not known; None if not written."""
+    """Return how a run's time was used over all of its starts, or why this is not known; None if it was not written."""
     try:
         times = read_times(run_dir)
     except (InputError, OSError) as error:
@@ -191,7 +192,7 @@ def describe_step_without_targets(step: int, objective: Objective) -> str:
 def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | None = None) -> Table:
     """Return the table of the figures of each source, such as loss, perplexity and bits per byte.
 
-    With a ``first_evaluation`` of another step, its figures stand beside them.
+    The figures of a ``first_evaluation`` at another step are shown next to them.
     """
     if first_evaluation and first_evaluation.step == evaluation.step:
         first_evaluation = None
@@ -229,7 +230,7 @@ def _format_figure(loss: TokenLoss | None, figure: str) -> str:
 
 
 def _describe_accuracies(state: TrainerState) -> str | None:
-    """Return the pair accuracy of the first and of the last evaluation, each with its interval."""
+    """Return the pair accuracies of the first and the last evaluation, with their intervals."""
     evaluation = state.evaluation
     first_evaluation = state.first_evaluation
     if evaluation is None or not evaluation.whole.of_pairs or "accuracy" not in evaluation.whole.further:
@@ -253,7 +254,7 @@ def _describe_accuracy(pair_loss: TokenLoss) -> str:
 
 
 def warn_of_displacement(state: TrainerState) -> str | None:
-    """Return a warning if the chosen answers have become much less likely; None if not (arXiv:2410.08847).
+    """Return a warning if the chosen answers have become much less likely (arXiv:2410.08847), and otherwise None.
 
     The loss of a pair can fall although both answers become less likely, and other answers more likely.
     """
@@ -276,7 +277,7 @@ def warn_of_displacement(state: TrainerState) -> str | None:
 
 
 def describe_stop(end: "End", num_steps: int) -> str:
-    """Return the line for a run that a signal stopped: after which step, and where that is saved."""
+    """Return the line for a run that a signal stopped: after which step, and where the step is saved."""
     cause = describe_signal(end.stopped_by)
     if end.checkpoint is None:
         return f"stopped by {cause} before the first step was taken, with nothing to save; start it again"
@@ -310,7 +311,7 @@ def describe_self_check(check: "SelfCheck") -> Group:
 
 
 def _describe_learning_rate(run_schedule: Schedule, num_steps_of_run: int) -> str:
-    """Return the schedule of a run, its highest and lowest rate, and where it differs from the length of the run."""
+    """Return the schedule of a run, its highest and lowest rate, and its length if that differs from the run's."""
     arguments = run_schedule.arguments
     schedule = arguments.lr_schedule if arguments.lr_decay else "constant"
     num_steps = run_schedule.num_steps
@@ -335,7 +336,7 @@ def _describe_metrics(run: PreparedRun) -> str:
 
 
 def _describe_epoch(state: TrainerState, plan: StepPlan) -> str:
-    """Return the epoch of the last step; of phases, which each begin a new epoch, the phase."""
+    """Return the epoch of the last step, or with phases, which each begin a new epoch, the phase."""
     mixture = plan.mixture
     if mixture is None or not plan.phases:
         return f"epoch {state.epoch} (counted from 0, as in metrics.csv)"
@@ -346,7 +347,7 @@ def _describe_epoch(state: TrainerState, plan: StepPlan) -> str:
 
 
 def _describe_start_weights(run: PreparedRun) -> str:
-    """Return the checkpoint or the weights that a run starts from, and its step there."""
+    """Return the checkpoint or the weights that a run starts from, and the step."""
     if run.start.checkpoint:
         kind = "branch of " if run.start.branches else ""
         return f"{kind}{run.start.checkpoint}, step {run.start.state.step}"

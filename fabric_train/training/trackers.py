@@ -1,7 +1,7 @@
-"""The loggers of a run that keep many runs side by side: Weights & Biases, Trackio and MLflow.
+"""The loggers that keep many runs: Weights & Biases, Trackio and MLflow.
 
-A run folder has one run in each of them, however often it is resumed. metrics.csv is complete up to the checkpoint, so
-a resumed run logs the steps again that a tracker lacks. Steps that a tracker has after the checkpoint stay, and are not
+A run folder has one run in each tracker, however often it is resumed. metrics.csv is complete up to the checkpoint, so
+a resumed run logs the steps that a tracker lacks. Steps that a tracker has after the checkpoint are kept, and are not
 logged twice: a resumed run repeats them exactly.
 """
 
@@ -35,7 +35,7 @@ from fabric_train.training.sample_file import read_samples
 
 _SECONDS_TO_FINISH = 300.0
 _COMPLETE_FILE = "told_up_to"
-"""In ``RUN/wandb``: the last step that W&B has been told of, after a run that ended."""
+"""The file in ``RUN/wandb`` with the last step that was logged to W&B, after a run has ended."""
 _MLFLOW_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds
@@ -65,7 +65,7 @@ def _read_logged_steps(run: LoggedRun) -> Iterator[tuple[list[Sample], Metrics]]
 
 
 class Tracker(Logger):
-    """A logger that keeps many runs: it sends each step once, with its samples, also those before a resume.
+    """A logger that keeps many runs. It sends each step once, with its samples, including steps before a resume.
 
     A subclass has the methods ``_open``, ``_send``, ``_upload`` and ``close``. Each may raise, see ``GuardedLogger``.
     """
@@ -102,7 +102,7 @@ class Tracker(Logger):
         self._upload("report", [(page, page.name)])
 
     def _open(self, run: LoggedRun) -> Container[int]:
-        """Open the run folder's run in the tracker, a new one at first; return the steps that it has."""
+        """Open the run folder's run in the tracker, or create it; return the steps that it has."""
         raise NotImplementedError
 
     def _send(self, step: int, values: dict[str, float], samples: Sequence[Sample]) -> None:
@@ -115,7 +115,7 @@ class Tracker(Logger):
 
 
 class _WandbApi(Tracker):
-    """A tracker with the functions of W&B, which Trackio has too: a ``_library``, and its ``_run``."""
+    """A tracker with W&B's functions, which Trackio also has: a ``_library``, and its ``_run``."""
 
     _library: Any
     _run: Any
@@ -194,7 +194,7 @@ class WandbLogger(_WandbApi):
 
 
 def _end_sending_process(wandb: Any) -> None:
-    """End the process that sends: Python would wait for it when it exits, for hours if the network is dead."""
+    """End the sending process: Python would wait for it at exit, for hours if the network is down."""
     for process in psutil.Process().children():
         if process.name() == "wandb-core":
             process.kill()
@@ -206,7 +206,7 @@ def _end_sending_process(wandb: Any) -> None:
 def _set_offline_runs_aside(wandb_dir: Path, run_id: str) -> None:
     """Move the offline folders of earlier starts to ``replaced``.
 
-    ``wandb sync`` lets the last folder of a run replace the others; so the last one gets all steps.
+    ``wandb sync`` lets the last folder of a run replace the others, so the last one gets all steps.
     """
     for offline_run in wandb_dir.glob(f"offline-run-*-{run_id}"):
         (wandb_dir / "replaced").mkdir(exist_ok=True)
@@ -222,7 +222,7 @@ def open_wandb(run: LoggedRun) -> Logger:
 
 
 def wandb_mode() -> str:
-    """Return online, offline or disabled; offline without a key in the environment or in the user's netrc."""
+    """Return "online", "offline" or "disabled"; "offline" without a key in the environment or in the user's netrc."""
     mode = os.environ.get("WANDB_MODE")
     if mode:
         return mode
@@ -241,7 +241,7 @@ def _random_id() -> str:
 
 
 def _read_run_id(file: Path, create: Callable[[], str] = _random_id) -> str:
-    """Return the id of the run folder's run in a tracker; create it on first use. An InputError if it is damaged."""
+    """Return the id of the run folder's run in a tracker, creating it on first use; an InputError if it is damaged."""
     check_no_link(file)
     if not file.is_file():
         write_atomically(file, create())
@@ -253,7 +253,7 @@ def _read_run_id(file: Path, create: Callable[[], str] = _random_id) -> str:
 
 
 class TrackioLogger(_WandbApi):
-    """Trackio, in its own folder, or where its environment variables say (``TRACKIO_SPACE_ID``)."""
+    """Trackio, in its own folder or as its environment variables say (``TRACKIO_SPACE_ID``)."""
 
     def _open(self, run: LoggedRun) -> Container[int]:
         import trackio
@@ -279,7 +279,7 @@ class TrackioLogger(_WandbApi):
         return range(self._run._next_step)
 
     def _warn(self, message: Warning | str, category: type[Warning], filename: str, *details: Any) -> None:
-        """Show Trackio's first warning in one line: its thread that writes raises none of its errors here."""
+        """Show Trackio's first warning in one line, because errors of its writing thread are not raised here."""
         if "trackio" not in Path(filename).parts:
             self._show_warning(message, category, filename, *details)
         elif not self._has_warned:
@@ -357,7 +357,7 @@ def _open_mlflow(run_dir: Path) -> Any:
 
 
 def _mlflow_metrics(step: int, values: dict[str, float]) -> list[Any]:
-    """Return metrics of MLflow, whose names have no characters that it refuses."""
+    """Return metrics for MLflow, with names that it accepts."""
     from mlflow.entities import Metric
 
     timestamp = round(time.time() * 1000)  # milliseconds
@@ -393,7 +393,7 @@ _TRACKERS = ("wandb", "trackio", "mlflow")
 
 
 def complete_trackers(names: Sequence[str], run: LoggedRun) -> None:
-    """Log to trackers the steps of a finished run that they lack because it was killed after its last save."""
+    """Log to trackers the steps of a finished run that they lack because the run was killed after its last save."""
     rows = read_metrics(run.folder / "metrics.csv", run.last_step)
     if not rows:
         return
@@ -406,7 +406,7 @@ def complete_trackers(names: Sequence[str], run: LoggedRun) -> None:
 
 
 def _lacks_nothing_in_wandb(run: LoggedRun, last_step: int) -> bool:
-    """Return whether W&B has all steps of a run, or is disabled; opening the run would be slow."""
+    """Return whether W&B has all steps of a run or is disabled, so that the run, which is slow, need not be opened."""
     if wandb_mode() == "disabled":
         return True
     file = run.folder / "wandb" / _COMPLETE_FILE
