@@ -19,12 +19,12 @@ _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
 _NULL = ("null", "None")
 POSITIONAL = {"positional": True}
-"""Metadata of the one field of a dataclass that may be given on the command line without its name."""
+"""The metadata of a dataclass's only field that may be given on the command line without its name."""
 GivenShares = Sequence[float] | Sequence[str] | Sequence[dict[str, Any]]
-"""Numbers, one for each folder; or names with numbers, as NAME=NUMBER or as mappings."""
+"""Shares: a number for each folder, or names with numbers, as NAME=NUMBER or as mappings."""
 _BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
 REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
-"""Pattern of a name on the Hugging Face hub, OWNER/NAME."""
+"""The pattern of a name on the Hugging Face hub, OWNER/NAME."""
 
 _ISO_639_1 = """
 aa ab ae af ak am an ar as av ay az ba be bg bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en eo es
@@ -38,7 +38,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The range of a number argument; ``words`` say what a number in it looks like."""
+    """The range of a number argument; ``words`` describe a number in the range."""
 
     words: str
     lowest: float
@@ -60,7 +60,7 @@ class NumberRange:
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that is one of the names in ``table``, such as a table of ``cli.tables``, to which extensions add names.
+    """A text that is a name in ``table``, such as a table of ``cli.tables``, to which extensions add names.
 
     ``fixed_names`` such as auto are listed before the table's.
     """
@@ -70,12 +70,12 @@ class NameIn:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that are registered now."""
+        """All currently registered names."""
         return (*self.fixed_names, *self.table)
 
     @property
     def words(self) -> str:
-        """What a value looks like."""
+        """A description of a valid value, for messages."""
         if not self.names:
             return "a name that --extensions adds"
         return f"one of {', '.join(self.names)} (--extensions adds names)"
@@ -88,13 +88,13 @@ NonNegativeInt64 = Annotated[int, NumberRange("a whole number, 0 or more", 0, _I
 NumProcesses = Annotated[int, NumberRange("a whole number above 0", 1, 1024)]
 NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
 LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
-"""A model's width, heads or vocabulary; the bytes of a matrix with two such sides fit into int64."""
+"""A model's width, heads or vocabulary; the bytes of a matrix with two sides of this size fit into int64."""
 NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
 RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, thousand=1024)]
-"""Tokens of a row or a text; 2**24 is ten times the longest context of any model."""
+"""The tokens of a row or a text; 2**24 is ten times the longest context of any model."""
 Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, thousand=1024)]
 TokenCount = Annotated[int, NumberRange("a whole number above 0, such as 200k, 5m or 1.5b", 1, _INT64, thousand=1000)]
-"""Tokens of a corpus, which are counted in thousands, millions and billions."""
+"""The tokens of a corpus, which are counted in thousands, millions and billions."""
 PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
 NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
@@ -104,15 +104,15 @@ Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
 
 
 class WrongValueError(ValueError):
-    """A value that is not of an argument's type; the message names the expected type."""
+    """Raised for a value that does not have an argument's type; the message names the expected type."""
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return a value from YAML, or a word of the command line, as a value of an argument's type.
+    """Convert a value from YAML, or a word of the command line, to an argument's type.
 
     Args:
         kind: str, bool, int, a type of this module, a Literal, a list or dict of these, or a union with None.
-        value: what YAML was parsed to, or a text, which is parsed as a plain scalar of YAML.
+        value: a parsed YAML value, or a text, which is parsed as a plain scalar of YAML.
 
     Raises:
         WrongValueError: the value does not have that type, or is outside its range.
@@ -146,7 +146,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """Return in words what a value of this type looks like."""
+    """Describe a value of this type, for messages."""
     origin = get_origin(kind)
     if origin is Literal:
         choices = ", ".join(get_args(kind))
@@ -175,7 +175,7 @@ def takes_list(kind: Any) -> bool:
 
 
 def _convert_to_union(members: tuple[Any, ...], value: Any) -> Any:
-    """Convert a value to the first type of a union that takes it; the error names what all of them expect."""
+    """Convert a value to the first type of a union that accepts it; the error names what all types expect."""
     takes_none = type(None) in members
     if takes_none and (value is None or (isinstance(value, str) and value in _NULL)):
         return None
@@ -210,7 +210,7 @@ def _convert_to_number(base: Any, number_range: NumberRange, value: Any) -> Any:
 
 
 def _parse_number(text: str, number_range: NumberRange) -> Any:
-    """Return what a text such as 4096, 1e-5 or 1.5k means; 1.5k must be a whole number."""
+    """Parse a text such as 4096, 1e-5 or 1.5k; 1.5k must be a whole number."""
     if number_range.thousand is None:
         return _parse_yaml(yaml_core.plain_scalar, text, number_range.words)
     match = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", text, re.I)
@@ -268,7 +268,7 @@ def _is_text(value: str) -> bool:
 
 
 def _parse_yaml(parse: Callable[[str], Any], text: str, expected: str) -> Any:
-    """Return ``parse(text)``; a text that it refuses is reported as the ``expected`` one."""
+    """Return ``parse(text)``; if it refuses the text, the error says what was ``expected``."""
     try:
         return parse(text)
     except ValueError as error:
@@ -283,7 +283,7 @@ def groups_of(arguments: type) -> dict[str, type]:
 
 
 def types_of(arguments: type) -> dict[str, Any]:
-    """Return the types of all arguments by name, number ranges included."""
+    """Return the types of all arguments by name, including number ranges."""
     types: dict[str, Any] = {}
     for group in groups_of(arguments).values():
         types |= get_type_hints(group, include_extras=True)
@@ -293,7 +293,7 @@ def types_of(arguments: type) -> dict[str, Any]:
 def shown_name(name: str) -> str:
     """Return an argument's name as users write it.
 
-    The dataclass has a trailing _ where the name is a keyword of Python: its field ``from_`` is the argument ``from``.
+    The dataclass adds a trailing _ if the name is a keyword of Python: its field ``from_`` is the argument ``from``.
     """
     return name.rstrip("_")
 
@@ -326,7 +326,7 @@ def title_of(group: type) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of each token dataset and source an epoch reads."""
+    """The share of each token dataset and source that an epoch reads."""
 
     option: str
     """The argument that sets them, such as ``--shares``, for messages."""
@@ -336,7 +336,7 @@ class Shares:
     """Whether they are shares of the tokens (see ``rows_of_token_shares``), not of the rows."""
 
     def by_name(self) -> dict[str, float] | None:
-        """Return the shares by FOLDER or FOLDER:SOURCE; None if the user gave no names, only numbers.
+        """Return the shares by FOLDER or FOLDER:SOURCE; None if the user gave only numbers.
 
         Raises:
             InputError: a share has no name or no valid number, or a name is given twice.
@@ -371,7 +371,7 @@ def named_numbers(items: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
 
 
 def _convert_to_share(value: Any) -> float | None:
-    """Return a number from 0 to 1e9; None for anything else, true and false included."""
+    """Return a number from 0 to 1e9; None for anything else, including true and false."""
     if isinstance(value, bool):
         return None
     try:
@@ -415,7 +415,7 @@ def show_size(num_bytes: float) -> str:
 
 
 def nearest_name(name: str, names: Collection[str]) -> str:
-    """Return a hint at the most similar of ``names``, such as "; did you mean train?"; empty if none is similar."""
+    """Return a hint at the most similar of ``names``, such as "; did you mean train?"; "" if none is similar."""
     nearest = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
@@ -464,7 +464,7 @@ class PushArguments:
 def not_language_codes(option: str, codes: Sequence[str] | None) -> list[str]:
     """Return a fault for each text that is not a language code.
 
-    Accepted are the two letters of ISO 639-1, any three letters (ISO 639-3 has thousands), and the hub's special
+    It accepts the two letters of ISO 639-1, any three letters (ISO 639-3 has thousands), and the hub's special
     values.
     """
     accepted = {*_ISO_639_1.split(), "code", "multilingual"}
@@ -476,7 +476,7 @@ def not_language_codes(option: str, codes: Sequence[str] | None) -> list[str]:
 
 
 def given_twice(folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each folder that is given again, under the same or another path, with the fault.
+    """Yield each folder that is given again, by the same or another path, with the fault.
 
     The folder is yielded as it was written the first time, once for every repetition.
     """
@@ -502,7 +502,7 @@ def range_of_steps(text: str) -> tuple[int, int] | None:
 
 
 HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen", "reward_desirable")
-"""Values of ``--best_by`` for which higher is better. Programs that read a checkpoint have no objective to ask."""
+"""The values of ``--best_by`` for which higher is better, for programs that read a checkpoint without its objective."""
 
 
 def planned_steps(
@@ -513,7 +513,8 @@ def planned_steps(
     Args:
         max_step: the last step; None for no limit.
         number_epochs: passes over the rows; None for no limit.
-        rows: rows of an epoch and rows of a step; None if epochs do not count, as for a stream and with phases.
+        rows: the rows of an epoch and of a step; None if epochs do not limit the steps, as for a stream and with
+            phases.
         after_step: the step after which the first epoch begins.
     """
     limits = [math.inf if max_step is None else max_step]

@@ -1,4 +1,4 @@
-"""Find the commit of the code that runs, which run records and results name."""
+"""Find the commit of the running code, for the records of runs and results."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _SHOWN_DIGITS = 12
 def checked_out_commit(project: Path = _PROJECT) -> str | None:
     """Return the commit of a checkout; None if the folder is not a repository's top folder or git fails.
 
-    The commit ends in ``-dirty`` where files other than results and documents differ from it.
+    The commit ends in ``-dirty`` if files other than results and documents differ from it.
     """
     if not (project / ".git").exists():  # an installation, perhaps in a folder of another repository
         return None

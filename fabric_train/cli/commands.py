@@ -1,4 +1,4 @@
-"""The programs of this project, and the shell commands that call them from the current folder."""
+"""List the programs of this project, and build the shell commands that call them from the current folder."""
 
 import os
 import shlex
@@ -27,10 +27,10 @@ PROGRAMS = {
     "launch_files": "fabric_train.launch_files",
     "translate": "fabric_train.translate",
 }
-"""What ``fabric-train`` calls each program, and its module."""
+"""The name of each program for ``fabric-train``, and its module."""
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
-"""The folder ``fabric_train`` of the code that runs."""
+"""The folder ``fabric_train`` of the running code."""
 _PROJECT = PACKAGE_DIR.parent
 _SCRIPT_PACKAGE = "fabric_train.programs"  # its modules have the names of the scripts at the top of a checkout
 CALLED_AS = "CALLED_AS"
@@ -38,13 +38,13 @@ CALLED_AS = "CALLED_AS"
 
 
 def called_as() -> str | None:
-    """Return ``fabric-train NAME`` if this process was started so, else None."""
+    """Return ``fabric-train NAME`` if this process was started that way, and otherwise None."""
     words: str | None = getattr(sys.modules["__main__"], CALLED_AS, None)
     return words
 
 
 def program_name() -> str:
-    """Return how this program was started, without its arguments; a script's path is from the current folder."""
+    """Return the command that started this program, without arguments; a script's path is from the current folder."""
     if Path(sys.argv[0]).resolve() == PACKAGE_DIR:  # only fabric run starts a folder
         return "fabric run fabric_train"
     command = called_as()
@@ -70,7 +70,7 @@ def project_first() -> dict[str, str]:
 def command_from_here(name: str) -> str:
     """Return the words that call a program of :data:`PROGRAMS` in a shell in the current folder.
 
-    In the project's folder these are ``python convert_to_hf.py``, elsewhere ``fabric-train convert``. ``python`` and
+    In the project's folder they are ``python convert_to_hf.py``, elsewhere ``fabric-train convert``. ``python`` and
     the commands have their path if the shell would not find this virtual environment's.
     """
     module = PROGRAMS[name]

@@ -1,4 +1,4 @@
-"""Error classes, exit codes and the one place where every program of this project ends."""
+"""Define error classes and exit codes, and end every program of this project."""
 
 import errno
 import logging
@@ -39,7 +39,7 @@ _log.addHandler(logging.NullHandler())
 
 
 class InputError(ValueError):
-    """An error that the user can fix; a line for each fault says what it is, where, and how to fix it."""
+    """An error that the user can fix; a line for each fault says what is wrong, where, and how to fix it."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))
@@ -48,7 +48,7 @@ class InputError(ValueError):
 
 @contextmanager
 def naming_option(option: str, instead_of: str = "--model_name") -> Iterator[None]:
-    """Make an InputError raised in the block name this program's ``option`` instead of the one of training."""
+    """Make an InputError that is raised in the block name this program's ``option`` instead of training's."""
     try:
         yield
     except InputError as error:
@@ -56,7 +56,7 @@ def naming_option(option: str, instead_of: str = "--model_name") -> Iterator[Non
 
 
 class RunError(Exception):
-    """A failure that ends a running program with one line; all ranks raise it."""
+    """A failure that ends a running program with one line; all ranks must raise it."""
 
 
 def run_program(main: Callable[[], None]) -> NoReturn:
@@ -87,7 +87,7 @@ def run_program(main: Callable[[], None]) -> NoReturn:
 
 
 def _resolve_exit_code(system_exit: SystemExit) -> int:
-    """Return the exit code that Python itself would use for a SystemExit, and print its text if it has one."""
+    """Return the exit code that Python would use for a SystemExit, and print its text if it has one."""
     if system_exit.code is None:
         return DONE
     if isinstance(system_exit.code, int):
@@ -126,18 +126,18 @@ class ConnectedRanks(Protocol):
 
 @dataclass
 class ProgramState:
-    """What the end of this process, and the lines that it prints on the way, depend on."""
+    """The state on which the end of this process, and the lines that it prints then, depend."""
 
     connected_ranks: ConnectedRanks | None = None
-    """The ranks that :func:`end_run` ends together; None ends each rank on its own."""
+    """The ranks that :func:`end_run` ends together; if None, each rank ends alone."""
     started_ranks: list["subprocess.Popen[Any]"] = field(default_factory=list)
     """The ranks that this process has started, which end with it."""
     end_display: Callable[[], None] | None = None
-    """Removes the progress display from the terminal, before errors are printed; None if there is no display."""
+    """A function that removes the progress display before errors are printed; None if there is no display."""
     memory_advice: str = "use a machine with more memory, or end other programs on this one"
-    """What helps if memory runs out, which depends on the program."""
+    """The advice for a program that runs out of memory."""
     told_notes: set[str] = field(default_factory=set)
-    """The lines of :func:`note`, each of which is told once."""
+    """The lines that :func:`note` has already printed, because each is printed once."""
 
 
 program = ProgramState()
@@ -168,16 +168,16 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
 
 
 def announce(line: str) -> None:
-    """Log that the run is about to stop, and print it on standard error unless the progress display shows it."""
+    """Log that the run is about to stop, and print this on standard error unless the progress display shows it."""
     if program.end_display is None or not os.isatty(2):
         print(redact(line), file=sys.stderr, flush=True)
     _log.error(line)
 
 
 def note(line: str) -> None:
-    """Tell the user something once: in the log of a training run, on standard error in every other program.
+    """Print a note for the user once: in the log of a training run, or on standard error in any other program.
 
-    Meant for modules that several programs share. Only rank 0 writes the note.
+    This is for modules that several programs share. Only rank 0 prints the note.
     """
     if global_rank() or line in program.told_notes:
         return
@@ -205,7 +205,7 @@ def exit_process(code: int) -> NoReturn:
 
     ``os._exit`` skips the interpreter's finalization, which can take seconds, and in which a native thread (of gloo or
     arrow) that asks for the interpreter lock aborts the process. Nothing has to be flushed, because
-    ``keep_streams_writable`` makes every line reach its file at once.
+    ``keep_streams_writable`` makes every line reach its file immediately.
     """
     end_started_ranks(program.started_ranks)
     os._exit(code)
@@ -235,9 +235,9 @@ def describe_os_error(error: OSError) -> str:
 
 
 def raise_reached_limit(error: BaseException) -> None:
-    """Raise an OSError if reading failed because of a limit and not because of the file.
+    """Raise an OSError if reading failed because of a limit rather than because of the file.
 
-    The limits are those of open files and of memory. Some libraries replace the system's error by one of their own,
+    The limits are those of open files and memory. Some libraries replace the system's error by their own error,
     which only contains its text.
     """
     for limit in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -261,7 +261,7 @@ _FIXES = {
 
 
 def describe_failure(error: Exception) -> str:
-    """Return one line for a failure that no check has caught: memory that ran out, or a bug and where it happened."""
+    """Return one line for a failure that no check has caught: memory ran out, or a bug and where it happened."""
     message = first_line(error)
     error_name = type(error).__name__
 

@@ -1,9 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """The commands ``fabric`` and ``fabric-train``.
 
-``fabric`` is Lightning's own command, except when ``fabric run`` starts this project. Lightning runs torchrun, which
-would not do here: after a signal it kills the ranks within 30 s, whether they have saved or not; it always ends with a
-traceback and exit code 1; and it answers a ``--help`` that stands after the script itself.
+``fabric`` is Lightning's own command, except when ``fabric run`` starts this project. Lightning runs torchrun, which is
+not suitable here: after a signal it kills the ranks within 30 s, whether they have saved or not; it always ends with a
+traceback and exit code 1; and it answers a ``--help`` after the script itself.
 """
 
 import importlib
@@ -200,7 +200,7 @@ def _launch() -> int:
 
 
 def _port_failure(error: OSError | OverflowError, port: object) -> SystemExit:
-    """Report that the ranks cannot connect by a port, and return the exit."""
+    """Print that the ranks cannot connect through a port, and return the exit to raise."""
     reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
     fault = f"error: the ranks cannot connect by port {port}: {reason.lower()}"
     print_errors(f"{fault}; give a free port with --main-port")
@@ -211,7 +211,7 @@ def _port_failure(error: OSError | OverflowError, port: object) -> SystemExit:
 def _parse_run_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options of ``fabric run`` by name, wherever they are among ``words``, and the words for the script.
 
-    Both are empty if the words are wrong, which Lightning reports.
+    Both are empty if the words are invalid, which Lightning reports.
     """
     options = []
     for name in _OPTIONS:

@@ -1,4 +1,4 @@
-"""Look up what another program's argument or value is here, in ``foreign_names.yaml``."""
+"""Look up another program's arguments and values in ``foreign_names.yaml``, to find ours."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ _TRAINING = "TrainArguments"
 
 
 def advice_for_name(program: str, name: str, argument_names: Collection[str]) -> str | None:
-    """Return what another program's argument is called here, or what to do without it.
+    """Return the name of another program's argument here, or what to do without it.
 
     Args:
         program: the name of this program's class of arguments.
@@ -49,7 +49,7 @@ def advice_for_name(program: str, name: str, argument_names: Collection[str]) ->
 
 
 def name_here(program: str, name: str) -> str | None:
-    """Return the argument of ``program`` that another program's argument is, such as ``--lr``; None if it has none."""
+    """Return the argument of ``program`` for another program's argument, such as ``--lr``; None if it has none."""
     return _read_names(program).get(name)
 
 
@@ -65,15 +65,15 @@ def instead_of(name: str) -> str | None:
 
 
 def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
-    """Return what another program's value, or another spelling of a value, is here; None for unknown values."""
+    """Return advice on the value here for another program's value, or another spelling; None for unknown values."""
     translated_value = value_here(argument, kind, value)
     return None if translated_value is None else f"here it is {translated_value}"
 
 
 def value_here(argument: str, kind: Any, value: Any) -> str | None:
-    """Return the value of an argument that another program's value means; None if it is unknown or valid as it is.
+    """Return the value here for another program's value; None if that is unknown, or valid unchanged.
 
-    ``kind`` is the argument's type. Of a list, the first element that has another value here is translated.
+    ``kind`` is the argument's type. In a list, the first element that has another value here is translated.
     """
     nested_types = _list_nested_types(kind)
 
@@ -104,7 +104,7 @@ def value_here(argument: str, kind: Any, value: Any) -> str | None:
 
 
 def _add_foreign_values(foreign_values: dict[str, Any], rows: Mapping[Any, str]) -> None:
-    """Add the values of other programs in ``rows`` with ours; the first row that has a value counts."""
+    """Add the values of other programs in ``rows`` with ours; the first row with a value applies."""
     for our_value, texts in rows.items():
         for text in _normalize(texts).split():
             foreign_values.setdefault(text, our_value)

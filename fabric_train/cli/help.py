@@ -1,4 +1,4 @@
-"""The help of a program, and the completion of its arguments by the shell, from the docstrings of its dataclass."""
+"""Print a program's help, and complete its arguments in a shell, from the docstrings of its dataclass."""
 
 import argparse
 import ast
@@ -29,9 +29,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import global_rank
 
 PROGRAM = "PROGRAM"
-"""Stands for the program's name in the examples of a dataclass."""
+"""The placeholder for the program's name in the examples of a dataclass."""
 Sections: TypeAlias = dict[str, dict[str, dict[str, Any]]]
-"""Keyword arguments of ``add_argument`` by an argument's name, by the title of its group."""
+"""The keyword arguments of ``add_argument`` by an argument's name, by the title of its group."""
 
 _COMMON_SECTION = "Every program"
 _SWITCH = {"choices": ("true", "false"), "metavar": "true|false", "nargs": "?"}
@@ -50,7 +50,7 @@ def print_version() -> None:
 
 
 def print_help(arguments: type, words: Sequence[str] = (), program: str | None = None) -> None:
-    """Print, on one rank, how to use a program, or only its arguments that match ``words``.
+    """Print on one rank how to use a program, or only its arguments that match ``words``.
 
     Args:
         arguments: the program's dataclass.
@@ -91,7 +91,7 @@ def search_help(programs: Mapping[str, type], words: Sequence[str]) -> None:
 
 
 def complete_words(arguments: type, program: str | None = None) -> None:
-    """Print what may come next on the command line and exit, if the shell asks for it; else return.
+    """If the shell asks for it, print what may come next on the command line and exit; otherwise return.
 
     A shell with ``activate-global-python-argcomplete`` starts the program with the line in COMP_LINE. argcomplete takes
     from _ARGCOMPLETE the number of words that call the program, which it does not count itself. ``program`` has these
@@ -113,7 +113,7 @@ def complete_words(arguments: type, program: str | None = None) -> None:
 
 
 def complete_choice(name: str, choices: Iterable[str]) -> None:
-    """Print which of ``choices`` may come next on the line that the shell asks about, and exit."""
+    """Print which of ``choices`` may come next on the shell's line, and exit."""
     import argcomplete
 
     command = called_as()
@@ -152,7 +152,7 @@ def _build_parser(arguments: type, sections: Sections, program: str, introductio
 def fields_by_section(arguments: type) -> dict[str, dict[str, tuple[dataclasses.Field, str]]]:
     """Return the fields of a program's arguments with their help texts, by name and by the title of their group.
 
-    A group that several programs share is a base class of the program's group; its fields form a section of their own.
+    A group that several programs share is a base class of the program's group; its fields form a separate section.
     """
     sections = {}
     for group in groups_of(arguments).values():
@@ -165,7 +165,7 @@ def fields_by_section(arguments: type) -> dict[str, dict[str, tuple[dataclasses.
 
 
 def _build_sections(arguments: type, words: Sequence[str] = ()) -> Sections:
-    """Return the arguments of a program, and those of every program, that match all ``words``; no words match all."""
+    """Return the arguments of a program, and of every program, that match all ``words``; without words, all of them."""
     types = types_of(arguments)
     all_sections: Sections = {}
     for title, fields in fields_by_section(arguments).items():

@@ -1,4 +1,4 @@
-"""Find the files that come with this program beside its code: configs/, launch/ and docker/."""
+"""Find the files that come with this program in addition to its code: configs/, launch/ and docker/."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,6 @@ _SHARE = "share/fabric-train"
 
 
 def find_installed(name: str) -> Path | None:
-    """Return a file or folder such as ``launch``, of a checkout or of an installation; None if it is not there."""
+    """Return a file or folder such as ``launch`` in a checkout or an installation; None if it does not exist."""
     folders = (_PROJECT, _PROJECT / _SHARE, Path(sys.prefix) / _SHARE)
     return next((folder / name for folder in folders if (folder / name).exists()), None)

@@ -1,4 +1,4 @@
-"""The launcher of a run (``fabric run``, torchrun, srun or mpiexec): what its variables say, and its processes.
+"""Read the variables of a run's launcher (``fabric run``, torchrun, srun or mpiexec), and watch its processes.
 
 A rank ends when its launcher ends, and the ranks that a rank has started end with that rank.
 
@@ -34,7 +34,7 @@ class Launcher:
 
     name: str
     recognised_by: tuple[str, ...]
-    """The variables that are all set if this launcher has started the process."""
+    """The variables that are all set if this launcher started the process."""
     rank: str
     """The variable with the global rank."""
     size: str
@@ -44,7 +44,7 @@ class Launcher:
     local_size: str = ""
     """The variable with the number of processes on the machine; empty if there is none."""
     options: tuple[str, str] = ("processes per machine", "machines")
-    """What sets the number of processes on each machine and the number of machines, for messages."""
+    """The options for the number of processes on each machine and the number of machines, for messages."""
 
     @property
     def evidence(self) -> str:
@@ -75,7 +75,7 @@ _LOWEST_VALUES = {
     "OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "PMI_RANK": 0, "PMI_SIZE": 1,
     "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1,
 }  # fmt: skip
-"""Lowest values of the variables that must be whole numbers."""
+"""The lowest values of the variables that must be whole numbers."""
 
 _HIGHEST_PORT = 65535
 _HIGHEST = 10**6
@@ -87,10 +87,10 @@ _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A value and where it was given: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
+    """A value and its origin: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
 
     ``is_default`` marks a launcher's own default, which never overrides a value that the user gave. ``in_python`` marks
-    a value of Python, which is no word of a command line.
+    a Python value, which is not a word of a command line.
     """
 
     value: Any
@@ -114,7 +114,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
 
 
 def _is_slurm_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether this process was started by hand in a shell that Slurm has started.
+    """Return whether this process was started by hand in a shell that Slurm started.
 
     Such a shell comes from ``srun --pty bash`` or ``salloc``, and its variables look like those of srun.
     """
@@ -133,14 +133,14 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def is_first_on_machine(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is the first rank on its machine; so is a process that no launcher has started."""
+    """Return whether this is the first rank on its machine, as is any process that no launcher started."""
     launcher = find_launcher(environment)
     name = launcher.local_rank if launcher else ""
     return environment.get(name or "LOCAL_RANK", "0") == "0"
 
 
 def machine_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's name of this machine, which its commands take, else the host name."""
+    """Return Slurm's name for this machine, which its commands accept, or else the host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -173,7 +173,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
-    """Return a fault if something is missing without which the processes would train alone or wait forever."""
+    """Return a fault if something is missing, so that the processes would train alone or wait forever."""
     launcher = find_launcher(environment)
     if launcher is None:
         return _find_launch_without_launcher(environment)
@@ -202,7 +202,7 @@ def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
 
 
 def _find_launch_without_launcher(environment: Mapping[str, str]) -> str | None:
-    """Return a fault if the variables are those of several processes, but no launcher has started this one."""
+    """Return a fault if the variables describe several processes, but no launcher started this one."""
     variables = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if variables:
         assignments = " and ".join(f"{name}={environment[name]}" for name in variables)
@@ -226,7 +226,7 @@ def _find_launch_without_launcher(environment: Mapping[str, str]) -> str | None:
 
 
 def _num_processes_per_machine(launcher: Launcher, environment: Mapping[str, str]) -> int:
-    """Return the number of processes on each machine; 0 if it is unknown or not the same on all.
+    """Return the number of processes on each machine; 0 if it is unknown, or not the same on all machines.
 
     Slurm writes "4" for one machine, "4(x2)" for two, and "4,3" if they differ.
     """
@@ -263,12 +263,12 @@ def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str,
 
 
 def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``fabric run`` started this process; ``Fabric.launch`` must not be called then."""
+    """Return whether ``fabric run`` started this process; ``Fabric.launch`` must not be called then."""
     return environment.get("LT_CLI_USED") == "1"
 
 
 def num_restarts() -> int:
-    """How often torchrun has started this run again (``--max-restarts``)."""
+    """Return how often torchrun has restarted this run (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -276,7 +276,7 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValu
     """Return the arguments of training that the launcher has set, by name.
 
     Raises:
-        ValueError: variables are wrong; it has a line for each fault.
+        ValueError: variables are invalid; it has a line for each fault.
     """
     faults = check_environment(environment)
     if faults:
@@ -329,7 +329,7 @@ def _parse_fabric_options(environment: Mapping[str, str]) -> GivenValues:
 
 
 def variables_of_rank_0(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ``fabric run`` with these options sets for rank 0, as far as they decide arguments."""
+    """Return the variables that ``fabric run`` with these options sets for rank 0 and that decide arguments."""
     all_options = {"devices": "1", "num_nodes": "1", **options}
     variables = {_lt(name): all_options[name] for name in _FABRIC_OPTIONS if name in all_options}
     variables |= {"LT_CLI_USED": "1", "TORCHELASTIC_RUN_ID": "none"}
@@ -343,7 +343,7 @@ def clear_launcher_options() -> None:
 
 
 def _lt(option: str) -> str:
-    """Return the variable with which ``fabric run`` passes an option on."""
+    """Return the variable in which ``fabric run`` passes an option on."""
     return f"LT_{option.upper()}"
 
 
@@ -361,7 +361,7 @@ def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
 
 @contextmanager
 def as_launcher() -> Iterator[None]:
-    """Make the ranks that this process starts in the block end when it ends; later processes are not affected."""
+    """Make the ranks that this process starts in the block end when this process ends; later ones are not affected."""
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
         yield
@@ -370,7 +370,7 @@ def as_launcher() -> Iterator[None]:
 
 
 def serve_on_loopback(port: int) -> "TCPStore":
-    """Serve torch's store to this machine alone; torch itself would listen on all network interfaces.
+    """Serve torch's store only to this machine; torch itself would listen on all network interfaces.
 
     While the returned store exists, every store that this process opens on its port, as torch and torchrun do, uses
     its server (``multi_tenant``).
@@ -394,7 +394,7 @@ def serve_on_loopback(port: int) -> "TCPStore":
 def watch_started_ranks(ranks: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
     """Call ``failed`` with rank and exit code when a rank that this process has started fails.
 
-    ``ranks`` are those from 1 on. The call comes some seconds after the failure, and only if this process still
+    ``ranks`` are the ranks from 1 on. The call comes some seconds after the failure, and only if this process still
     runs: the run's watchdog, which knows the reason, should report it first.
     """
     if not ranks:

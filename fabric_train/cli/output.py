@@ -1,7 +1,7 @@
-"""Safe output: a closed stream does not end a program, no text controls a terminal or a page, no secret is printed.
+"""Make output safe: a closed stream does not end a program, no text controls a terminal, no secret is printed.
 
-Control characters in names and texts are made visible: on standard error and in logs always, on standard output if it
-is a terminal. Only the console of :func:`open_console` may write control codes, those of rich.
+Control characters in names and texts are made visible, always on standard error and in logs, and on standard output if
+it is a terminal. Only the console of :func:`open_console` may write control codes, which are rich's.
 """
 
 import errno
@@ -46,7 +46,7 @@ _SHORTEST_SECRET = 8  # shorter values may be ordinary words
 
 
 class _LastingFile(io.FileIO):
-    """A file descriptor whose errors end no program: what cannot be written is dropped."""
+    """A file descriptor whose errors do not end the program: text that cannot be written is dropped."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         remaining = memoryview(data)
@@ -84,7 +84,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_texts(content: Any) -> Any:
-    """Return a JSON value with :func:`escape_controls` applied to all texts in it, names of objects included."""
+    """Return a JSON value with :func:`escape_controls` applied to all texts in it, including keys."""
     if isinstance(content, str):
         return escape_controls(content)
     if isinstance(content, dict):
@@ -110,7 +110,7 @@ def _visible_char(char: str) -> str:
 class _SafeText(io.TextIOWrapper):
     """Standard output or standard error.
 
-    If it ``filters``, it makes control characters visible and removes colours. ``has_bars`` lets the progress bars of
+    With ``filters``, it makes control characters visible and removes colours. ``has_bars`` lets the progress bars of
     libraries through: a carriage return at the beginning of a text, and cursor moves between bars.
     """
 
@@ -131,7 +131,7 @@ class _SafeText(io.TextIOWrapper):
 
 
 class _Unfiltered:
-    """A :class:`_SafeText` without its filter, for text that is safe already."""
+    """A :class:`_SafeText` without its filter, for text that is already safe."""
 
     def __init__(self, stream: _SafeText) -> None:
         self._stream = stream
@@ -144,9 +144,9 @@ class _Unfiltered:
 
 
 def open_console(**options: Any) -> "Console":
-    """Return a ``rich.console.Console`` whose own codes reach the terminal, but not those in the texts that it prints.
+    """Return a ``rich.console.Console`` whose own codes reach the terminal, but not codes in the texts that it prints.
 
-    In a notebook it prints text too, not HTML. ``options`` are those of the class.
+    In a notebook, it prints text instead of HTML. ``options`` are the arguments of the class.
     """
     return _safe_console()(**{"force_jupyter": False, **options})
 
@@ -182,9 +182,9 @@ def _safe_console() -> "type[Console]":
 def keep_streams_writable() -> None:
     """Keep errors of standard output and standard error from the program, from now on.
 
-    A reader such as ``tee`` may end, a terminal disappear, a disk fill up, and a stream may be closed from the start
-    (``>&-``). The program then continues, prints to nowhere and keeps its exit code. Characters that the encoding lacks
-    are escaped. Every line is written immediately, so nothing has to be flushed when the program ends.
+    A reader such as ``tee`` may end, a terminal may disappear, a disk may fill up, and a stream may be closed from the
+    start (``>&-``). The program then continues without printing and keeps its exit code. Characters that the encoding
+    lacks are escaped. Every line is written immediately, so nothing has to be flushed when the program ends.
 
     Call it before anything else opens a file: a file could get the number of a closed stream.
     """
@@ -211,7 +211,7 @@ def _redirect_to_null(descriptor: int) -> None:
 def redact(text: str) -> str:
     """Remove secrets from a text: user, password and query of URLs, and the values of secret environment variables.
 
-    A variable is secret if its name says so; paths, such as those of files with a password, are not removed.
+    A variable is secret if its name says so; paths, such as the path of a file with a password, are not removed.
     """
     text = _URL.sub(_redact_url, text)
     for name, value in os.environ.items():
@@ -232,7 +232,7 @@ def _redact_url(url: re.Match[str]) -> str:
 def open_templates(folder: Path | Sequence[Path], **options: Any) -> "Environment":
     """Return the jinja2 templates of one folder or of several; values are escaped, and missing ones are errors.
 
-    ``options`` are those of ``jinja2.Environment``, which override the ones set here.
+    ``options`` are arguments of ``jinja2.Environment``, which override the ones set here.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # imported late: most programs need no templates
 

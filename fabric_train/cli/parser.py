@@ -1,7 +1,7 @@
 """Build a typed dataclass of arguments from argv or values of Python, a YAML file and the launcher's variables, or
 report every fault.
 
-Names may have hyphens or underscores, lists need no brackets, the last value of an argument counts, and a fault names
+Names may have hyphens or underscores, lists need no brackets, the last value of an argument applies, and a fault names
 the nearest argument, also for the names and values that other programs have (``foreign_names.yaml``).
 """
 
@@ -41,7 +41,7 @@ def parse_arguments(
 
     Args:
         arguments: a dataclass of values, or of groups of values.
-        argv: the command line without the program's name; None for that of this process. It overrides the
+        argv: the command line without the program's name; None for this process's. It overrides the
             ``--config`` file.
         launcher: values that the launcher has set, which override both.
         program: the words that call the program, for the help; None for how this process was started.
@@ -70,9 +70,9 @@ def parse_arguments(
 
 
 def build_arguments(arguments: type[T], values: Mapping[str, object], launcher: GivenValues | None = None) -> T:
-    """Build ``arguments`` from values of Python by name, and the file that a value ``config`` names.
+    """Build ``arguments`` from Python values by name, and from the file in the value ``config``.
 
-    Paths serve as texts, and tuples and other sequences as lists. The InputError is the same as on the command line.
+    Paths are accepted as texts, and any sequences as lists. The InputError is the same as on the command line.
     """
     given_values = {}
     for name, value in values.items():
@@ -81,7 +81,7 @@ def build_arguments(arguments: type[T], values: Mapping[str, object], launcher: 
 
 
 def _convert_paths(value: object) -> object:
-    """Return a value with its paths as texts and its sequences as lists."""
+    """Return a value with paths converted to texts and sequences to lists."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -93,7 +93,7 @@ def _build(arguments: type[T], line_values: GivenValues, launcher_values: GivenV
     """Build ``arguments`` from values of the line, of the ``config`` file that it names, and of the launcher.
 
     Raises:
-        InputError: there are ``faults``, from before or new ones.
+        InputError: there are earlier or new ``faults``.
     """
     # Read the file. If it cannot be read, values that seem to be missing may be in it, so nothing more is checked.
     config = line_values.pop("config", None)
@@ -170,9 +170,9 @@ def _words_before_flag(words: list[str]) -> list[str]:
 def _merge(
     file_values: GivenValues, line_values: GivenValues, launcher_values: GivenValues, faults: list[str]
 ) -> GivenValues:
-    """Return all values; the line overrides the file, and the launcher both. Report where it contradicts the user.
+    """Return all values: the line overrides the file, and the launcher overrides both. Report contradictions.
 
-    A value of the launcher silently overrides the file, unless it is the launcher's default, which the user has not
+    A value from the launcher silently overrides the file, unless it is the launcher's default, which the user has not
     asked for.
     """
     merged_values = file_values | line_values
@@ -196,7 +196,7 @@ def _describe_contradiction(name: str, user_value: GivenValue, launcher_value: G
 def _convert_values(
     given_values: GivenValues, types: dict[str, Any], faults: list[str], program: str = ""
 ) -> dict[str, Any]:
-    """Return the values that have their argument's type; report the others, and names that no argument has.
+    """Return the values that have their argument's type; report the others, and unknown names.
 
     ``program`` is the name of the class of arguments, for advice about other programs' names.
     """
@@ -218,7 +218,7 @@ def _convert_values(
 
 
 def _describe_unknown_name(name: str, given_value: GivenValue, types: dict[str, Any], program: str) -> str:
-    """Return the fault of a name that no argument has; a.b is the key b of a mapping with the name a."""
+    """Return the fault for an unknown name; a.b is the key b of a mapping with the name a."""
     names = list(types)
     if given_value.where.startswith("--"):
         names += _COMMAND_LINE_ONLY
@@ -247,9 +247,9 @@ def _list_dotted_names(name: str, value: Any) -> list[str]:
 def _build_groups(
     arguments: type, given_values: GivenValues, values: dict[str, Any], faults: list[str]
 ) -> dict[str, Any]:
-    """Return the groups that have all required values; report values that are missing or contradict each other.
+    """Return the groups that have all required values; report values that are missing or contradict one another.
 
-    ``values`` are those of ``given_values`` that could be converted.
+    ``values`` are the ``given_values`` that could be converted.
     """
     groups: dict[str, Any] = {}
     positional = argument_types.positional_of(arguments)
@@ -301,8 +301,8 @@ def _parse_command_line(
 ) -> GivenValues:
     """Parse ``--a-b 1 --c x y --d`` into a_b "1", c ["x", "y"], d True; a flag without a value is true.
 
-    A ``positional`` argument takes the values before any flag, and those that follow the value of a flag that takes
-    only one. If an argument is given twice, the last value counts, with a note: scripts that wrap a program append.
+    A ``positional`` argument gets the values before any flag, and those that follow the value of a flag that takes
+    only one. If an argument is given twice, the last value applies, with a note: scripts that wrap a program append.
     """
     # Assign each word to the flag before it, or to the positional argument.
     line_arguments: list[_LineArgument] = []  # in the order of the line
@@ -340,7 +340,7 @@ def _parse_command_line(
 
 
 def _format_words(value: Any) -> str:
-    """Return a value of the command line as it was written, shortened; true for a flag without a value."""
+    """Return a value from the command line as it was written, shortened; "true" for a flag without a value."""
     if value is True:
         return "true"
     return _shortened(" ".join(value) if isinstance(value, list) else value)
@@ -375,7 +375,7 @@ def _read_config(config: GivenValue, faults: list[str]) -> GivenValues:
 
 
 def _format_given_value(given_value: GivenValue, kind: Any) -> str:
-    """Return a wrong value as an error message shows it, with advice on quotes where these would help."""
+    """Return a wrong value for an error message, with advice on quotes if these would help."""
     value = given_value.value
     is_on_line = given_value.where.startswith("--") and not given_value.in_python
     if is_on_line:
@@ -390,7 +390,7 @@ def _format_given_value(given_value: GivenValue, kind: Any) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """Escape line ends and other unprintable characters, which names that the user gave may have."""
+    """Escape line ends and other unprintable characters, which names from the user may have."""
     escaped = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return _shortened(escaped, _LONGEST_FAULT)
 

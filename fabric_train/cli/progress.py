@@ -1,4 +1,4 @@
-"""Show on standard error how far a step is: a bar on a terminal, lines every few seconds elsewhere."""
+"""Show the progress of a step on standard error: a bar on a terminal, or a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -17,9 +17,9 @@ ShowShare = Callable[..., None]  # with the share of the work that is done, and 
 
 @contextmanager
 def progress_of(step: str) -> Iterator[ShowShare]:
-    """Yield the function that shows which share of a step, such as ``near duplicates``, is done; call it often.
+    """Yield a function that shows which share of a step, such as ``near duplicates``, is done; call it often.
 
-    It may also be given words about the current work, which are shown together with the time that remains.
+    It also accepts words about the current work, which are shown together with the remaining time.
     """
     if not sys.stderr.isatty():
         yield _lines_of_progress(step)

@@ -1,7 +1,7 @@
 """Tables of the components that a run uses by name: objectives, optimizers, metrics, loggers and chat formats.
 
-A name stands for a factory. This project's own factories are imported when they are first used, so that ``--help``
-lists them without torch. A script, or a module that ``--extensions`` names, registers others::
+Each name has a factory. This project's own factories are imported when they are first used, so that ``--help``
+lists them without torch. A script, or a module in ``--extensions``, registers others::
 
     OBJECTIVES["focal"] = Focal  # then --objective focal
 
@@ -38,13 +38,13 @@ class _Origin:
 
     module: str
     at_import: bool
-    """Whether it was registered while the module was imported, so that importing the module registers it again."""
+    """Whether the component was registered while the module was imported, so that importing it registers it again."""
 
 
 def _find_origin(frame: FrameType | None) -> _Origin:
     """Return the module that registers a component in ``frame``.
 
-    It is the innermost module on the stack that is being imported; if none is, the module of the frame.
+    This is the innermost module on the stack that is being imported, or if none is, the module of the frame.
     """
     caller_module = frame.f_globals.get("__name__", _MAIN) if frame else _MAIN
     while frame is not None:
@@ -64,7 +64,7 @@ class Table(MutableMapping[str, T]):
 
         Args:
             kind: the argument that selects a component, such as objective.
-            project_components: MODULE:ATTRIBUTE of each by name.
+            project_components: the MODULE:ATTRIBUTE of each component, by name.
         """
         self.kind = kind
         self._project_components = dict(project_components)
@@ -81,11 +81,11 @@ class Table(MutableMapping[str, T]):
         return self._imported[name]
 
     def __contains__(self, name: object) -> bool:
-        """Return whether there is such a component, without the import of its module, which may be slow."""
+        """Return whether there is a component with a name, without importing its module, which may be slow."""
         return name in self._project_components or name in self._registered
 
     def __setitem__(self, name: str, component: T) -> None:
-        """Register a component of a script or a module; it may replace one that was registered before."""
+        """Register a component from a script or a module; it may replace an earlier registration."""
         if name in self._project_components:
             raise InputError(f"{self.kind} {name}: this project has one of that name; register yours under another")
         if not isinstance(name, str) or not re.fullmatch(_NAME, name):
@@ -105,7 +105,7 @@ class Table(MutableMapping[str, T]):
 
     @property
     def registered(self) -> list[str]:
-        """The names of components that are not this project's."""
+        """The names of components from outside this project."""
         return list(self._registered)
 
     def module_of(self, name: str) -> str:
@@ -193,22 +193,22 @@ TABLES = (OBJECTIVES, OPTIMIZERS, METRICS, LOGGERS, CHAT_FORMATS)
 
 @dataclass(frozen=True)
 class Component:
-    """A component of a run as its checkpoints describe it: what distinguishes it, and where it was registered."""
+    """A component of a run in its checkpoints: what distinguishes it, and where it was registered."""
 
     kind: str
-    """The argument that selects it, such as objective."""
+    """The argument that selects the component, such as objective."""
     name: str
     module: str
-    """The module that registered it; ``PROJECT`` for this project's own components, whose settings are arguments."""
+    """The module that registered it, or ``PROJECT`` for this project's own components, whose settings are arguments."""
     by_script: bool = False
     """Whether a script registered it, itself or by a call, so that importing the module does not."""
     settings: dict[str, Any] = field(default_factory=dict)
     source: str | None = None
-    """SHA-256 of the module's file; None if it has no file."""
+    """The SHA-256 of the module's file; None if it has no file."""
 
     @property
     def is_own(self) -> bool:
-        """Whether it is one of this project's components."""
+        """Whether this is one of this project's components."""
         return self.module == PROJECT
 
     def computes_as(self, other: "Component") -> bool:
@@ -256,7 +256,7 @@ def settings_of(factory: Any) -> dict[str, Any]:
 
 
 def resolve_settings(table: Table[Any], name: str, changes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return all settings of a component: the ``changes`` of the user, and the defaults of the others.
+    """Return all settings of a component: the user's ``changes``, and the defaults of the others.
 
     Raises:
         InputError: the component has no such setting, or a value has another type than the default.

@@ -1,7 +1,7 @@
 """Read and write YAML 1.2 with PyYAML.
 
-By itself PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90, yes is true and 2024-01-01 is a date. Here the core
-schema decides what a plain scalar means: https://yaml.org/spec/1.2.2/#103-core-schema.
+By default, PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90, yes is true and 2024-01-01 is a date. Here, the core
+schema decides the type of a plain scalar: https://yaml.org/spec/1.2.2/#103-core-schema.
 """
 
 import os
@@ -27,11 +27,11 @@ _CORE_SCHEMA = {
         r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
     ),
 }
-"""The pattern of each type's plain scalars. A scalar has the first type that matches, otherwise it is text."""
+"""The pattern of each type's plain scalars. A scalar has the first type that matches, or else it is text."""
 
 
 class YamlFault(ValueError):  # noqa: N818 - a fault of the user's, as in InputError
-    """Text that is not YAML, or a file that cannot be a YAML file of arguments; the message is one line."""
+    """Raised for text that is not YAML, or a file that cannot be a YAML file of arguments; the message is one line."""
 
 
 def read_text(path: str) -> str:
@@ -55,7 +55,7 @@ def read_text(path: str) -> str:
 
 
 def load_file(path: str, option: str) -> Any:
-    """Return the value of a YAML file; the InputError of one that cannot be read begins with ``option``."""
+    """Return the value of a YAML file; if it cannot be read, the InputError begins with ``option``."""
     try:
         return load(read_text(path))
     except YamlFault as fault:
@@ -65,7 +65,7 @@ def load_file(path: str, option: str) -> Any:
 def load(text: str) -> Any:
     """Return the value of a YAML document: None, bool, int, float, str, lists and dicts of these.
 
-    A YamlFault if it is not YAML, nested too deeply, or has an alias, a tag or a key that is given twice.
+    Raise a YamlFault if it is not YAML, nested too deeply, or has an alias, a tag or a key that is given twice.
     """
     try:
         return _construct(yaml.compose(text, Loader=_Loader))
@@ -81,10 +81,10 @@ def load(text: str) -> Any:
 
 
 def plain_scalar(text: str) -> Any:
-    """Return what a plain scalar means: None, bool, int, float, or the text.
+    """Return the value of a plain scalar: None, bool, int, float, or the text.
 
     Raises:
-        ValueError: it is an integer of too many digits.
+        ValueError: it is an integer with too many digits.
     """
     text = text.strip()
     for kind, pattern in _CORE_SCHEMA.items():
@@ -94,7 +94,7 @@ def plain_scalar(text: str) -> Any:
 
 
 def dump(values: dict[str, Any]) -> str:
-    """Return YAML that :func:`load` reads back equal; text that YAML 1.1 would not read as text is quoted too."""
+    """Return YAML that :func:`load` reads back as equal; text that YAML 1.1 would not read as text is also quoted."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

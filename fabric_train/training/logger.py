@@ -48,7 +48,7 @@ class Logger:
         """Write everything that is left and close, at the end of the run."""
 
     def abandon(self) -> None:
-        """Stop all that the logger has started, after one of its methods failed; no other method is called afterwards."""
+        """Stop all that the logger has started, after one of its methods failed; no other method is called then."""
 
 
 @dataclass(frozen=True)

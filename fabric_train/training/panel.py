@@ -406,7 +406,7 @@ class ProgressPanel(ProgressLines, RenderHook):
         self._lock.release()
 
     def _terminal_size(self) -> tuple[int, int]:
-        """Return the terminal's current columns and rows; with COLUMNS in the environment, rich would not see a change."""
+        """Return the terminal's current columns and rows; rich would not see a change if COLUMNS is set."""
         try:
             size = os.get_terminal_size(self._console.file.fileno())
         except (OSError, ValueError):  # it has gone

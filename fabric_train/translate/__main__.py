@@ -55,11 +55,11 @@ class Translated:
     config: str
     """The text of our training file."""
     devices: int | None
-    """The number of devices; None if neither the command line nor the file says it."""
+    """The number of devices; None if neither the command line nor the file has it."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the training file and the chat template, and print what became of the settings, and the commands."""
+    """Write the training file and the chat template; print what happened to the settings, and the commands."""
     arguments = parse_arguments(TranslateArguments, argv)
     output = Path(arguments.output).expanduser()
     template_file = output.with_suffix(".chat_template.jinja")
@@ -107,7 +107,7 @@ def translate(arguments: TranslateArguments, template_file: str) -> Translated:
 
 
 def _compute_by_length(translation: Translation, folder: str | None, devices: int | None) -> None:
-    """Compute what depends on the number of steps, if that is known from max_step or the token dataset ``folder``."""
+    """Compute values that depend on the number of steps, if max_step or the token dataset ``folder`` gives it."""
     if not translation.by_length:
         return
     max_step = translation.training.get("max_step")

@@ -1,4 +1,4 @@
-"""Read another program's training file, recognise which program's it is, and flatten its settings."""
+"""Read another program's training file, recognise the program, and flatten the settings."""
 
 import re
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ _KEYS: dict[Program, tuple[str, ...]] = {
         *("max_seq_length", "lora_target_modules", "model_name_or_path", "per_device_train_batch_size"),
     ),
 }
-"""Keys by which a file is recognised, the programs in the order in which they are tried. torchtune has _component_."""
+"""The keys by which a program's file is recognised, in the order of the attempts. torchtune has _component_."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _UNFLATTENED = (
     *("datasets", "test_datasets", "pretraining_dataset", "dataset_mixture", "dataset_mixer", "special_tokens"),
     *("chat_template_kwargs", "deepspeed", "lr_scheduler_kwargs", "lr_scheduler_args", "optim_args", "env"),
 )
-"""Mappings and lists that one rule reads as a whole, except in a file of torchtune."""
+"""Mappings and lists that one rule reads in full, except in torchtune's files."""
 
 
 @dataclass(frozen=True)
 class ForeignFile:
-    """The settings of another program's file by name; those in a mapping are named a.b."""
+    """The settings in another program's file, by name; settings in a mapping are named a.b."""
 
     path: str
     program: Program
     settings: dict[str, Any]
 
     def get(self, *names: str) -> Any:
-        """Return the value of the first of these settings that has one; None if none has."""
+        """Return the value of the first of these settings that has one; None if no setting has a value."""
         for name in names:
             value = self.settings.get(name)
             if value is not None:
@@ -48,12 +48,12 @@ class ForeignFile:
         return any(as_bool(self.get(name)) for name in names)
 
     def names(self, *names: str) -> list[str]:
-        """Return those names that the file gives a value."""
+        """Return the names that have a value in the file."""
         return [name for name in names if self.settings.get(name) is not None]
 
 
 def as_bool(value: Any) -> bool:
-    """Return whether a value is true in the YAML of other programs, where yes and on are true as well."""
+    """Return whether a value is true in other programs' YAML, where yes and on are also true."""
     return value is True or str(value).lower() in ("true", "yes", "on", "1", "auto", "full")
 
 
@@ -83,7 +83,7 @@ def read_foreign_file(path: str, program: Program | None) -> ForeignFile:
 
 
 def recognise(content: dict[str, Any]) -> Program | None:
-    """Return the program that a file belongs to by the names of its settings; None if they are no program's."""
+    """Return the program of a file by the names of its settings; None if no program has them."""
     if any(isinstance(value, dict) and "_component_" in value for value in content.values()):
         return "torchtune"
     for program, keys in _KEYS.items():
@@ -93,7 +93,7 @@ def recognise(content: dict[str, Any]) -> Program | None:
 
 
 def _flatten(name: str, value: Any, program: Program) -> dict[str, Any]:
-    """Return the settings in a mapping by their dotted names a.b; any other value by its name."""
+    """Return the settings in a mapping by their dotted names a.b, or any other value by its name."""
     is_unflattened = name in _UNFLATTENED and program != "torchtune"
     if not isinstance(value, dict) or not value or is_unflattened:
         return {name: value}
@@ -104,7 +104,7 @@ def _flatten(name: str, value: Any, program: Program) -> dict[str, Any]:
 
 
 def _resolve_references(value: Any, settings: dict[str, Any]) -> Any:
-    """Replace OmegaConf's ${name} by the value of that setting, also inside a text.
+    """Replace OmegaConf's ${name} by the value of that setting, also within a text.
 
     References in the replacement are not resolved: torchtune's files have none.
     """

@@ -1,4 +1,4 @@
-"""Translate when a run evaluates, saves and logs, and where it logs to."""
+"""Translate when a run evaluates, saves and logs, and to which trackers it logs."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ from fabric_train.translate.run_length import RunLength
 from fabric_train.translate.translation import Translation
 
 _NEVER = 1_000_000_000
-"""An interval that no run reaches; the end of each epoch and of the run counts all the same."""
+"""An interval that no run reaches, so that only the end of each epoch and of the run matters."""
 _OFF = (None, False, "no", "none", "None", "")
 _LOGGERS = {
     "tensorboard": "tensorboard",
@@ -109,7 +109,7 @@ def _translate_log_interval(translation: Translation) -> None:
 
 
 def _set_interval(translation: Translation, argument: str, interval: Any, *origins: str) -> None:
-    """Set an interval in steps; below 1 it is a share of all steps, as in transformers."""
+    """Set an interval in steps; a value below 1 is a share of all steps, as in transformers."""
     name = origins[0]
     steps_or_share = translation.as_number(name, interval)
     if steps_or_share <= 0:
@@ -124,7 +124,7 @@ def _set_interval(translation: Translation, argument: str, interval: Any, *origi
 
 
 def _set_interval_by_epochs(translation: Translation, argument: str, times_per_epoch: float, origin: str) -> None:
-    """Set the interval of what happens ``times_per_epoch``: a share of all steps, as axolotl computes it."""
+    """Set an interval for ``times_per_epoch`` events: a share of all steps, as axolotl computes it."""
     num_epochs = translation.number("num_epochs") or 1
     share_of_steps = 1 / (times_per_epoch * num_epochs)
     _set_interval(translation, argument, share_of_steps, origin)
@@ -136,7 +136,7 @@ def _share_of_steps(length: RunLength, *, share: float) -> int:
 
 
 def _translate_loggers(translation: Translation) -> None:
-    """Translate the trackers and what they are told; in axolotl a project alone turns a tracker on."""
+    """Translate the trackers and their settings; in axolotl, a project is enough to turn a tracker on."""
     file = translation.file
     names = file.names("report_to", "metric_logger._component_")
 

@@ -1,4 +1,4 @@
-"""Translate what is trained, and by which loss: objective, model, precision, adapter and 4-bit weights."""
+"""Translate what is trained, and with which loss: objective, model, precision, adapter and 4-bit weights."""
 
 from pathlib import PurePath
 from typing import Any
@@ -20,7 +20,7 @@ _OBJECTIVES = {
     "kto": "kto",
     "apo_zero_unpaired": "apo_zero_unpaired",
 }
-"""Our objective by the name of a preference loss."""
+"""Our objective, by the name of a preference loss."""
 _PREFERENCES = "dpo, ipo, simpo, orpo, apo_zero, dpop, kto and apo_zero_unpaired"
 _KTO_WEIGHTS = {
     "kto_desirable_weight": ("desirable_weight", "kto_desirable_weight", "kto_chosen_weight"),
@@ -34,12 +34,12 @@ _OTHER_LOSSES_OF_TORCHTUNE = ("RSOLoss", "PPOLoss", "GRPO", "ForwardKL", "Revers
 _BETA_NAMES = ("trl.beta", "rl_beta", "dpo_beta", "beta", "pref_beta", "loss.beta", "orpo_alpha")
 _SMOOTHING_NAMES = ("dpo_label_smoothing", "label_smoothing", "loss.label_smoothing")
 _CROSS_ENTROPY_NAMES = ("rpo_alpha", "pref_ftx", "cpo_alpha")
-"""The weight of the cross entropy of the chosen answers."""
+"""The settings with the weight of the chosen answers' cross entropy."""
 _KEYS_OF_PAIRS = (
     *("beta", "max_prompt_length", "max_prompt_len", "precompute_ref_log_probs", "ref_model", "sync_ref_model"),
     *("f_divergence_type", "rpo_alpha", "disable_dropout", "loss_weights", "dataset_splits"),
 )
-"""Settings of TRL that only files of DPO have; TRL itself is told the trainer on the command line."""
+"""Settings that only TRL's DPO files have; TRL itself gets the trainer from the command line."""
 _OTHER_TRAINERS = {
     "reward_funcs": "GRPO or RLOO",
     "num_generations": "GRPO or RLOO",
@@ -71,7 +71,7 @@ _OF_ADAPTERS = (
 
 
 def translate_method(translation: Translation) -> str:
-    """Translate objective, model, adapter and precision, and return the objective."""
+    """Translate objective, model, adapter and precision; return the objective."""
     objective = _translate_objective(translation)
     _translate_model(translation)
     trains_adapter = _translate_adapter(translation)
@@ -103,7 +103,7 @@ def _translate_objective(translation: Translation) -> str:
 
 
 def _refuse_other_trainers(file: ForeignFile) -> None:
-    """Raise an InputError for a file of a training method that this project does not have."""
+    """Raise an InputError for a file with a training method that this project does not have."""
     methods = f"this project trains with cross entropy, {_PREFERENCES}"
     for name, trainer in _OTHER_TRAINERS.items():
         for setting, value in file.settings.items():
@@ -144,7 +144,7 @@ def _objective_of(translation: Translation) -> tuple[str, tuple[str, ...]]:
 
 
 def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
-    """Return the objective of a file of TRL, which names the loss, but not the trainer."""
+    """Return the objective of a TRL file, which names the loss but not the trainer."""
     file = translation.file
     losses = [loss for loss in translation.texts("loss_type") if loss not in ("nll", "sft", "chunked_nll")]
     if len(losses) > 1:
@@ -261,7 +261,7 @@ def _translate_model(translation: Translation) -> None:
 
 
 def _translate_attention(translation: Translation) -> None:
-    """Translate the implementation of attention: a value, or axolotl's switches, one for each implementation."""
+    """Translate the implementation of attention: a value, or one of axolotl's switches for each implementation."""
     file = translation.file
     switches = {
         "flash_attention": "flash_attention_2",
@@ -282,7 +282,7 @@ def _translate_attention(translation: Translation) -> None:
 
 
 def _translate_adapter(translation: Translation) -> bool:
-    """Translate the adapter and its frozen weights; return whether one trains."""
+    """Translate the adapter and its frozen weights; return whether an adapter trains."""
     file = translation.file
     is_adapter, origins = _adapter_of(translation)
     if not is_adapter:
@@ -426,7 +426,7 @@ def _translate_targets_of_torchtune(translation: Translation) -> None:
 
 
 def _translate_lora_plus(translation: Translation) -> None:
-    """Translate LoRA+: a learning rate of its own for B, by its ratio to that of A."""
+    """Translate LoRA+, in which B has its own learning rate, given by its ratio to A's."""
     ratio = translation.number("loraplus_lr_ratio")
     if ratio is None:
         translation.ignore("loraplus_lr_embedding")  # counts only with the ratio
@@ -440,8 +440,9 @@ def _translate_lora_plus(translation: Translation) -> None:
 def _translate_precision(translation: Translation, trains_adapter: bool) -> None:
     """Translate the types of weights and matrix products.
 
-    The programs differ in whether weights stay in fp32 with ``bf16: true``: axolotl and TRL load the model in the type
-    that the file names, LLaMA-Factory keeps trained weights in fp32, and DeepSpeed keeps fp32 copies of them.
+    The programs differ in whether weights are kept in fp32 with ``bf16: true``: axolotl and TRL load the model in the
+    type that the file names, LLaMA-Factory keeps trained weights in fp32, and DeepSpeed keeps fp32 copies of the
+    weights.
     """
     file = translation.file
     names = file.names("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "dtype", "torch_dtype", "tf32")
@@ -467,7 +468,7 @@ def _translate_precision(translation: Translation, trains_adapter: bool) -> None
 
 
 def _keeps_fp32_weights(file: ForeignFile, dtype: str) -> bool:
-    """Return whether a program keeps trained weights in fp32 beside bf16 matrix products; ``dtype`` is the model's."""
+    """Return whether a program keeps trained weights in fp32 with bf16 matrix products; ``dtype`` is the model's."""
     if file.is_on("pure_bf16"):
         return False
     if file.get("deepspeed") and not as_bool(file.get("bfloat16")):

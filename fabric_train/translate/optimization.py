@@ -71,7 +71,7 @@ _ADAMW_IN_8_BITS = (
 
 
 def translate_optimization(translation: Translation, objective: str, devices: int | None) -> None:
-    """Translate what a step is, how many there are, and what the optimizer does."""
+    """Translate the size and the number of steps, and the optimizer."""
     _translate_batch(translation, devices)
     _translate_length(translation)
     _translate_rate(translation, objective)
@@ -91,7 +91,7 @@ def translate_optimization(translation: Translation, objective: str, devices: in
 
 
 def _translate_batch(translation: Translation, devices: int | None) -> None:
-    """Translate the batch of a device and the accumulation; with the number of devices, the rows of a step."""
+    """Translate the batch on a device and the accumulation; if the number of devices is known, the rows of a step."""
     file = translation.file
     batch_names = ["micro_batch_size", "per_device_train_batch_size"]
     if file.program == "torchtune":

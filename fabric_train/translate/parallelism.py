@@ -1,4 +1,4 @@
-"""Translate how a model is divided among devices, and what is recomputed or moved to save memory."""
+"""Translate how a model is divided among devices, and what is recomputed or offloaded to save memory."""
 
 import json
 import re
@@ -105,7 +105,7 @@ def _translate_fsdp(translation: Translation) -> None:
 
 
 def _find_sharding_strategy(values: dict[str, Any], words: Sequence[Any]) -> str | None:
-    """Return the sharding strategy; None if the file does not say it.
+    """Return the sharding strategy; None if the file does not have it.
 
     ``reshard_after_forward`` may be the name of a strategy, which overrides ``sharding_strategy``, or a bool, which
     only overrides the ``words`` of the setting fsdp.
@@ -179,7 +179,7 @@ def _read_zero_stage(config: Any) -> tuple[int | None, bool]:
 
 
 def _translate_sizes(translation: Translation) -> None:
-    """Translate the sizes of tensor and context parallelism; 1 is off."""
+    """Translate the sizes of tensor and context parallelism; 1 means off."""
     file = translation.file
     sizes = {
         "tensor_parallel_size": ("tensor_parallel_size", "tensor_parallel_dim", "tensor_model_parallel_size"),

@@ -22,7 +22,7 @@ _OF_CONFIG = "config.json in the folder of model_name says it"
 
 
 def translate_remaining(translation: Translation) -> None:
-    """Record an outcome for each setting that has none: an argument of ours, a comment, or that it is off."""
+    """Record an outcome for each setting without one: an argument of ours, a comment, or that it is off."""
     _settle_torchtune(translation)
     for name, value in translation.file.settings.items():
         if name in translation.outcomes:
@@ -50,7 +50,7 @@ def _settle_torchtune(translation: Translation) -> None:
 
 
 def _translate_setting(translation: Translation, name: str) -> None:
-    """Translate a setting by the table, which has its name with or without the mapping that it is in."""
+    """Translate a setting by the table, which has its name with or without the name of its mapping."""
     value = translation.file.settings[name]
     bare_name = _CONTAINERS.sub("", name)
     translated_name = name_here("TrainArguments", name.lower()) or name_here("TrainArguments", bare_name.lower())

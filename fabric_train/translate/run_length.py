@@ -1,4 +1,4 @@
-"""The number of steps of a run, from the rows of a token dataset and the size of a step."""
+"""Compute the number of steps of a run from the rows of a token dataset and the size of a step."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fabric_train.token_dataset.manifest import load_manifest
 
 @dataclass(frozen=True)
 class RunLength:
-    """The steps of a run, and how they are known."""
+    """The number of steps of a run, and how it is known."""
 
     steps: int
     words: str

@@ -1,4 +1,4 @@
-"""Find the data sets of another program's file, as sources of ``fabric-train tokenize``."""
+"""Find the data sets in another program's file, as sources for ``fabric-train tokenize``."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ _HUB_NAMES_OF_TORCHTUNE = {
 }
 _TEXTS_OF_TORCHTUNE = {"wikitext_dataset": "page", "cnn_dailymail_articles_dataset": "article"}
 _SUPERVISES_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
-"""torchtune's data sets whose train_on_input is true unless the file says otherwise."""
+"""torchtune's data sets in which train_on_input is true unless the file says otherwise."""
 _RENAME = "rename the column: tokenize reads messages or conversations"
 _COLUMNS_OF_LLAMA_FACTORY: dict[str, tuple[str, ...]] = {
     "prompt": ("instruction",),
@@ -34,36 +34,36 @@ _COLUMNS_OF_LLAMA_FACTORY: dict[str, tuple[str, ...]] = {
     "response": ("output",),
     "messages": ("messages", "conversations"),
 }
-"""The columns that tokenize reads for each role in ``columns``; the other roles have the name of their column."""
+"""The columns that tokenize reads for the roles in ``columns``; other roles are named like their column."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of tokenize."""
+    """A source for tokenize."""
 
     location: str
     """A file, a folder, or OWNER/NAME:SUBSET:SPLIT@REVISION."""
     is_text: bool = False
-    """Whether its rows are plain texts, as far as the file says."""
+    """Whether the file says that its rows are plain texts."""
     text_column: str | None = None
     share: float = 1.0
-    """The share of its rows that an epoch reads."""
+    """The share of the source's rows that an epoch reads."""
     supervises_prompt: bool | None = None
     """Whether prompts are supervised; None if the source does not say."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data of a file."""
+    """The data sets of a file."""
 
     training: tuple[Source, ...]
     validation: tuple[Source, ...]
     origins: tuple[str, ...]
-    """The settings that name them."""
+    """The settings that name the data sets."""
 
 
 def find_sources(translation: Translation) -> Sources:
-    """Return the data that a file names; an InputError if it names none."""
+    """Return the data sets that a file names; raise an InputError if it names none."""
     finders = {
         "axolotl": _sources_of_axolotl,
         "trl": _sources_of_trl,
@@ -91,7 +91,7 @@ def _sources_of_axolotl(translation: Translation) -> Sources:
 
 
 def _read_entries(translation: Translation, name: str) -> list[dict[str, Any]]:
-    """Return the data sets in a setting as mappings; a setting may be a single one, and an entry only its path."""
+    """Return the data sets in a setting as mappings; the setting may have only one, and an entry only a path."""
     value = translation.file.get(name)
     entries = []
     for entry in value if isinstance(value, list) else [value]:
@@ -139,7 +139,7 @@ def _entry_of_axolotl(translation: Translation, where: str, entry: Mapping[str, 
 
 
 def _describe_row_type(translation: Translation, where: str, row_type: Any) -> None:
-    """Record what the user has to do for rows of axolotl's ``type``, if anything."""
+    """Record what the user must do for rows of axolotl's ``type``, if anything."""
     if isinstance(row_type, dict):
         advice = "a prompt format of its own; write its rows as messages (docs/tokenization.md)"
         translation.absent[f"{where}.type"] = advice
@@ -152,10 +152,10 @@ def _describe_row_type(translation: Translation, where: str, row_type: Any) -> N
 
 
 def _join_location(translation: Translation, where: str, entry: Mapping[str, Any]) -> str:
-    """Return what ``load_dataset`` would read for an entry as tokenize takes it.
+    """Return the location that ``load_dataset`` would read for an entry, in tokenize's form.
 
-    That is a file, a folder, or OWNER/NAME:SUBSET:SPLIT@REVISION on the hub. What tokenize cannot read is recorded
-    under the name ``where``.
+    This is a file, a folder, or OWNER/NAME:SUBSET:SPLIT@REVISION on the hub. A location that tokenize cannot read is
+    recorded under the name ``where``.
     """
     path = entry.get("path") or entry.get("id") or entry.get("source")
     files = entry.get("data_files")
@@ -192,7 +192,7 @@ def _join_location(translation: Translation, where: str, entry: Mapping[str, Any
 
 
 def _sources_of_trl(translation: Translation) -> Sources:
-    """Return the sources of a list of data sets, which files of TRL and of recipes name differently, or of one."""
+    """Return the sources of one data set or a list of them, which TRL's files and recipes name differently."""
     file = translation.file
     names = file.names(
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "datasets"),
@@ -253,7 +253,7 @@ def _sources_of_llama_factory(translation: Translation) -> Sources:
 def _read_dataset_info(translation: Translation, names: Iterable[str]) -> tuple[Source, ...]:
     """Return the sources that dataset_info.json describes under these names.
 
-    A name that it does not have, or without the file, stands for itself, with a note.
+    A name that the file does not have is used unchanged, with a note; so are all names without the file.
     """
     file = translation.file
     dataset_dir = Path(str(file.get("dataset_dir") or "data"))
@@ -282,7 +282,7 @@ def _read_dataset_info(translation: Translation, names: Iterable[str]) -> tuple[
 
 
 def _entry_of_dataset_info(translation: Translation, name: str, entry: Mapping[str, Any], folder: Path) -> Source:
-    """Return the source of an entry of dataset_info.json, and record columns that have to be renamed."""
+    """Return the source of an entry in dataset_info.json, and record columns that must be renamed."""
     where = f"dataset_info.json: {name}"
     columns = entry.get("columns") or {}
     is_text = list(columns) == ["prompt"]
@@ -307,7 +307,7 @@ def _sources_of_torchtune(translation: Translation) -> Sources:
 
 
 def _datasets_of_torchtune(translation: Translation, name: str) -> tuple[Source, ...]:
-    """Return the sources of a list of data sets, or of the one whose settings are flattened into the file's."""
+    """Return the sources of a list of data sets, or of the only one, whose settings are part of the file's."""
     file = translation.file
     entries = file.settings.get(name)
     if isinstance(entries, list):
@@ -320,7 +320,7 @@ def _datasets_of_torchtune(translation: Translation, name: str) -> tuple[Source,
 
 
 def _entry_of_torchtune(translation: Translation, where: str, entry: Mapping[str, Any]) -> Source:
-    """Return the source of one of torchtune's data sets, and record what has to be changed in its rows."""
+    """Return the source of one of torchtune's data sets, and record what must be changed in its rows."""
     qualified_component = str(entry.get("_component_", ""))
     component = qualified_component.rpartition(".")[2]
     if "multimodal" in qualified_component:
@@ -351,7 +351,7 @@ def _entry_of_torchtune(translation: Translation, where: str, entry: Mapping[str
 
 
 def read_template(value: str) -> str | None:
-    """Return the Jinja text of a chat template: ``value`` itself, or that of the file it names; None for a name."""
+    """Return the Jinja text of a chat template: ``value`` itself, or the file that it names; None for other names."""
     if "{%" in value or "{{" in value:
         return value
     path = Path(value)

@@ -18,18 +18,18 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _TEMPLATE_KEYS = ("chat_template_jinja", "chat_template", "chat_template_path", "template")
-"""Settings with a chat template; the first that has a value counts."""
+"""The settings with a chat template; the first one with a value applies."""
 _NAMES_OF_TOKENIZERS_TEMPLATE = (
     "tokenizer_default",
     "llama3",
     "tokenizer_default_fallback_chatml",
     "tokenizer_default_fallback_llama3",
 )
-"""Names of chat templates that tokenize uses by itself: the tokenizer's own, or Llama-3's if it has none."""
+"""Names of chat templates that tokenize uses by default: the tokenizer's, or Llama-3's if it has none."""
 
 
 def translate_tokenizing(translation: Translation, objective: str, train_data_dir: str | None) -> None:
-    """Translate the data; ``train_data_dir`` is the token dataset if it has been written already."""
+    """Translate the data; ``train_data_dir`` is the token dataset if it has already been written."""
     file = translation.file
     sources = find_sources(translation)
     uses_pairs = objective != "sft"
@@ -73,7 +73,7 @@ def _format_value(value: Any) -> str:
 
 
 def _choose_dataset_dir(translation: Translation) -> str:
-    """Return a folder for the token dataset that is not the run's folder, nor inside or around it."""
+    """Return a folder for the token dataset that is not the run's folder, in it, or above it."""
     dataset_dir = PurePath("data", run_name_of(translation))
     output_dir = translation.training.get("output_dir")
     if output_dir is None:
@@ -112,7 +112,7 @@ def _translate_stream(translation: Translation, sources: Sources) -> None:
 
 
 def _list_locations(translation: Translation, training: tuple[Source, ...]) -> list[str]:
-    """Return where the sources are, without repetitions, which get a note."""
+    """Return the locations of the sources, without repetitions, for which a note is recorded."""
     locations = list(dict.fromkeys(source.location for source in training))
     if len(locations) < len(training):
         translation.notes.append("a data set that is listed twice is read once; shares: FOLDER=2 reads rows twice")
@@ -142,7 +142,7 @@ def _translate_shares(translation: Translation, sources: Sources, dataset_dir: s
 
 
 def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
-    """Translate the length of rows; here a row has both sequences of a document, in the other programs one."""
+    """Translate the length of rows; here a row has both sequences of a document, and in the other programs only one."""
     file = translation.file
     names = file.names(*_LENGTHS)
     length = translation.number(*_LENGTHS)
@@ -162,7 +162,7 @@ def _translate_row_length(translation: Translation, uses_pairs: bool) -> None:
 
 
 def _translate_packing(translation: Translation, sources: Sources, uses_pairs: bool) -> None:
-    """Translate how documents share rows, whether they attend to each other there, and what happens to long ones."""
+    """Translate how documents share rows, whether they attend to one another, and what happens to long ones."""
     file = translation.file
     names = file.names("sample_packing", "packing", "packing_strategy", "neat_packing", "dataset.packed", "packed")
 
@@ -201,7 +201,7 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
 
 
 def _translate_template(translation: Translation) -> None:
-    """Carry the chat template of the file over as Jinja text; leave it out if it is only the name of another one."""
+    """Copy the file's chat template as Jinja text; leave it out if it is only a name that is not known here."""
     file = translation.file
     names = file.names(*_TEMPLATE_KEYS)
     template = file.get(*_TEMPLATE_KEYS)
@@ -221,7 +221,7 @@ def _translate_template(translation: Translation) -> None:
 
 
 def _translate_supervision(translation: Translation, sources: Sources, uses_pairs: bool) -> None:
-    """Translate which tokens of a chat are supervised; in texts all tokens are, in pairs the answers."""
+    """Translate which tokens of a chat are supervised; in texts these are all tokens, in pairs the answers."""
     file = translation.file
     names = file.names(
         *("train_on_inputs", "train_on_prompt", "mask_history", "assistant_only_loss", "completion_only_loss"),

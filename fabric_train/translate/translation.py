@@ -23,11 +23,11 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A value of one of our arguments, with the comment that the training file gets."""
+    """A value of one of our arguments, with its comment in the training file."""
 
     value: Any
     comment: str
-    """Where the value comes from, and how it differs."""
+    """The origin of the value, and how it differs."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class LengthSetting:
     """A value of one of our arguments that depends on the number of steps."""
 
     formula: str
-    """How it is computed from the number of ``steps``, for the reader."""
+    """The formula with the number of ``steps``, for the reader."""
     compute: Callable[[RunLength], float]
     comment: str
 
 
 @dataclass
 class Translation:
-    """The translation of a file, which the modules of this package fill in one after the other.
+    """The translation of a file, to which the modules of this package add one after the other.
 
     ``origins`` are always the names of the file's settings from which an argument of ours follows.
     ``set_training("lora_rank", 8, "lora_r")`` sets our --lora_rank, which follows from the file's lora_r.
@@ -52,15 +52,15 @@ class Translation:
     training: dict[str, Setting] = field(default_factory=dict)
     tokenizing: dict[str, Setting] = field(default_factory=dict)
     by_length: dict[str, LengthSetting] = field(default_factory=dict)
-    """Arguments of training whose values depend on the number of steps."""
+    """The arguments of training whose values depend on the number of steps."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Settings of the file without a counterpart, and what to do instead."""
+    """The settings of the file without a counterpart, with what to do instead."""
     notes: list[str] = field(default_factory=list)
-    """What the user has to know or to do."""
+    """Notes for the user, on what to know or to do."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """What became of each setting of the file; the first outcome counts."""
+    """The outcome of each setting of the file; the first outcome applies."""
     templates: dict[str, str] = field(default_factory=dict)
-    """Chat templates to write next to the result, by the suffix of the file's name."""
+    """The chat templates to write next to the result, by the suffix of the file's name."""
 
     def set_training(self, argument: str, value: Any, *origins: str, comment: str = "") -> None:
         """Set an argument of training.
@@ -95,13 +95,13 @@ class Translation:
         self.training[argument] = Setting(value, f"{words}; {comment}" if comment else words)
 
     def leave_out(self, advice: str, *origins: str) -> None:
-        """Record that settings have no counterpart, with the reason or what to do instead."""
+        """Record that settings have no counterpart, and the reason or what to do instead."""
         for origin in origins:
             self.absent[origin] = advice
         self._record("no counterpart", origins)
 
     def ignore(self, *origins: str) -> None:
-        """Record that settings are off, belong to something that is off, or describe what is always so here."""
+        """Record that settings are off, belong to something that is off, or describe what always happens here."""
         self._record("off", origins)
 
     def fault(self, origin: str, words: str) -> InputError:
@@ -110,7 +110,7 @@ class Translation:
         return InputError(f"{self.file.path}: {origin}: {value}: {words}")
 
     def number(self, *names: str) -> float | None:
-        """Return the first of these settings that has a value, as a number; None if none has.
+        """Return the first of these settings that has a value, as a number; None if no setting has a value.
 
         Raises:
             InputError: the value is not a finite number.
@@ -122,7 +122,7 @@ class Translation:
         return self.as_number(name, self.file.get(name))
 
     def whole_number(self, *names: str) -> int | None:
-        """Return the first of these settings that has a value, as a whole number; None if none has.
+        """Return the first of these settings that has a value, as a whole number; None if no setting has a value.
 
         Raises:
             InputError: the value is not a whole number.
@@ -161,7 +161,7 @@ class Translation:
         raise InputError(f"{self.file.path}: {name}: expected a text or a list of texts, got {value!r}")
 
     def _convert(self, program: str, argument: str, value: Any, origins: Iterable[str], comment: str) -> Setting:
-        """Return a value of the file as a setting of ``program``: training or tokenizing."""
+        """Convert a value of the file to a setting of ``program``, "training" or "tokenizing"."""
         try:
             converted_value = _convert_value(program, argument, value)
         except argument_types.WrongValueError as error:
@@ -176,7 +176,7 @@ class Translation:
 
 
 def takes_value(argument: str, value: Any) -> bool:
-    """Return whether an argument of training takes a value, as it is or as the table of names translates it."""
+    """Return whether an argument of training accepts a value, unchanged or translated by the table of names."""
     try:
         _convert_value("training", argument, value)
     except argument_types.WrongValueError:
@@ -193,7 +193,7 @@ def _convert_value(program: str, argument: str, value: Any) -> Any:
 
 
 def _join_comment(file: ForeignFile, argument: str, origins: Iterable[str], comment: str) -> str:
-    """Return the names of the file from which an argument follows, unless they are the argument's, and a comment."""
+    """Join the file's names from which an argument follows, unless they are the argument's name, and a comment."""
     names = [name for name in origins if name in file.settings]
     texts = []
     if names and names != [argument]:

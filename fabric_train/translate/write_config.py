@@ -44,7 +44,7 @@ def set_by_length(translation: Translation, length: RunLength) -> None:
 
 
 def _format_header(translation: Translation, output: str, devices: int | None) -> str:
-    """Return the comment at the top of the file: its origin, the commands, and what to know about them."""
+    """Return the comment at the top of the file: its origin, the commands, and notes on them."""
     file = translation.file
     lines = [f"# Translated from {file.path} ({file.program}) by fabric-train translate.", "#"]
     command = tokenize_command(translation)
@@ -69,7 +69,7 @@ def _format_header(translation: Translation, output: str, devices: int | None) -
 
 
 def _format_groups(translation: Translation) -> list[str]:
-    """Return the arguments of training group by group; what depends on the number of steps is a comment."""
+    """Return the arguments of training by group; values that depend on the number of steps are comments."""
     sections: list[str] = []
     for group in argument_types.groups_of(TrainArguments).values():
         lines: list[str] = []
@@ -89,7 +89,7 @@ def _format_groups(translation: Translation) -> list[str]:
 
 
 def _format_argument(name: str, value: Any, comment: str) -> str:
-    """Return an argument as YAML, with its comment behind it or, if that is too long, above it."""
+    """Return an argument as YAML, with its comment after it or, if that is too long, above it."""
     if isinstance(value, list):
         text = f"{name}: [{', '.join(map(_format_element, value))}]"
     else:

@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report(arguments: VocabularyReportArguments) -> None:
-    """Measure the tokenizers, print a table and the recommendation, and write the files that are asked for."""
+    """Measure the tokenizers, print a table and the recommendation, and write the requested files."""
     from fabric_train.files.requirements import check_file_to_write
     from fabric_train.vocabulary import report  # slow, like the others
     from fabric_train.vocabulary.words import read_texts

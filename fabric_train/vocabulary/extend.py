@@ -1,6 +1,6 @@
-"""Extend a model by tokens: learn them, write tokenizer and weights as a new model folder, and verify it.
+"""Extend a model with tokens: learn them, write tokenizer and weights as a new model folder, and verify it.
 
-``plan`` has all that is known before the weights are written: the tokens, what they save and what they cost.
+``plan`` stops before the weights are written, when the tokens, their savings and their costs are known.
 """
 
 import json
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from fabric_train.vocabulary.__main__ import VocabularyExtendArguments
 
 PADDED_TO = 64
-"""Rows are a multiple of this: matrix products of other sizes are slower, and tensor parallelism needs even parts."""
+"""The number of rows is a multiple of this, for fast matrix products and for even parts in tensor parallelism."""
 _EMBEDDING = 0
 _HEAD = 1
 
 
 @dataclass(frozen=True)
 class Savings:
-    """What the new tokens save on the held-out tenth of a language's texts; all zero if nothing could be held out."""
+    """The savings by the new tokens on the held-out tenth of a language's texts; all zero if nothing was held out."""
 
     language: str
     num_bytes: int
@@ -59,7 +59,7 @@ class Savings:
     new_tokens: int
 
     def describe(self) -> str:
-        """Return the tokens per word before and after, and the share that is saved, in words."""
+        """Return, in words, the tokens per word before and after, and the share that is saved."""
         if not self.num_words:
             return "too little text to hold out a tenth: what the tokens save is not known"
         old_rate = self.old_tokens / self.num_words
@@ -70,13 +70,13 @@ class Savings:
 
 
 class Extension:
-    """A model to extend: its configuration, its stored tensors and its tokenizer, saved into ``folder``.
+    """A model to extend: its configuration, its stored tensors and its tokenizer, which is saved in ``folder``.
 
-    InputError if the model is of a kind that cannot be extended, or its files do not fit together.
+    Raises an InputError if this kind of model cannot be extended, or if its files do not fit together.
     """
 
     def __init__(self, model: str, folder: Path) -> None:
-        """Open a hub name or a folder, and save its tokenizer into ``folder``."""
+        """Open a hub name or a folder, and save its tokenizer in ``folder``."""
         if means_checkpoint(Path(model)):
             raise InputError(f"--model {model}: a run or checkpoint; convert it with fabric-train convert first")
         self.name = model
@@ -105,7 +105,7 @@ class Extension:
         return _HEAD not in self._matrices.values()
 
     def num_rows(self, new: NewTokens) -> int:
-        """Return the rows of embedding and head with the new tokens, never fewer than before."""
+        """Return the number of rows of embedding and head with the new tokens, which is never smaller than before."""
         needed = max(self.first_id + len(new.texts), self.shape.vocab_size)
         num_units = -(-needed // PADDED_TO)  # rounded up
         return num_units * PADDED_TO
@@ -119,12 +119,12 @@ class Extension:
         return num_bytes
 
     def num_taken(self, new: NewTokens) -> int:
-        """Return how many of the model's rows without a token the new tokens take."""
+        """Return how many of the model's rows without a token get a new token."""
         num_without_token = self.shape.vocab_size - self.first_id
         return min(len(new.texts), num_without_token)
 
     def bytes_of_rows(self, num_rows: int) -> int:
-        """Return the bytes of so many rows of the embedding and, if it is not tied, of the head."""
+        """Return the bytes of ``num_rows`` rows of the embedding and, if it is not tied, of the head."""
         name_by_matrix = {matrix: name for name, matrix in self._matrices.items()}  # a tied one may have two names
         row_bytes = 0
         for name in name_by_matrix.values():
@@ -133,7 +133,7 @@ class Extension:
         return num_rows * row_bytes
 
     def extended(self, new: NewTokens, seed: int | None) -> ExtendedTensors:
-        """Return the tensors with rows for the new tokens, drawn if there is a ``seed``."""
+        """Return the tensors with rows for the new tokens, which are drawn at random if there is a ``seed``."""
         listed_pieces = [self.tokenizer.pieces_of(token) for token in (*new.listed, *new.special)]
         pieces = [*new.learned.pieces, *listed_pieces]
         num_rows = self.num_rows(new)
@@ -144,7 +144,7 @@ class Extension:
         return ExtendedTensors(self.tensors, matrices)
 
     def _find_matrices(self) -> dict[str, int]:
-        """Return the matrix, ``_EMBEDDING`` or ``_HEAD``, that is stored under each name of these two.
+        """Return which matrix, ``_EMBEDDING`` or ``_HEAD``, is stored under each of its names.
 
         A tied matrix is the embedding, under one stored name or two.
         """
@@ -176,7 +176,7 @@ class Extension:
 
 
 def _find_sentencepiece(model: str) -> Path | None:
-    """Return the tokenizer.model of a folder or a cached hub name, if it is one of SentencePiece."""
+    """Return the tokenizer.model of a folder or a cached hub name, if it is SentencePiece's."""
     folder = Path(model)
     if folder.is_dir():
         path = folder / "tokenizer.model"
@@ -191,7 +191,7 @@ def _find_sentencepiece(model: str) -> Path | None:
 
 
 def extend(arguments: "VocabularyExtendArguments") -> None:
-    """Learn the tokens, and write the model folder, or with ``plan`` only say what they save and cost."""
+    """Learn the tokens, and write the model folder, or with ``plan`` only print their savings and costs."""
     # Check all that is given before anything is read.
     target = Path(arguments.output_dir).expanduser()
     listed = _read_tokens(arguments.tokens, "--tokens")
@@ -267,7 +267,7 @@ def _count_tokens(tokenizer: "Tokenizer", documents: Sequence[str]) -> int:
 
 
 def _print_plan(extension: Extension, new: NewTokens, savings: Sequence[Savings]) -> None:
-    """Print what the new tokens save in each language, and what their rows cost."""
+    """Print the savings by the new tokens in each language, and the costs of their rows."""
     old_rows = extension.shape.vocab_size
     new_rows = extension.num_rows(new)
     for language in savings:
@@ -289,7 +289,7 @@ def _print_plan(extension: Extension, new: NewTokens, savings: Sequence[Savings]
 def _write(
     extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments", tokenizer_dir: Path, target: Path
 ) -> None:
-    """Write the model folder, and verify its weights, before it gets its name."""
+    """Write the model folder, and verify its weights before it gets its name."""
     config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=False)
     leave_code_out(config)
     tensors = extension.extended(new, arguments.seed if arguments.init == "normal" else None)
@@ -316,7 +316,7 @@ def _write(
 
 
 def _added_vocabulary(extension: Extension, new: NewTokens, arguments: "VocabularyExtendArguments") -> AddedVocabulary:
-    """Return the record of the new tokens, and of the tokens before them if the model was extended before."""
+    """Return the record of the new tokens, after the earlier ones if the model was extended before."""
     file = Path(arguments.model) / ADDED
     first_id = extension.first_id
     tokens = new.texts
@@ -364,7 +364,7 @@ def _write_card(
 
 
 def _describe_taken_rows(extension: Extension, new: NewTokens) -> str:
-    """Return a sentence on stored rows without a token that new tokens take, or ""."""
+    """Return a sentence about stored rows without a token that get new tokens, or ""."""
     num_taken = extension.num_taken(new)
     if not num_taken:
         return ""

@@ -1,7 +1,7 @@
-"""A tokenizer that learns tokens in the way of its kind, and writes its files with them.
+"""Learn tokens for a tokenizer with the algorithm of its kind, and write its files with them.
 
 Two kinds can learn: a byte-level BPE (Llama-3's, SmolLM2's), and a SentencePiece BPE (Llama-2's), whose tokenizer.model
-gets the same new pieces as its tokenizer.json. Any other can get tokens that are given.
+gets the same new pieces as its tokenizer.json. Any other kind can only get tokens that the user lists.
 """
 
 import json
@@ -36,14 +36,14 @@ It compares a hash of this text's ids (``get_vocab_base_pre`` in llama.cpp), and
 _SPACE = "▁"  # SentencePiece's sign for a space
 _WORD = re.compile(f"{_SPACE}+[^{_SPACE}\\s]*|[^{_SPACE}\\s]+")
 _MIN_LETTER_SHARE = 5e-5
-"""A letter without a piece gets one if it makes up this share of all letters; sentencepiece's own default is 5e-4."""
+"""A letter without a piece gets one if it makes up this share of all letters; sentencepiece's default is 5e-4."""
 _PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 _ADVICE = "fetch the model again"
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens to add: ``learned`` ones first, and then those that the user lists, ``listed`` and ``special``."""
+    """The tokens to add: first ``learned`` ones, and then those that the user lists, ``listed`` and ``special``."""
 
     first_id: int
     learned: Learned = field(default_factory=Learned)
@@ -52,12 +52,12 @@ class NewTokens:
 
     @property
     def texts(self) -> list[str]:
-        """The new tokens in the order of their ids, as the vocabulary has them."""
+        """The new tokens in the order of their ids, as written in the vocabulary."""
         return [*self.learned.tokens, *self.listed, *self.special]
 
 
 class ExtendableTokenizer:
-    """A tokenizer that was saved into ``folder``, with ``tokenizer.model`` if the model has one of SentencePiece."""
+    """A tokenizer that was saved in ``folder``, with ``tokenizer.model`` if the model has SentencePiece's."""
 
     def __init__(self, tokenizer: CorpusTokenizer, folder: Path, sentencepiece: Path | None) -> None:
         tokenizer.save(folder)
@@ -73,9 +73,9 @@ class ExtendableTokenizer:
         self._is_byte_level = is_bpe and '"ByteLevel"' in json.dumps(self._content.get("pre_tokenizer"))
 
     def learn(self, documents: Sequence[str], num_tokens: int, excluded: Sequence[str] = ()) -> Learned:
-        """Learn ``num_tokens`` tokens, none of the ``excluded`` ones among them.
+        """Learn ``num_tokens`` tokens, without the ``excluded`` ones.
 
-        InputError if the tokenizer is of another kind, or the texts are too short.
+        Raises an InputError if the tokenizer is of another kind, or if the texts are too short.
         """
         if self._is_byte_level:
             return learn_merges(
@@ -95,7 +95,7 @@ class ExtendableTokenizer:
         )
 
     def _learn_sentencepiece(self, documents: Sequence[str], num_tokens: int, excluded: Sequence[str]) -> Learned:
-        """Learn letters that have no piece yet, and then merges of pieces, of the new letters too."""
+        """Learn letters that have no piece yet, and then merges of pieces, including the new letters."""
         words = self._count_words(documents)
         letters = self._missing_letters(words)[:num_tokens]
         merged = learn_merges(
@@ -128,7 +128,7 @@ class ExtendableTokenizer:
         return tuple(self.fast.encode(text, add_special_tokens=False).ids)
 
     def check_listed(self, tokens: Sequence[str], option: str) -> None:
-        """Raise an InputError if one of the listed tokens is a token already, or is given twice."""
+        """Raise an InputError if one of the listed tokens is already a token, or is given twice."""
         vocabulary = self.fast.get_vocab(with_added_tokens=True)
         faults = [f"{option}: {token!r} is a token already; leave it out" for token in tokens if token in vocabulary]
         faults += [f"{option}: {token!r} is given twice" for token, times in Counter(tokens).items() if times > 1]
@@ -178,7 +178,7 @@ class ExtendableTokenizer:
         return word_counts
 
     def _split_words(self, text: str) -> list[str]:
-        """Return the words of a text as the model gets them; SentencePiece's gets all at once, so cut at spaces."""
+        """Return the words of a text as the model gets them; SentencePiece gets the full text, cut here at spaces."""
         normalizer = self.fast.normalizer
         normalized = text if normalizer is None else normalizer.normalize_str(text)
         if self._is_sentencepiece:
@@ -186,7 +186,7 @@ class ExtendableTokenizer:
         return [word for word, _ in self.fast.pre_tokenizer.pre_tokenize_str(normalized)]
 
     def _missing_letters(self, word_counts: Counter[str]) -> list[str]:
-        """Return the letters of the texts that have no piece of their own, the most frequent first."""
+        """Return the letters of the texts that have no piece, the most frequent first."""
         letter_counts: Counter[str] = Counter()
         for word, word_count in word_counts.items():
             for letter in word:
@@ -208,7 +208,7 @@ class ExtendableTokenizer:
         return Tokenizer.from_str(json.dumps({**self._content, "model": model}))
 
     def _sentencepiece_merges(self, learned: Learned) -> list[tuple[str, str]]:
-        """Return each split of each new piece into two pieces, as sentencepiece makes it of any two."""
+        """Return each split of each new piece into two pieces: sentencepiece joins any two that give a piece."""
         vocabulary = self._model["vocab"]
         merges = []
         for token in learned.tokens:
@@ -220,7 +220,7 @@ class ExtendableTokenizer:
         return merges
 
     def _write_sentencepiece(self, new: NewTokens) -> None:
-        """Write tokenizer.model with the new pieces at their ids, and with tokens that only tokenizer.json had."""
+        """Write tokenizer.model with the new pieces at their ids, and with tokens that were only in tokenizer.json."""
         from sentencepiece import sentencepiece_model_pb2
 
         assert self._sentencepiece is not None

@@ -1,4 +1,4 @@
-"""The tensors of a model with an extended vocabulary: an embedding and a head with new rows, all others as stored.
+"""Compute the tensors of a model with an extended vocabulary: new rows of embedding and head, all others as stored.
 
 Rows are read and computed a block at a time. Of a 70B's matrix [128,256, 8,192], the mean takes one pass over it.
 """
@@ -31,15 +31,16 @@ class _RowStatistics:
 
 
 class ExtendedMatrix:
-    """A matrix [V, d] with a new row for each of ``pieces``, from ``first_id`` on; all other stored rows stay.
+    """A matrix [V, d] with a new row for each of ``pieces``, from ``first_id`` on; all other stored rows are kept.
 
     Many models have more rows than tokens, so a new row may take the place of a stored one without a token. Rows after
     the stored and the new ones are padding.
 
-    A new row is the mean of the rows of its pieces, the old ids that the token replaces. With a ``seed``, it is drawn
-    from the normal distribution with the mean and the covariance of all old rows (Mundra et al. 2024, arXiv:2407.05841,
-    who find it as good as elaborate ways); transformers' own ``resize_token_embeddings`` takes a billionth of this
-    covariance. A row of padding is the mean of all old rows, so that no token is rare or frequent by chance.
+    A new row is the mean of the rows of its pieces, which are the old ids that the token replaces. With a ``seed``, it
+    is drawn from the normal distribution with the mean and the covariance of all old rows (Mundra et al. 2024,
+    arXiv:2407.05841, who find it as good as elaborate ways); transformers' own ``resize_token_embeddings`` takes a
+    billionth of this covariance. A row of padding is the mean of all old rows, so that no token is rare or frequent by
+    chance.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class ExtendedMatrix:
 
     @property
     def end_of_new(self) -> int:
-        """The first row after the new tokens'."""
+        """The first row after those of the new tokens."""
         return self.first_id + len(self._pieces)
 
     def kept_rows(self) -> tuple[range, range]:
-        """Return the stored rows that stay as they are: those of the old tokens, and those without a token."""
+        """Return the stored rows that do not change: those of old tokens, and those that have no token."""
         return range(self.first_id), range(self.end_of_new, self.num_stored)
 
     def norms(self) -> Norms:
@@ -104,7 +105,7 @@ class ExtendedMatrix:
         return Norms(old=self._old_rows.mean_norm, new=float(np.mean(new_norms)))
 
     def _compute_row(self, row_index: int) -> torch.Tensor:
-        """Return a new row or one of padding, fp32 [d]."""
+        """Return a new row or a row of padding, fp32 [d]."""
         mean = self._old_rows.mean
         if row_index >= self.end_of_new:
             return mean
@@ -119,7 +120,7 @@ class ExtendedMatrix:
 
     @cached_property
     def _old_rows(self) -> "_RowStatistics":
-        """The mean of the old rows and their mean norm."""
+        """The mean of the old rows, and their mean norm."""
         total = torch.zeros(self.width, dtype=torch.float64)
         total_norm = 0.0
         for block in self._old_blocks():
@@ -146,7 +147,7 @@ class ExtendedMatrix:
 
 
 class ExtendedTensors(StoredTensors):
-    """The tensors of a model, with some matrices extended; each is read on request."""
+    """The tensors of a model, some of which are extended matrices; each is read on request."""
 
     def __init__(self, tensors: StoredTensors, matrices: Mapping[str, ExtendedMatrix]) -> None:
         self._tensors = tensors

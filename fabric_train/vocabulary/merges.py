@@ -1,8 +1,8 @@
-"""Learn further merges of a BPE tokenizer from the words of texts.
+"""Learn more merges for a BPE tokenizer from the words of texts.
 
-New merges come after all old ones, and a tokenizer applies merges in their order. So a text is first cut as before, and
+New merges come after all old ones, and a tokenizer applies merges in order. So a text is first cut as before, and
 then new merges join some pieces: a text that gets no new token keeps its ids. One exception would break this: a pair
-whose text is an old token that the old merges never make of it. It is no merge here.
+whose text is an old token that the old merges never make from it. It is not a merge here.
 
 A SentencePiece model is continued in the same way: it joins the pair whose piece has the best score, and the scores of
 new pieces are below all old ones. Its own trainer starts from letters; of 2,000 pieces that it learned from 1.5 MB of
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Pair = tuple[int, int]
-"""The ids of two tokens that are neighbours in a word."""
+"""The ids of two adjacent tokens in a word."""
 _MIN_COUNT = 2  # a pair that comes once saves nothing elsewhere
 
 
 @dataclass(frozen=True)
 class Learned:
-    """New tokens in the order of their ids, and the merges that make them."""
+    """The new tokens in the order of their ids, and the merges that make them."""
 
     tokens: list[str] = field(default_factory=list)
     merges: list[tuple[str, str]] = field(default_factory=list)
@@ -50,7 +50,7 @@ def learn_merges(
     takes_whole_words: bool = False,
     fits: Callable[[str], bool] = bool,
 ) -> Learned:
-    """Return ``num_tokens`` new tokens with ids from ``first_id`` on, the pair that comes most first.
+    """Learn ``num_tokens`` new tokens with ids from ``first_id`` on, beginning with the most frequent pair.
 
     Args:
         tokenizer: the old tokenizer, whose model is a BPE.
@@ -58,11 +58,11 @@ def learn_merges(
         num_tokens: the number of tokens to learn.
         first_id: the id of the first new token.
         kept_words: words that keep their ids in any case.
-        takes_whole_words: whether it takes a word that is a token as it is, without merges (``ignore_merges``).
+        takes_whole_words: whether the tokenizer uses a word that is a token without merges (``ignore_merges``).
         fits: whether a text may become a token.
 
     Raises:
-        InputError: the texts have too few pairs that come twice.
+        InputError: the texts have too few pairs that occur twice.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     text_by_id = {token_id: token for token, token_id in vocabulary.items()}
@@ -116,7 +116,7 @@ def _old_ids(token_id: int, learned: Learned, first_id: int) -> tuple[int, ...]:
 
 
 def cut(tokenizer: "Tokenizer", words: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the ids of each word; without words that have a letter or byte for which there is no token."""
+    """Return the ids of each word, except words with a letter or byte that has no token."""
     segments = {}
     for word in words:
         tokens = tokenizer.model.tokenize(word)
@@ -126,13 +126,13 @@ def cut(tokenizer: "Tokenizer", words: Iterable[str]) -> dict[str, tuple[int, ..
 
 
 class _PairCounts:
-    """The pairs of neighbours in the words of texts, with how often each comes.
+    """The adjacent pairs in the words of texts, and how often each occurs.
 
     ``segments`` has the current ids of each word. A heap finds the most frequent pair.
     """
 
     def __init__(self, segments: dict[str, tuple[int, ...]], word_counts: Mapping[str, int]) -> None:
-        """Count the pairs in ``segments``, the ids of each word; ``word_counts`` says how often each word comes."""
+        """Count the pairs in ``segments``, the ids of each word; ``word_counts`` says how often each word occurs."""
         self.segments = segments
         self._word_counts = word_counts
         self._counts: dict[Pair, int] = defaultdict(int)
@@ -146,7 +146,7 @@ class _PairCounts:
         heapq.heapify(self._heap)
 
     def most_frequent(self) -> Pair | None:
-        """Return the pair that comes most, of equal ones the one with the lowest ids; None if none comes twice."""
+        """Return the most frequent pair, among equals the one with the lowest ids; None if no pair occurs twice."""
         while self._heap:
             negative_count, pair = self._heap[0]
             count = self._counts.get(pair, 0)
@@ -158,12 +158,12 @@ class _PairCounts:
         return None
 
     def forbid(self, pair: Pair) -> None:
-        """Never return a pair again that was the most frequent one."""
+        """Never again return a pair that was the most frequent one."""
         heapq.heappop(self._heap)
         self._counts.pop(pair)
 
     def merge(self, pair: Pair, token_id: int) -> None:
-        """Join a pair to a token in all words, from the left to the right."""
+        """Join a pair into a token in all words, from left to right."""
         more_frequent: set[Pair] = set()
         for word in self._words.pop(pair):
             token_ids = self.segments[word]
@@ -184,7 +184,7 @@ class _PairCounts:
         self._push(self._recount(word, token_ids))
 
     def _recount(self, word: str, token_ids: tuple[int, ...]) -> set[Pair]:
-        """Give a word other ids; return the pairs that come more often now, for the heap."""
+        """Give a word other ids; return the pairs that now occur more often, for the heap."""
         word_count = self._word_counts[word]
         old_pairs = Counter(pairwise(self.segments[word]))
         new_pairs = Counter(pairwise(token_ids))

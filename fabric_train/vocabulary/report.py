@@ -1,6 +1,6 @@
 """Count the tokens that tokenizers need for the words of languages; recommend to keep or to change the tokenizer.
 
-The intervals are from a bootstrap over documents (``training/statistics.py``), with the same draws for all tokenizers
+The intervals come from a bootstrap over documents (``training/statistics.py``), with the same draws for all tokenizers
 of a language.
 """
 
@@ -26,17 +26,17 @@ from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, 
 from fabric_train.vocabulary.words import LanguageTexts, words_of
 
 CONTEXT = 8192
-"""The tokens of the context whose words are counted."""
+"""The number of tokens in the context whose words are counted."""
 MANY_PIECES = 4
-"""A word of so many tokens or more counts as cut into many."""
+"""A word with at least this number of tokens counts as cut into many."""
 KEEP_BELOW = 0.10
-"""Share of tokens saved below which the tokenizer is kept."""
+"""The share of saved tokens below which the tokenizer is kept."""
 CHANGE_FROM = 0.25
-"""Share of tokens saved from which it is changed; between them it depends."""
+"""The share of saved tokens from which the tokenizer is changed; in between, it depends."""
 GOOD_UP_TO = 1.6
-"""Tokens a word up to which a single tokenizer serves a language well."""
+"""The most tokens per word with which a single tokenizer is good for a language."""
 BAD_FROM = 2.2
-"""Tokens a word from which it serves it badly."""
+"""The fewest tokens per word with which a single tokenizer is bad for a language."""
 _TEXTS_AT_ONCE = 256
 _MAX_SINGLE_CHARACTERS = 0.5  # the share of words of one character below which a language has spaces
 _BAR_HEIGHT = 14
@@ -56,7 +56,7 @@ class TokenizerFigures:
 
     language: str
     tokenizer: str
-    """Its name by :func:`short_names`."""
+    """The tokenizer's name by :func:`short_names`."""
     num_documents: int
     num_words: int
     num_tokens: int
@@ -72,18 +72,18 @@ class TokenizerFigures:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts of the documents of a language with a tokenizer, fp64 [documents] each."""
+    """The counts of a language's documents with a tokenizer, fp64 [documents] each."""
 
     words: np.ndarray
     num_bytes: np.ndarray
     tokens: np.ndarray
     cut: np.ndarray
-    """Words that are cut into many tokens."""
+    """The number of words that are cut into many tokens."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """The sum of a count over the documents of a language, and over those of each draw of the bootstrap."""
+    """The sum of a count over the documents of a language, and over the documents of each draw of the bootstrap."""
 
     total: float
     drawn: np.ndarray | None
@@ -108,7 +108,7 @@ class _Sums:
 
 
 def _sum_up(counts: Sequence[_Counts], seed: int) -> list[_Sums]:
-    """Return the sums of each tokenizer's counts of a language.
+    """Return the sums of each tokenizer's counts for a language.
 
     All counts are resampled together, so that tokenizers are compared on the same draws of documents.
     """
@@ -130,7 +130,7 @@ def _sum_up(counts: Sequence[_Counts], seed: int) -> list[_Sums]:
 
 
 def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int) -> list[TokenizerFigures]:
-    """Return the figures by language, and of each language by tokenizer; InputError if one cannot be loaded."""
+    """Return the figures by language and tokenizer; InputError if a tokenizer cannot be loaded."""
     figures: list[TokenizerFigures] = []
     with tempfile.TemporaryDirectory() as folder:
         encoders = _open_encoders(tokenizers, Path(folder))
@@ -147,7 +147,7 @@ def measure(texts: Sequence[LanguageTexts], tokenizers: Sequence[str], seed: int
 
 
 def _open_encoders(tokenizers: Sequence[str], folder: Path) -> list[TextEncoder]:
-    """Save each tokenizer into ``folder`` and open an encoder of it; InputError with all that cannot be loaded."""
+    """Save each tokenizer in ``folder`` and open its encoder; InputError with all that cannot be loaded."""
     encoders: list[TextEncoder] = []
     faults: list[str] = []
     for index, name in enumerate(tokenizers):
@@ -238,7 +238,7 @@ def _estimate_figures(
 
 
 def short_names(tokenizers: Sequence[str]) -> list[str]:
-    """Return the last component of each name, or of a file's folder; the full names if two would be the same."""
+    """Return the last component of each name, or of a file's folder; the full names if two would be equal."""
     names: list[str] = []
     for tokenizer in tokenizers:
         path = Path(tokenizer)
@@ -261,7 +261,7 @@ def recommend(figures: Sequence[TokenizerFigures]) -> list[str]:
 
 
 def thresholds() -> str:
-    """Return the rule behind :func:`recommend` in words."""
+    """Return, in words, the rule behind :func:`recommend`."""
     return (
         f"below {KEEP_BELOW:.0%} saved: keep the tokenizer; from {CHANGE_FROM:.0%} on: change it; between: it depends "
         f"on the cost of training new rows. A tokenizer alone: up to {GOOD_UP_TO} tokens a word is good, from "

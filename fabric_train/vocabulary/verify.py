@@ -1,4 +1,4 @@
-"""Verify an extended model: texts without a new token keep their ids, and all old weights keep their bits."""
+"""Verify that an extended model gives texts without a new token the same ids, and keeps all old weights bit for bit."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def verify_tokenizer(old: "Tokenizer", folder: Path, new: NewTokens, documents: 
     """Load the tokenizer in ``folder``, and compare it with the old one and with the learned segments.
 
     Lines of the documents, up to 4 million characters, and texts on which encoders are likely to fail must have their
-    old ids unless they have a new one. RunError if the tokenizer is not as it was made.
+    old ids unless they have a new one. Raises a RunError if the tokenizer differs from what was made.
     """
     extended = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
 
@@ -61,7 +61,7 @@ def verify_tokenizer(old: "Tokenizer", folder: Path, new: NewTokens, documents: 
 
 
 def _sample_lines(documents: Sequence[str]) -> list[str]:
-    """Return lines from all documents, of long ones the first, up to a limit of characters for each."""
+    """Return lines from all documents, up to a limit of characters for each document."""
     document_limit = _MAX_CHARACTERS // max(1, len(documents)) + 1
     lines: list[str] = []
     for document in documents:
@@ -87,7 +87,7 @@ def verify_weights(old: StoredTensors, extended: ExtendedTensors, folder: Path) 
 
 
 def _kept_blocks(tensors: StoredTensors, name: str, extended: ExtendedTensors) -> Iterator[torch.Tensor]:
-    """Yield blocks of what an extension does not change of a tensor."""
+    """Yield the blocks of a tensor that an extension does not change."""
     matrix = extended.matrices.get(name)
     if matrix is None:
         yield from blocks(tensors, name, tensors.shape(name))
@@ -100,5 +100,5 @@ def _kept_blocks(tensors: StoredTensors, name: str, extended: ExtendedTensors) -
 
 
 def _bits(block: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, which are equal for equal NaNs too."""
+    """Return the bytes of a tensor, which are also equal for equal NaNs."""
     return block.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The texts of a language: read them, sample large ones, hold out a tenth, and find their words."""
+"""Read the texts of a language, sample large ones, hold out a tenth, and split them into words."""
 
 import hashlib
 import random
@@ -41,15 +41,15 @@ class LanguageTexts:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text: what is between spaces; each character of a script without spaces is one."""
+    """Return the words of a text: the parts between spaces, and each character of a script without spaces."""
     return _WORD.findall(text)
 
 
 def read_texts(texts: Sequence[str], text_column: str, max_bytes: str, seed: int) -> list[LanguageTexts]:
-    """Read what ``--texts`` gives as NAME=PLACE; places of one name are one text.
+    """Read the texts that ``--texts`` gives as NAME=PLACE; places with the same name are one text.
 
-    Of a place with more than ``max_bytes``, read parts all over it, in an order that ``seed`` decides. InputError with
-    a line for each place that cannot be read or has no text.
+    From a place with more than ``max_bytes``, read parts all over it, in an order that ``seed`` decides. InputError
+    with a line for each place that cannot be read or has no text.
     """
     byte_limit = parse_size(max_bytes)
     assert byte_limit is not None, "the arguments are checked"
@@ -106,7 +106,7 @@ def _read_documents(
 ) -> Iterator[str]:
     """Yield the documents of a source, the parts of a large one in random order; InputError for a bad row.
 
-    Columns beside the text are added to ``unused_columns``.
+    Columns other than the text are added to ``unused_columns``.
     """
     parts = list(source.parts(part_bytes))
     random.Random(seed).shuffle(parts)
@@ -125,9 +125,9 @@ def _read_documents(
 
 
 def hold_out(texts: LanguageTexts) -> tuple[list[str], list[str]]:
-    """Return the documents to learn from, and the tenth that is held out: the same whatever else is read.
+    """Return the documents to learn from, and the held-out tenth, which does not depend on what else is read.
 
-    Of fewer than ten documents, lines are held out instead.
+    With fewer than ten documents, lines are held out instead.
     """
     units: list[str] = list(texts.documents)
     if len(units) < _MIN_DOCUMENTS_TO_HOLD_OUT:

@@ -48,7 +48,7 @@ _BATCH_ROWS = 1_000
 
 
 def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast") -> TextEncoder | None:
-    """Return an encoder of the texts between control tokens; None if they cannot be encoded one by one."""
+    """Return an encoder for the texts between control tokens; None if they cannot be encoded one by one."""
     # a token that looks at the text around it, or is matched in normalized text
     normalizer = tokenizer.backend_tokenizer.normalizer
     for token in tokenizer.added_tokens_decoder.values():
@@ -92,9 +92,9 @@ class ChatEncoder:
     tokenizer's chat template nor Llama-3's can be used.
 
     Args:
-        data_format, train_on, too_long: as on the command line. With ``cut_end``, the last turn left is the
-            assistant's, unless all are supervised; with ``cut_start``, the first turn left is the user's.
-        max_length: None is no limit.
+        data_format, train_on, too_long: as on the command line. With ``cut_end``, the last remaining turn is the
+            assistant's, unless all are supervised; with ``cut_start``, the first remaining turn is the user's.
+        max_length: the most tokens of a chat; None for no limit.
         by_parts: encode the texts between control tokens one by one, with the fastest encoder, if a trial shows that
             this gives the tokenizer's ids. Otherwise ``tokenizers`` encodes each chat whole, which takes longer.
         is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
@@ -150,11 +150,11 @@ class ChatEncoder:
 
     @property
     def calls_as_text(self) -> bool:
-        """Whether a turn that is a function call must be read as text, as the template has no tool calls."""
+        """Whether a turn that is a function call must be read as text, because the template has no tool calls."""
         return not self._shown.has_tool_calls
 
     def encode_all(self, chats: Iterable[Chat | BadRowError]) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
-        """Yield what ``encode`` returns or raises for each chat; an error in ``chats`` is yielded as it is.
+        """Yield the result or the error of ``encode`` for each chat; an error in ``chats`` is passed through.
 
         Chats are read ahead, so that many are encoded together.
         """
@@ -222,7 +222,7 @@ class ChatEncoder:
         return replace(shortened, num_tokens_cut=num_tokens - len(shortened.input_ids))
 
     def _encode_slice(self, chat: "_RenderedChat", chat_slice: "_ChatSlice") -> EncodedDocument:
-        """Encode a part of a chat, and supervise those of its messages that are to be supervised."""
+        """Encode a part of a chat, and supervise the messages in it that are to be supervised."""
         # Mark the turns that are supervised. With --train_on all, the text between turns is supervised too, so the
         # turns that are not supervised are marked instead.
         supervises_all = self._train_on == "all"
@@ -255,10 +255,10 @@ class ChatEncoder:
         )
 
     def _longest_slice(self, chat: "_RenderedChat", num_tokens: int, max_length: int) -> "_ChatSlice | None":
-        """Return the longest part of a conversation that fits, None if none fits.
+        """Return the longest part of a conversation that fits; None if none fits.
 
-        The ``num_tokens`` tokens of the whole conversation show which part that should be. It is rendered, and so is
-        the next longer one: their lengths decide.
+        The ``num_tokens`` tokens of the full conversation show which part that should be. It is rendered, and so is
+        the next longer part; their lengths decide.
         """
         messages = chat.rendering.messages
         roles = [message["role"] for message in messages]
@@ -327,7 +327,7 @@ class _ChatSlice:
 
 
 def _or_bad_row(function: Callable[[Any], T], value: Any) -> T | BadRowError:
-    """Return ``function(value)``, or the error that it raises; a value that is an error is returned as it is."""
+    """Return ``function(value)``, or the error that it raises; a value that is an error is returned unchanged."""
     if isinstance(value, BadRowError):
         return value
     try:
@@ -339,7 +339,7 @@ def _or_bad_row(function: Callable[[Any], T], value: Any) -> T | BadRowError:
 
 
 def _spans_of_contents(rendering: Rendering) -> list[Span]:
-    """Return about where in the text the contents of the messages are, as (start, end)."""
+    """Return the approximate positions of the messages' contents in the text, as (start, end)."""
     spans: list[Span] = []
     span = (0, 0)
     for message in rendering.messages:
@@ -353,7 +353,7 @@ def _spans_of_contents(rendering: Rendering) -> list[Span]:
 
 
 def _count_first(holds: Callable[[int], bool], count: int, guess: int) -> int:
-    """Return for how many of the integers below ``count`` a condition holds, which holds for the first ones only.
+    """Return for how many integers below ``count`` a condition holds, which only holds for the first ones.
 
     If ``guess`` is right, the condition is tested twice.
     """
@@ -371,7 +371,7 @@ def _count_first(holds: Callable[[int], bool], count: int, guess: int) -> int:
 def _choose_template(
     tokenizer: "PreTrainedTokenizerFast", train_on: str, is_chosen: bool
 ) -> tuple[ChatTemplate, tuple[str, ...]]:
-    """Return the tokenizer's own template or, if the user chose none, Llama-3's; and notes about the choice."""
+    """Return the tokenizer's template, or Llama-3's if that cannot be used and the user chose none; with notes."""
     # its own, if it can mark the turns of a longer conversation
     template = own_template(tokenizer)
     turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]
@@ -394,7 +394,7 @@ def _choose_template(
 
 
 def own_template(tokenizer: "PreTrainedTokenizerFast", advice: str = _ADVICE) -> ChatTemplate | None:
-    """Return the tokenizer's template, None if it has none; InputError, with ``advice``, if it cannot be used."""
+    """Return the tokenizer's template, or None if it has none; InputError with ``advice`` if it cannot be used."""
     if not tokenizer.chat_template:
         return None
     try:
@@ -418,7 +418,7 @@ def _open_template(tokenizer: "PreTrainedTokenizerFast", source: str) -> ChatTem
 
 
 def _template_notes(tokenizer: "PreTrainedTokenizerFast", template: ChatTemplate) -> list[str]:
-    """Return what users should know about chats that the template renders."""
+    """Return notes for users about chats that the template renders."""
     notes: list[str] = []
     text = template.render([{"role": "user", "content": "Hi"}])
     bos_token_id = tokenizer.bos_token_id

@@ -14,8 +14,8 @@ Rendering turn by turn takes time quadratic in the number of turns. So the *sepa
 between two contents, are learned once from a conversation rendered turn by turn. If the rendering of a conversation
 equals its contents with these separators between them, no other rendering is needed.
 
-A template is a program by strangers: it is tried in a process of its own first, so that one that takes all it can get
-never gets it here, and each rendering has limits of processor time and memory.
+A template is a program from strangers. It is first tried in a separate process, so that a template that takes all it
+can get never gets it here, and each rendering has limits on processor time and memory.
 """
 
 import json
@@ -54,7 +54,7 @@ opened again and again, by code that knows nothing of the time before."""
 
 @dataclass(frozen=True)
 class _Separator:
-    """The text between two contents, or before the first, or after the last."""
+    """The text between two contents, before the first one, or after the last one."""
 
     text: str
     previous_turn_length: int  # its first characters that belong to the previous turn, one of the assistant
@@ -63,7 +63,7 @@ class _Separator:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation with its tools and variables, and the text that the template makes of them."""
+    """A conversation with its tools and variables, and the text that the template makes from them."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -98,7 +98,7 @@ class ChatTemplate:
         self._learn(added_tokens)
 
     def _try_in_child(self, added_tokens: Collection[str]) -> None:
-        """Raise BadRowError if a process of its own finds the source unusable; each source is tried once."""
+        """Raise a BadRowError if a separate process finds the source unusable; each source is tried once."""
         if self.source in _tried_sources:
             return
         import transformers.utils.chat_template_utils  # noqa: F401 - slow: here, and not in the child
@@ -127,7 +127,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's turn.
 
-        ``variables`` are what the template gets besides messages and tools, such as enable_thinking.
+        ``variables`` are passed to the template in addition to messages and tools, such as enable_thinking.
         """
         text, _ = self._render(messages, tools, variables or {}, generation_prompt=generation_prompt, marks=False)
         return text
@@ -140,7 +140,7 @@ class ChatTemplate:
         return Rendering(messages, tools, variables, text, generated)
 
     def mentions(self, name: str) -> bool:
-        """Return whether the template has a word in it, such as the key of a message."""
+        """Return whether the template contains a word, such as the key of a message."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
@@ -174,7 +174,7 @@ class ChatTemplate:
         return True
 
     def built_in_prompt(self) -> str:
-        """Return the start of the text that the template itself writes before a conversation; mostly there is none."""
+        """Return the beginning of the text that the template writes before a conversation; usually there is none."""
         try:
             text = self.render(_speak(["user", "assistant", "user"]))
         except BadRowError:  # of a template for single turns
@@ -207,7 +207,7 @@ class ChatTemplate:
         generation_prompt: bool,
         marks: bool,
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and, if it ``marks`` them, the parts within ``{% generation %}``."""
+        """Return the text of a conversation and, if ``marks``, the parts within ``{% generation %}``."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -238,7 +238,7 @@ class ChatTemplate:
         return text, all_spans[0] if marks else []
 
     def _find_control_tokens(self, added_tokens: Iterable[str]) -> None:
-        """Find the tokens around turns. Other added tokens (<think>) can be in a content, and are tokens there."""
+        """Find the tokens around turns. Other added tokens (<think>) may be in a content, and are tokens there."""
         # a conversation without its contents is what the template writes
         messages = _speak(["user", "assistant"])
         answered = self.render(messages)
@@ -288,7 +288,7 @@ class ChatTemplate:
         return begin, end
 
     def _mark_by_generation(self, rendering: Rendering, turns: Iterable[int]) -> list[Span]:
-        """Return the assistant's parts of turns, as the template has marked them."""
+        """Return the assistant's parts of turns that the template has marked."""
         messages = rendering.messages
         text = rendering.text
         generated = rendering.generated
@@ -356,7 +356,7 @@ class ChatTemplate:
                 self._separators[pair] = _Separator(text[begin:end], previous_turn_length, next_turn_length)
 
     def _compose(self, roles: Iterable[str], contents: Sequence[str]) -> tuple[str, dict[int, Span]]:
-        """Return the text of contents and separators, and the assistant's spans; "" if a separator is unknown."""
+        """Return the text made of contents and separators, and the assistant's spans; "" if a separator is unknown."""
         texts: list[str] = []
         spans: dict[int, Span] = {}
         position = 0  # the length of the texts

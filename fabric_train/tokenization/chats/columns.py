@@ -1,4 +1,4 @@
-"""The columns of a row with a chat: which of them are used, and those that every format may have."""
+"""Read the columns that a row with a chat may have in any format, and keep track of the columns that are used."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,11 @@ from fabric_train.reading.documents import Message, excerpt, is_empty
 from fabric_train.tokenization.chats.turns import TurnReader, is_spoken_by
 
 SYSTEM = ("system", "system_prompt")
-"""Columns with the text of a system turn."""
+"""The columns with the text of a system turn."""
 DESIRABLE = ("label", "kto_tag")
-"""Columns of unpaired answers (KTO): true if the answer is desirable, false if it is one to avoid."""
+"""The columns with labels of unpaired answers (KTO): true if the answer is desirable, false if it is one to avoid."""
 OF_EVERY_FORMAT = (*SYSTEM, "tools", "functions", "chat_template_kwargs", *DESIRABLE, "train_on_input", "mask")
-"""Columns that a row of any format may have."""
+"""The columns that a row of any format may have."""
 # arguments of transformers' function that renders a template
 _NOT_VARIABLES = frozenset(
     [
@@ -23,9 +23,9 @@ _NOT_VARIABLES = frozenset(
 
 
 class RowColumns(Mapping[str, Any]):
-    """A row that remembers which of its columns a reader has looked at.
+    """A row that remembers which of its columns have been read.
 
-    Looking whether a column is in the row (``in``) does not count; reading it does.
+    Checking whether the row has a column (``in``) does not count as reading.
     """
 
     def __init__(self, row: Mapping[str, Any]) -> None:
@@ -47,12 +47,12 @@ class RowColumns(Mapping[str, Any]):
         return len(self.row)
 
     def leave(self, key: str) -> None:
-        """Record that a key of a turn, or a column that was looked at, is not used."""
+        """Record that a key of a turn, or a column that was read, is not used."""
         self._keys_left.add(key)
 
     @property
     def unused(self) -> frozenset[str]:
-        """The columns that were not looked at and have something in them, and the keys that are not used."""
+        """The columns that are not empty and were not read, and the keys that are not used."""
         unused_columns: set[str] = set()
         for column, value in self.row.items():
             if column not in self._used and not is_empty(value):
@@ -61,7 +61,7 @@ class RowColumns(Mapping[str, Any]):
 
 
 def read_system(columns: RowColumns) -> Message | None:
-    """Return the system turn with the text of the first column that has one; None if there is none."""
+    """Return the system turn from the first column that has its text; None if there is none."""
     for column in SYSTEM:
         text = columns.get(column)
         if text is None or text == "":
@@ -73,7 +73,7 @@ def read_system(columns: RowColumns) -> Message | None:
 
 
 def begin_with_system(columns: RowColumns, messages: list[Message]) -> list[Message]:
-    """Return the messages after the system turn of the row's own column, which may repeat the first message."""
+    """Return the messages after the system turn from the row's column, which may repeat the first message."""
     system = read_system(columns)
     if system is None or messages[:1] == [system]:
         return messages
@@ -126,7 +126,7 @@ def read_tools(columns: RowColumns) -> list[Any] | None:
 
 
 def read_template_variables(columns: RowColumns) -> dict[str, Any]:
-    """Return what ``chat_template_kwargs`` gives to the chat template, such as enable_thinking."""
+    """Return the variables for the chat template in ``chat_template_kwargs``, such as enable_thinking."""
     variables = parsed(columns.get("chat_template_kwargs"), "chat_template_kwargs")
     if not variables:
         return {}
@@ -139,7 +139,7 @@ def read_template_variables(columns: RowColumns) -> dict[str, Any]:
 
 
 def find_label(row: Mapping[str, Any]) -> bool | None:
-    """Return whether a row calls its answer desirable; None if it has no label of that kind."""
+    """Return whether a row's label says that its answer is desirable; None if it has no label."""
     for column in DESIRABLE:
         value = row.get(column)
         if isinstance(value, str) and value.lower() in ("true", "false"):  # of a csv file
@@ -150,7 +150,7 @@ def find_label(row: Mapping[str, Any]) -> bool | None:
 
 
 def check_label(columns: RowColumns) -> None:
-    """Raise ValueError if a row has no label, or one that is neither true nor false."""
+    """Raise a ValueError if a row has no label, or one that is neither true nor false."""
     if find_label(columns.row) is not None:
         return
     for column in DESIRABLE:
@@ -161,7 +161,7 @@ def check_label(columns: RowColumns) -> None:
 
 
 def read_is_undesirable(columns: RowColumns) -> bool:
-    """Return whether a row says, as unpaired answers do, that its answer is one to avoid."""
+    """Return whether a row has a label, like unpaired answers, that says that its answer is one to avoid."""
     for column in DESIRABLE:
         if column not in columns:
             continue
@@ -173,7 +173,7 @@ def read_is_undesirable(columns: RowColumns) -> bool:
 
 
 def check_what_is_trained(columns: RowColumns) -> None:
-    """Raise ValueError if a row asks for the loss of its prompt, or that of other turns than the assistant's."""
+    """Raise a ValueError if a row asks for the loss on its prompt, or on turns other than the assistant's."""
     value = columns.get("train_on_input")
     if value:
         columns.leave("train_on_input")  # --train_on all does what it asks for

@@ -1,4 +1,4 @@
-"""Encode rendered chats: control tokens of the template become tokens, those in a message stay text.
+"""Encode rendered chats: control tokens from the template become tokens, control tokens in a message stay text.
 
 Messages are *shielded* before they are rendered: a placeholder replaces the text of every control token in them. So
 everything that looks like a control token in the rendering was written by the template:
@@ -6,8 +6,8 @@ everything that looks like a control token in the rendering was written by the t
     content      write <|eot_id|>!
     rendering    <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
 
-The text between two control tokens is encoded on its own, and once for all renderings in which it occurs. Where that is
-not possible, the ``tokenizers`` library encodes each rendering whole (``AliasedTokenizer``).
+The text between two control tokens is encoded separately, and once for all renderings in which it occurs. Where this is
+not possible, the ``tokenizers`` library encodes each rendering in full (``AliasedTokenizer``).
 """
 
 import re
@@ -36,7 +36,7 @@ class EncodedPieces:
     ids: np.ndarray  # int32 [T]
     is_in_even_piece: np.ndarray  # bool [T], whether a token is at least partly in the second, fourth, ... piece
     has_made_control: bool
-    """Whether the tokenizer made a control token from text, which can happen if its vocabulary has it."""
+    """Whether the tokenizer made a control token from text, which is possible if its vocabulary has the token."""
 
 
 class AliasedTokenizer:
@@ -91,13 +91,14 @@ class AliasedTokenizer:
 
 
 class _NeedsWholeTextError(Exception):
-    """A rendering must be encoded as a whole."""
+    """Raised if a rendering must be encoded in full."""
 
 
 class ControlTokens:
-    """An encoder of renderings in which only the template's control tokens become tokens.
+    """An encoder of renderings that turns only the template's control tokens into tokens.
 
-    ``control`` has their ids by text, ``encoder`` encodes the texts between them; without one, renderings stay whole.
+    ``control`` has their ids by text. ``encoder`` encodes the texts between them; without it, renderings are encoded in
+    full.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], encoder: TextEncoder | None) -> None:
@@ -115,7 +116,7 @@ class ControlTokens:
         self._texts_with_control: set[str] = set()  # the encoder makes control tokens of these texts
 
     def shield(self, value: Any) -> Any:
-        """Return ``value`` (JSON-like) with placeholders for the text of control tokens in all of its strings."""
+        """Return a JSON-like ``value`` with placeholders for the text of control tokens in all its strings."""
         if isinstance(value, str):
             return self._control_pattern.sub(lambda match: self._placeholders[match[0]], value)
         if isinstance(value, dict):
@@ -125,14 +126,14 @@ class ControlTokens:
         return value
 
     def shield_messages(self, messages: list[Message]) -> list[Message]:
-        """Return the messages shielded; mostly there is nothing to shield, which one search of all contents shows."""
+        """Return the shielded messages; usually there is nothing to shield, which one search of all contents shows."""
         is_plain = all(message.keys() == {"role", "content"} for message in messages)
         if is_plain and not self._control_pattern.search("\n".join(message["content"] for message in messages)):
             return messages
         return [self.shield(message) for message in messages]
 
     def encode_ahead(self, texts: Iterable[str]) -> None:
-        """Encode the segments of these renderings in one call, for ``encode`` and ``count``; forget earlier ones."""
+        """Encode the segments of these renderings in one call, for ``encode`` and ``count``; drop earlier ones."""
         self._ids = {text: np.array([token_id], np.int32) for text, token_id in self._control.items()}
         self._ids[""] = np.empty(0, np.int32)
         self._texts_with_control = set()
@@ -141,7 +142,7 @@ class ControlTokens:
             self._encode_segments(chain.from_iterable(self._segments.values()))
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a rendering, int32 [T], and which lie at least partly in one of ``spans``, bool [T].
+        """Return the ids of a rendering, int32 [T], and which are at least partly in one of ``spans``, bool [T].
 
         ``spans``, (start, end) in characters, are in order. BadRowError if text becomes a control token.
         """
@@ -159,7 +160,7 @@ class ControlTokens:
             return len(token_ids)
 
     def estimate(self, text: str, positions: np.ndarray) -> np.ndarray:
-        """Return about how many tokens of a rendering are before each of these characters, of any shape."""
+        """Return approximately how many tokens of a rendering are before each of these characters, of any shape."""
         try:
             segments = self._split(text)
         except _NeedsWholeTextError:
@@ -169,7 +170,7 @@ class ControlTokens:
         return np.interp(positions, [0, *character_ends], [0, *token_ends])
 
     def _split(self, text: str) -> list[str]:
-        """Return a rendering's segments, by turns a text, which may be empty, and a control token; all are encoded."""
+        """Return a rendering's segments, all encoded: a text, which may be empty, and a control token in turn."""
         if self._encoder is None:
             raise _NeedsWholeTextError
         if text not in self._segments:
@@ -181,7 +182,7 @@ class ControlTokens:
         return segments
 
     def _encode_segments(self, segments: Iterable[str]) -> None:
-        """Encode the segments that are not encoded yet, each once."""
+        """Encode the segments that have not been encoded yet, each once."""
         new_segments = list(dict.fromkeys(segment for segment in segments if segment not in self._ids))
         if not new_segments:
             return
@@ -195,7 +196,7 @@ class ControlTokens:
                     self._texts_with_control.add(segment)
 
     def _encode_by_segments(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Return what ``encode`` returns, from the rendering's segments; _NeedsWholeTextError if that is impossible."""
+        """Return the result of ``encode`` from the rendering's segments; _NeedsWholeTextError if this is impossible."""
         segments = self._split(text)
         ids_by_segment = [self._ids[segment] for segment in segments]
         first_characters = [0, *accumulate(map(len, segments))]
@@ -229,7 +230,7 @@ class ControlTokens:
         return self._placeholder_pattern.sub(lambda match: self._shielded_texts[match[0]], text)
 
     def _encode_whole(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Return what ``encode`` returns, with the whole rendering encoded at once."""
+        """Return the result of ``encode`` from the full rendering, encoded in one call."""
         tokenizer = self._aliased_tokenizer
         # the spans are the second, fourth, ... piece
         borders = [0, *chain.from_iterable(spans), len(text)]

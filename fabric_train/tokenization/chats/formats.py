@@ -1,4 +1,4 @@
-"""The formats of rows with chats: how each is recognised, the columns that it uses, and how it is read."""
+"""Recognise and read the formats of rows with chats, and list the columns that each format uses."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 PREFERENCE = "preference"
 UNPAIRED = "unpaired"
 _EXCHANGES = (("input", "output"), ("human", "assistant"))
-"""The keys of a question and its answer in data sets whose conversations are lists of exchanges."""
+"""The keys of a question and its answer, in data sets whose conversations are lists of exchanges."""
 _PROMPTS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -42,9 +42,9 @@ class ChatFormat:
     """A format of rows with chats, instructions, preference pairs or unpaired answers."""
 
     example: str
-    """The columns that it needs, for messages."""
+    """The columns that the format needs, for messages."""
     columns: tuple[str, ...]
-    """Every column that it may use, besides ``OF_EVERY_FORMAT``."""
+    """Every column that the format may use, in addition to ``OF_EVERY_FORMAT``."""
     recognises: Callable[[Row], bool]
     read: Callable[[RowColumns, TurnReader], Chat | Pair]
 
@@ -134,7 +134,7 @@ def _assistant(text: Any) -> Message:
 
 
 def _has_turns(column: str) -> Callable[[Row], bool]:
-    """Return a test for rows with turns in a column; an empty list counts unless the row has a text instead."""
+    """Return a test for rows with turns in a column; an empty list counts, unless the row has a text instead."""
     return lambda row: isinstance(row.get(column), list) and (bool(row[column]) or "text" not in row)
 
 
@@ -250,7 +250,7 @@ UNPAIRED_ANSWERS = ChatFormat(
 
 
 def detect_format(record: Row) -> str | None:
-    """Return the data format of a row by its columns; None if it has none of them."""
+    """Return the data format of a row by its columns; None if no format has them."""
     recognised = [name for name, chat_format in CHAT_FORMATS.items() if chat_format.recognises(record)]
     if not recognised:
         return None
@@ -264,7 +264,7 @@ def detect_format(record: Row) -> str | None:
 
 
 def columns(data_format: str) -> tuple[str, ...]:
-    """Return the columns that ``data_format`` (auto: any format) is read from; a row may lack some."""
+    """Return the columns from which ``data_format`` (auto: any format) is read; a row may lack some."""
     formats = CHAT_FORMATS.values() if data_format == "auto" else [CHAT_FORMATS[data_format]]
     names: dict[str, None] = {}
     for chat_format in formats:
@@ -277,7 +277,7 @@ def read_chat(record: Row | BadRowError, data_format: str, *, calls_as_text: boo
 
     An instruction and its input, with an empty line between them, become the user's turn, and the output becomes the
     assistant's. A prompt and a completion that are texts become two turns as well. ``calls_as_text``: see
-    :class:`TurnReader`. BadRowError if the row has another format; the message shows the row.
+    :class:`TurnReader`. Raise a BadRowError that shows the row if the row has a different format.
     """
     if isinstance(record, BadRowError):
         raise record
@@ -288,7 +288,7 @@ def read_chat(record: Row | BadRowError, data_format: str, *, calls_as_text: boo
 
 
 def read_pair(record: Row | BadRowError, *, calls_as_text: bool = False) -> Pair:
-    """Read a row with a preference pair; BadRowError if it has none, or an answer is empty or the same as the other."""
+    """Read a row with a preference pair; BadRowError if it has none, or if an answer is empty or equal to the other."""
     if isinstance(record, BadRowError):
         raise record
     pair = _read(record, PREFERENCE, calls_as_text)

@@ -1,4 +1,4 @@
-"""Limit the processor time and the memory of a block, and try a program by strangers in a process of its own."""
+"""Limit the processor time and the memory of a block, and try a program from strangers in a separate process."""
 
 import os
 import resource
@@ -17,12 +17,12 @@ _LONGEST_TRIAL = 300.0  # seconds; the machine may be busy
 
 
 class OutOfTimeError(BaseException):
-    """The time is over. It is not an ``Exception``: no library that catches those lets the program go on."""
+    """The time is over. This is not an ``Exception``, so no library can catch it and let the program continue."""
 
 
 @contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raise OutOfTimeError in the block after ``seconds`` of this process's processor time. Main thread only."""
+    """Raise an OutOfTimeError in the block after ``seconds`` of this process's processor time. Main thread only."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise OutOfTimeError
@@ -59,7 +59,7 @@ def limited_memory(num_bytes: int) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _open_statm(_process: int) -> int:
-    """Return a descriptor of the file with this process's size in pages, which each rendering of a chat reads.
+    """Return a descriptor for the file with this process's size in pages, which each rendering of a chat reads.
 
     A forked process needs its own.
     """
@@ -67,7 +67,7 @@ def _open_statm(_process: int) -> int:
 
 
 def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
-    """Return the message of the BadRowError that ``attempt`` raises in a forked process, None if it raises none.
+    """Return the message of the BadRowError that ``attempt`` raises in a forked process; None if it raises none.
 
     The child is killed if it does not end. ``attempt`` must touch no device and wait for no other thread.
     """
@@ -98,7 +98,7 @@ def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
 
 
 def _run_child(attempt: Callable[[], object], writer: int) -> None:
-    """End this process, a forked child, after ``attempt``; write the message of its BadRowError."""
+    """Run ``attempt`` in this process, a forked child, write the message of its BadRowError, and end the process."""
     try:
         for signal_number in (signal.SIGINT, signal.SIGTERM):  # the parent's handlers are not for the child
             signal.signal(signal_number, signal.SIG_DFL)

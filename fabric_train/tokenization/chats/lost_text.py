@@ -1,7 +1,7 @@
 """Find what a chat template leaves out of a conversation: contents, thoughts, tool calls, tool answers.
 
 A template may change white space, write text as JSON, and move the system turn. Each text of the messages must have a
-place of its own in the rendering::
+separate place in the rendering::
 
     messages     {"role": "assistant", "content": "5", "reasoning_content": "Count: 1, 2, 3, 4, 5."}
     rendering    <|im_start|>assistant\\n5<|im_end|>        the 5 has its place, the thoughts have none
@@ -20,7 +20,7 @@ _CALLS = "tool_calls"
 
 @dataclass(frozen=True)
 class MessageText:
-    """A text, or another value of JSON, that must be in a rendering; ``key`` is where it is in the message."""
+    """A text, or another JSON value, that must be in a rendering; ``key`` is its place in the message."""
 
     turn: int
     key: str
@@ -28,11 +28,11 @@ class MessageText:
 
     @property
     def plain(self) -> str:
-        """The value as most templates write it."""
+        """The form in which most templates write the value."""
         return self.value if isinstance(self.value, str) else json.dumps(self.value)
 
     def forms(self) -> tuple[str, ...]:
-        """Return how a template may write the value: as it is, as JSON, or as Python does."""
+        """Return the forms in which a template may write the value: unchanged, as JSON, or as Python does."""
         value = self.value
         if isinstance(value, str):
             # without the quotes
@@ -44,7 +44,7 @@ class MessageText:
 
 
 def check_turn_rendered(message: Message, turn: int, rendered: str) -> None:
-    """Raise BadRowError if ``rendered``, the assistant's part of a rendering, lacks a text of its message."""
+    """Raise a BadRowError if ``rendered``, the assistant's part of a rendering, lacks a text of its message."""
     texts = list(_texts_of(message, turn))
     if len(texts) == 1 and texts[0].plain in rendered:
         return
@@ -54,7 +54,7 @@ def check_turn_rendered(message: Message, turn: int, rendered: str) -> None:
 
 
 def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text: str) -> frozenset[str]:
-    """Raise BadRowError if the rendering of a conversation lacks a text of a message.
+    """Raise a BadRowError if the rendering of a conversation lacks a text of a message.
 
     A template may leave out the thoughts of turns that are not ``supervised``, as it does when the model answers; the
     keys of thoughts that it has left out are returned.
@@ -87,9 +87,9 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
 
 
 def find_lost(texts: Iterable[MessageText], rendered: str) -> MessageText | None:
-    """Return a text that is not in a rendering, None if all are; white space does not count.
+    """Return a text that is not in a rendering, or None if all are; white space is ignored.
 
-    Each text needs a place of its own: a text that was found is taken out of the rendering.
+    Each text needs a separate place, so a text that was found is removed from the rendering.
     """
     remaining = _without_space(rendered)
     # the longest first: a short text may be a part of a longer one
@@ -108,7 +108,7 @@ def find_lost(texts: Iterable[MessageText], rendered: str) -> MessageText | None
 
 
 def _are_plain_and_in_order(messages: Sequence[Message], rendered: str) -> bool:
-    """Return whether messages have only contents, which follow each other in a rendering, as they mostly do."""
+    """Return whether messages have only contents, which follow one another in a rendering, as is usual."""
     end = 0
     for message in messages:
         if len(message) > 2:  # role and content

@@ -1,4 +1,4 @@
-"""The messages as a chat template gets them, and the keys of messages that it does not show."""
+"""Prepare messages for a chat template, and find the keys of messages that the template does not show."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _QUESTION: Message = {"role": "user", "content": "turn0said"}
 
 
 class ShownMessages:
-    """What a template shows of messages."""
+    """Finds what a template shows of messages."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -28,7 +28,7 @@ class ShownMessages:
         self.has_tool_calls = self._shows_tool_calls()
 
     def messages(self, chat: Chat) -> list[Message]:
-        """Return the messages of a chat for the template, with thoughts under the name that it has for them."""
+        """Return the messages of a chat for the template, with thoughts under the template's name for them."""
         return [self._message(message) for message in chat.messages]
 
     def check(self, rendering: Rendering, supervised: frozenset[int]) -> frozenset[str]:
@@ -55,7 +55,7 @@ class ShownMessages:
     def unused_keys(self, rendering: Rendering) -> frozenset[str]:
         """Return the keys of messages, and the variables, that the template does not show.
 
-        For each role and key, the first rendering decides: it is the same without the key, or not.
+        For each role and key, the first rendering decides: whether it is the same without the key.
         """
         unused: set[str] = set()
         for message in rendering.messages:
@@ -73,7 +73,7 @@ class ShownMessages:
         return frozenset(unused)
 
     def _message(self, message: Message) -> Message:
-        """Return a message without the mark whether it is trained, and with its thoughts under the template's key."""
+        """Return a message with thoughts under the template's key, without the key that says whether it is trained."""
         if message.keys() == {"role", "content"}:
             return message
         shown = {key: value for key, value in message.items() if key != TRAINED}
@@ -93,7 +93,7 @@ class ShownMessages:
         return shown
 
     def _shows(self, rendering: Rendering, role: str, key: str) -> bool:
-        """Return whether the rendering is another one without a key of the messages of a role."""
+        """Return whether the rendering changes without a key of the messages of a role."""
         if not self._template.mentions(key):
             return False
         messages_without_key: list[Message] = []

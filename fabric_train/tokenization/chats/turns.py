@@ -1,4 +1,4 @@
-"""Read the turns of a conversation, in the notations that data sets have, as messages for chat templates.
+"""Read the turns of a conversation, in the notations of many data sets, as messages for chat templates.
 
 A turn says who speaks, what is said, and perhaps whether it is trained::
 
@@ -25,7 +25,7 @@ _SPEAKERS: dict[str, tuple[str, ...]] = {
     "tool": ("tool", "observation", "tool_response", "function_response", "function", "ipython"),
     _FUNCTION_CALL: (_FUNCTION_CALL, "tool_call"),  # of the assistant; its text has the calls as JSON
 }
-"""The role of a message, and the names that data sets have for it."""
+"""The names that data sets have for each role of a message."""
 
 
 def _roles_by_speaker() -> dict[str, str]:
@@ -48,7 +48,7 @@ _TRAINED_KEYS = {
     "loss_weight": True,
     "masked": False,  # torchtune
 }
-"""The keys of a turn that say whether it is trained, and the value with which it is."""
+"""The keys of a turn that say whether it is trained, and the value that means yes."""
 _TRAINED_PARTS = "train_detail"  # axolotl: [{"begin_offset": 0, "end_offset": 8, "train": false}, ...]
 
 
@@ -63,7 +63,7 @@ def is_speaker(name: Any) -> bool:
 
 
 def list_of_turns(turns: Any) -> list[Mapping[str, Any]]:
-    """Return a conversation as it is; TypeError if it is not a list of objects."""
+    """Return a conversation unchanged; TypeError if it is not a list of objects."""
     if not (isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)):
         raise TypeError("a conversation must be a list of objects")
     return turns
@@ -74,12 +74,12 @@ class TurnReader:
     """A reader of conversations."""
 
     leave: Callable[[str], None]
-    """Called with each key of a turn that is not used."""
+    """A function that is called with each key of a turn that is not used."""
     calls_as_text: bool = False
-    """A turn of function_call becomes the assistant's text, for a chat template without tool calls."""
+    """Whether a function_call turn becomes the assistant's text, for a chat template without tool calls."""
 
     def read(self, turns: Any) -> list[Message]:
-        """Return a conversation as messages; TypeError, ValueError or KeyError if it is none."""
+        """Return a conversation as messages; TypeError, ValueError or KeyError if it is not a conversation."""
         messages: list[Message] = []
         for turn_number, turn in enumerate(list_of_turns(turns), 1):
             message = self._read_turn(turn, turn_number)
@@ -152,7 +152,7 @@ class TurnReader:
         return "".join(texts), is_trained.pop() if is_trained else None
 
     def _pop_trained(self, entries: dict[str, Any], turn_number: int) -> bool | None:
-        """Remove the keys that say whether a turn is trained, and return what they say; None if there are none."""
+        """Remove the keys that say whether a turn is trained, and return their answer; None if there are none."""
         answers: dict[str, bool] = {}
         for key, value_if_trained in _TRAINED_KEYS.items():
             if key in entries:
@@ -184,7 +184,7 @@ def _is_same_turn(previous: Message, message: Message) -> bool:
 
 
 def _find_key(entries: Mapping[str, Any], keys: tuple[str, ...], turn: Mapping[str, Any], turn_number: int) -> str:
-    """Return the first of ``keys`` that a turn has; ValueError with the key as the file has it if there is none."""
+    """Return the first of ``keys`` that a turn has; ValueError, with the key in the file, if there is none."""
     for key in keys:
         if key in entries:
             return key
@@ -209,7 +209,7 @@ def _parse_json(value: Any, name: str) -> Any:
 
 
 def _pop_tool_calls(entries: dict[str, Any], turn_number: int) -> list[dict[str, Any]]:
-    """Remove the tool calls of a message, and return them; there may be none."""
+    """Remove and return the tool calls of a message; there may be none."""
     calls = _parse_json(entries.pop("tool_calls", None), f"tool_calls of turn {turn_number}")
     if not calls:  # as the OpenAI API had a call before there were several
         calls = _parse_json(entries.pop(_FUNCTION_CALL, None), f"{_FUNCTION_CALL} of turn {turn_number}")
@@ -219,14 +219,14 @@ def _pop_tool_calls(entries: dict[str, Any], turn_number: int) -> list[dict[str,
 
 
 def _read_calls(calls: Any, turn_number: int) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form; TypeError if there is one without a name."""
+    """Return tool calls in OpenAI's form; TypeError if one has no name."""
     if not isinstance(calls, list):
         calls = [calls]
     return [_tool_call(call, turn_number) for call in calls]
 
 
 def _tool_call(call: Any, turn_number: int) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, not as JSON text: templates expect an object."""
+    """Return a tool call with its arguments as an object instead of JSON text, because templates expect an object."""
     entries: dict[str, Any] = {}
     if isinstance(call, Mapping):
         entries = {key: value for key, value in call.items() if value is not None}

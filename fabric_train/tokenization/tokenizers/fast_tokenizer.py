@@ -21,7 +21,7 @@ class RustPanicError(ValueError):
 def panics_as_errors() -> Iterator[None]:
     """Raise RustPanicError in place of pyo3's PanicException.
 
-    A PanicException is no Exception, so that callers would not catch it, and its class cannot be imported.
+    A PanicException is not an Exception, so callers would not catch it, and its class cannot be imported.
     """
     try:
         yield

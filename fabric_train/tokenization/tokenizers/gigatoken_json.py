@@ -1,4 +1,4 @@
-"""Rewrite a ``tokenizer.json`` for gigatoken, which refuses some that it could read.
+"""Rewrite a ``tokenizer.json`` for gigatoken, which refuses some files that it could read.
 
 Texts whose ids this would change are left to the ``tokenizers`` library:
 
@@ -41,7 +41,7 @@ _SPLITS_DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 class CharacterFinder:
-    """Finds out whether one of ``characters``, code points from 128 on, is in a UTF-8 text.
+    """Finds out whether a UTF-8 text has one of ``characters``, which are code points from 128 on.
 
     Most texts have none of them, so the first two bytes of characters are looked for first, which is fast.
     """
@@ -73,7 +73,7 @@ class CharacterFinder:
 
 
 def _consecutive_ranges(code_points: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last code point of each run of consecutive ones; ``code_points`` are ascending."""
+    """Return the first and the last code point of each run of consecutive ``code_points``, which are ascending."""
     ranges: list[tuple[int, int]] = []
     for code_point in code_points:
         if ranges and ranges[-1][1] == code_point - 1:

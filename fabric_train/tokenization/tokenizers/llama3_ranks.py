@@ -1,4 +1,4 @@
-"""Build the tokenizer of a list of BPE ranks (Llama-3's ``tokenizer.model``)."""
+"""Build the tokenizer from a list of BPE ranks (Llama-3's ``tokenizer.model``)."""
 
 import base64
 import binascii

@@ -1,4 +1,4 @@
-"""Compare an encoder's ids with the tokenizer's in a process of its own, in parallel with other work."""
+"""Compare an encoder's ids with the tokenizer's in a separate process, in parallel with other work."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ _EXCERPT = 30  # characters before and after the position at which ids differ
 
 
 def special_token_strings(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield texts with the special or added ``tokens`` of a tokenizer, and with text that only looks like them."""
+    """Yield texts with a tokenizer's special or added ``tokens``, and with text that only looks like them."""
     tokens = list(tokens)
     for separator in ("", " ", "a", "\n "):
         yield separator.join(tokens)
@@ -50,7 +50,7 @@ def _every_plane() -> Iterator[str]:
 
 
 def _whitespace_runs() -> Iterator[str]:
-    """Yield texts with runs of each white space, and with two kinds next to each other."""
+    """Yield texts with runs of each white space, and with two kinds next to one another."""
     for space in _WHITESPACE:
         yield space
         runs = [space * length for length in (1, 2, 3, 4, 7, 8, 40)]
@@ -99,7 +99,7 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class Reference:
-    """The tokenizer in the ``tokenizers`` library, whose ids are right.
+    """The tokenizer in the ``tokenizers`` library, whose ids are correct by definition.
 
     Texts are encoded one at a time, so that the library starts no threads, which would prevent a fork.
     """
@@ -202,7 +202,7 @@ class ParityCheck:
         self._worker.send(sample)
 
     def begin(self, encoder: TextEncoder, borders: Borders) -> None:
-        """Start to compare the encoder's ids of the same texts, each on its own and all as documents."""
+        """Start to compare the encoder's ids for the same texts, each alone and all joined as documents."""
         assert self._worker is not None, "start comes first"
         hard_strings = self._worker.receive()  # the answer to ``start``
         assert isinstance(hard_strings, list)
@@ -214,7 +214,7 @@ class ParityCheck:
         encoding_worker.process.join()
 
     def result(self) -> str | None:
-        """Wait for the comparison; return where the first difference is, or None."""
+        """Wait for the comparison; return the place of the first difference, or None."""
         assert self._worker is not None, "start comes first"
         self._worker.receive()  # the empty answer to ``prepare``
         difference = self._worker.receive()  # the answer to ``begin``
@@ -239,7 +239,7 @@ class _Comparison:
 
     1. None: load the tokenizer and return its hard strings.
     2. A sample of texts: encode the hard strings and the sample; return None.
-    3. What an encoder gives for all these texts: return the first difference or None.
+    3. An encoder's ids for all these texts: return the first difference or None.
     """
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:

@@ -1,4 +1,4 @@
-"""Build the tokenizer of a SentencePiece BPE model (Llama-2's ``tokenizer.model``).
+"""Build the tokenizer from a SentencePiece BPE model (Llama-2's ``tokenizer.model``).
 
 transformers' own conversion orders merges by id and so gives other ids for some words. Here merges have the order in
 which sentencepiece applies them, and the result is compared with the library before use.
@@ -59,7 +59,7 @@ def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreT
 
 
 def _check_supported(path: Path, model: Any) -> None:
-    """Raise InputError if a ``ModelProto`` has something that a fast tokenizer cannot do."""
+    """Raise an InputError if a ``ModelProto`` needs something that a fast tokenizer cannot do."""
     faults = []
     if model.trainer_spec.model_type != BPE_MODEL:
         faults.append("is not a BPE model")
@@ -154,7 +154,7 @@ def _special_pieces(model: Any) -> dict[str, str | None]:
 
 
 def _check_ids(path: Path, model: Any, tokenizer: Tokenizer, library: sentencepiece.SentencePieceProcessor) -> None:
-    """Raise InputError unless both give the same ids for difficult texts, each piece's text, and pairs of pieces."""
+    """Raise an InputError unless both give the same ids for difficult texts, all pieces, and pairs of pieces."""
     pieces = [piece.piece.replace(SPACE, " ") for piece in model.pieces]
     pairs = [left + right for left, right in zip(pieces, reversed(pieces), strict=True)]
     texts = [*CONVERSION_TEXTS, *pieces, *pairs]

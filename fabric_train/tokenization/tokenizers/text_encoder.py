@@ -1,4 +1,4 @@
-"""Encode texts: by gigatoken if it gives the tokenizer's ids, otherwise by the ``tokenizers`` library."""
+"""Encode texts with gigatoken if it gives the tokenizer's ids, and otherwise with the ``tokenizers`` library."""
 
 import os
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class TextEncoder(Protocol):
 
 
 class UnsupportedTokenizerError(ValueError):
-    """An error for a tokenizer that gigatoken does not take; its message is a phrase with the reason."""
+    """Raised for a tokenizer that gigatoken does not support; the message is a phrase with the reason."""
 
 
 class FastEncoder:
@@ -98,8 +98,8 @@ class FastEncoder:
 class GigatokenEncoder:
     """An encoder on one core with the ids of the ``tokenizers`` library.
 
-    gigatoken's cache grows without limit. So after each ``text_between_looks`` bytes of text, the encoder looks at the
-    memory of the process. If that has grown by ``most_growth`` bytes, the tokenizer is loaded again, without its cache.
+    gigatoken's cache grows without limit. So after every ``text_between_looks`` bytes of text, the encoder checks the
+    memory of the process. If it has grown by ``most_growth`` bytes, the tokenizer is loaded again, without its cache.
 
     Raises:
         UnsupportedTokenizerError: gigatoken cannot load the tokenizer.
@@ -123,7 +123,7 @@ class GigatokenEncoder:
         self._load()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments: another process loads the tokenizer itself."""
+        """Pickle the arguments, with which another process loads the tokenizer."""
         arguments = (
             self._tokenizer_file,
             self._special_text_is_plain,
@@ -160,7 +160,7 @@ class GigatokenEncoder:
         """Encode all texts at once, with the text of EOS and BOS between them, at which the tokenizer splits first.
 
         Returns:
-            What :meth:`encode_documents` does; None if the texts have to be encoded one by one.
+            The same as :meth:`encode_documents`; None if the texts must be encoded one by one.
         """
         # join the texts
         bos: bytes | None = b""
@@ -231,7 +231,7 @@ def open_encoder(
 ) -> tuple[TextEncoder, str]:
     """Return the fastest encoder, and its name: "gigatoken" or "tokenizers: REASON".
 
-    ``why_not_gigatoken`` is a reason for which gigatoken is not tried.
+    ``why_not_gigatoken`` is a reason for not trying gigatoken.
     """
     if why_not_gigatoken:
         return FastEncoder(tokenizer_file, special_text_is_plain), f"tokenizers: {why_not_gigatoken}"

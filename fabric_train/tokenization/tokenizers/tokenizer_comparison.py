@@ -1,8 +1,8 @@
-"""Compare two ``tokenizer.json`` files: whether every text gets the same ids.
+"""Compare two ``tokenizer.json`` files to see whether every text gets the same ids.
 
-Whoever trains or evaluates a model on a token dataset needs the comparison if its tokenizer and the model's were
+Training and evaluating a model on a token dataset need this comparison if the dataset's tokenizer and the model's were
 written by different versions of the libraries: merges were strings once and are pairs now, and different settings can
-have the same effect. Such files have other bytes and give the same ids. So tokens are compared one by one. If merges,
+have the same effect. Such files differ in bytes and give the same ids. So tokens are compared one by one. If merges,
 normalizer or pre-tokenizer differ, both tokenizers encode the same texts.
 """
 
@@ -47,8 +47,8 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> tuple[str | No
             the same ids.
 
     Returns:
-        A fault: why an id means another token, or a text gets other ids; and a note: an added token that differs, which
-        changes no ids. None without one.
+        A fault, which says why an id means another token or a text gets other ids, and a note on an added token that
+        differs, which changes no ids. None without one.
 
     Raises:
         InputError: a file is damaged.
@@ -95,7 +95,7 @@ def _read_content(file: Path) -> _Content:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A token that has another id in the other tokenizer, or none."""
+    """A token that has a different id, or none, in the other tokenizer."""
 
     token: str
     token_id: int

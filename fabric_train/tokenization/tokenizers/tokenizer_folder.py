@@ -38,7 +38,7 @@ _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 @dataclass(frozen=True)
 class CorpusTokenizer:
-    """A tokenizer's special tokens, and the files or the object that it is saved from."""
+    """A tokenizer's special tokens, and the files or the object from which it is saved."""
 
     name: str
     bos_token: str | None  # None for a tokenizer without BOS (Qwen's); documents then begin without one
@@ -170,7 +170,7 @@ def _token_text(token: str | dict[str, Any]) -> str:
 
 
 def no_eos(name: str, *, has_bos: bool) -> InputError:
-    """Return the error for a tokenizer without EOS: nothing would separate documents."""
+    """Return the error for a tokenizer without EOS, with which nothing would separate documents."""
     missing_tokens = "EOS token" if has_bos else "EOS token and no BOS token"
     return InputError(
         f"--tokenizer_name {name}: it has no {missing_tokens}, so nothing would separate documents; "
@@ -229,5 +229,5 @@ def chat_template_in(folder: Path) -> str | None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, an empty one if there is no file; InputError if the file is damaged."""
+    """Return the JSON object in a file, or an empty one if there is no file; InputError if the file is damaged."""
     return read_json(file, dict, "fetch the file again") if file.exists() else {}

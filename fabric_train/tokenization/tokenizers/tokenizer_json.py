@@ -37,7 +37,7 @@ class TokenizerJson:
 
 
 def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
-    """Read a ``tokenizer.json``; ValueError if it is something else.
+    """Read a ``tokenizer.json``; ValueError if it is not one.
 
     With ``keep``, the content stays in memory until this file, or a copy of it, is read again: parsing takes a second
     for a large vocabulary, and the content takes memory.
@@ -67,7 +67,7 @@ def _parse(raw: bytes) -> TokenizerJson:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Halve the time to parse 280,000 merges: each is a list, which the collector would visit again and again."""
+    """Turn off garbage collection, which doubles the time to parse 280,000 merges: it visits each list many times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Decode the ids of a ``tokenizer.json`` one by one, for a reader."""
+"""Decode the ids of a ``tokenizer.json`` one by one, for people."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Vocabulary:
     unk_token_id: int | None
 
     def spans(self, token_ids: list[int]) -> Iterator[tuple[int, str]]:
-        """Yield (number of ids, text) in order; the number is above 1 only for tokens that share a character."""
+        """Yield (number of ids, text) in order; the number only exceeds 1 for tokens that share a character."""
         texts = self._texts(token_ids)
         position = 0
         while position < len(token_ids):
@@ -76,7 +76,7 @@ class Vocabulary:
         return 1, text
 
     def _texts(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """Return the text of each id alone; ``⟨ID⟩`` if it has none."""
+        """Return the text of each single id, or ``⟨ID⟩`` if it has none."""
         unique_ids = sorted(set(token_ids))
         valid_ids = [token_id for token_id in unique_ids if 0 <= token_id < self.size]
         texts = dict(zip(valid_ids, self._decode([[token_id] for token_id in valid_ids]), strict=True))
@@ -92,7 +92,7 @@ class Vocabulary:
 
     @cached_property
     def _letter(self) -> tuple[list[int], str]:
-        """The ids of a letter, and the text that they are decoded to."""
+        """The ids of a letter, and the text to which they are decoded."""
         token_ids = self.tokenizer.encode("a", add_special_tokens=False).ids
         return token_ids, self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
@@ -129,7 +129,7 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def _read_named_tokens(file: Path) -> dict[str, str]:
-    """Return the special tokens of a configuration by role. It has them as text, or as objects with ``content``."""
+    """Return the special tokens of a configuration by role; they are texts, or objects with ``content``."""
     if not file.exists():
         return {}
     content = read_json(file, dict, "tokenize again")
