@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import vl_convert
 
 from benchmarks import plan_table
+from docs_build import fsdp_figures
 from docs_build.site import DOCS
 from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.learning_rate import learning_rate
@@ -174,4 +176,10 @@ FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "schedule": schedule,
     "precision": precision,
     "memory": memory,
+    "fsdp_memory": partial(fsdp_figures.memory, fsdp_figures.ENGLISH),
+    "fsdp_memory_es": partial(fsdp_figures.memory, fsdp_figures.SPANISH),
+    "fsdp_collectives": partial(fsdp_figures.collectives, fsdp_figures.ENGLISH),
+    "fsdp_collectives_es": partial(fsdp_figures.collectives, fsdp_figures.SPANISH),
+    "fsdp_step": partial(fsdp_figures.step, fsdp_figures.ENGLISH),
+    "fsdp_step_es": partial(fsdp_figures.step, fsdp_figures.SPANISH),
 }

@@ -37,6 +37,8 @@ NOT_RUN = {
     "FABRIC_TRAIN_SETTINGS=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
     "export FABRIC_TRAIN_SETTINGS": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
     "submit() {": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
+    "plan() {": "plans of an 8B; tests/programs/test_fsdp_page.py",
+    "plan --": "plans of an 8B; tests/programs/test_fsdp_page.py",
     "tokenize=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
     "merge=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
     "counts=": "there is no Slurm here; tests/programs/test_slurm_scripts.py",
@@ -108,7 +110,10 @@ NOT_COMPARED = {
 """The beginnings of command lines whose output is not compared with the page, and why."""
 OF_SLOW_RUNS = "reference log-probabilities of train, batch"
 """The beginning of lines that a run prints only if it has printed nothing for eight seconds."""
-TRANSLATIONS = {"docs/es/primer_entrenamiento.md": "docs/tutorials/first_run.md"}
+TRANSLATIONS = {
+    "docs/es/primer_entrenamiento.md": "docs/tutorials/first_run.md",
+    "docs/es/fsdp.md": "docs/explanation/fsdp.md",
+}
 """Pages with the same commands as another one, which is run."""
 PAGES = {
     path.relative_to(ROOT).as_posix(): list(commands_in(path.read_text(encoding="utf-8")))

@@ -1,0 +1,163 @@
+"""The pages about FSDP: their tables are what the plan computes, their lines of code are in examples/minimal.py."""
+
+import re
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan_table
+from docs_build import fsdp_figures
+from fabric_train.__main__ import main
+from fabric_train.arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.preflight.memory_layout import collectives_of_step, make_layout, read_units
+from fabric_train.programs import tokenize_dataset
+from fabric_train.training.step_plan import StepPlan
+from tests.support.documented_commands import commands_in, plain
+from tests.support.programs import ROOT
+
+PAGES = ("docs/explanation/fsdp.md", "docs/es/fsdp.md")
+ENGLISH = (ROOT / PAGES[0]).read_text(encoding="utf-8")
+NUM_GPUS = fsdp_figures.NUM_GPUS
+_BEGIN_OF_PLAN = "plan() { fabric-train train"
+_END_OF_PLAN = '"$@"; }'
+
+
+def table_after(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the rows of the first table whose header begins with ``heading``."""
+    lines = text[text.index(heading) :].splitlines()
+    rows = []
+    for line in lines[2:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def sent_parameters(options: str, parallelism: str, accumulation: int) -> float:
+    """Return what a GPU sends in a step by the plan, in multiples of the parameters times 7/8.
+
+    The model has nothing outside of its layers: embedding and head are gathered once, not twice.
+    """
+    arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", *options.split()])
+    plan = StepPlan(None, NUM_GPUS, NUM_GPUS, 1, accumulation, NUM_GPUS * accumulation, None, 1, 8192)
+    layout = make_layout(arguments, plan, parallelism)
+    units = read_units(plan_table.read_model("8B"), arguments)
+    num_in_layers = units.layer * units.num_layers
+    units = replace(units, rest=0, trained=num_in_layers, touched=num_in_layers)
+    unit = num_in_layers * (NUM_GPUS - 1) / NUM_GPUS
+    sent = 0.0
+    for collective in collectives_of_step(units, layout):
+        itemsize = layout.pass_itemsize if collective.name.startswith("all-gather") else 4
+        sent += collective.sent / (itemsize * unit)
+    return sent
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_memory_of_the_strategies_is_what_their_shards_take(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    num_parameters = plan_table.read_model("8B").num_parameters
+    heading = "| | sharded |" if "| | sharded |" in text else "| | se reparte |"
+    shown = {row[0]: row[2].replace(",", ".") for row in table_after(text, heading)}
+    for strategy in fsdp_figures.SHARDED:
+        gigabytes = sum(fsdp_figures.bytes_on_gpu(strategy, num_parameters, NUM_GPUS).values()) / 1e9
+        assert shown[strategy] == f"{gigabytes:.1f}"
+
+
+@pytest.mark.parametrize(
+    "options, parallelism, at_one, at_eight",
+    [
+        ("", "ddp", 2, 2),
+        ("", "fsdp", 3, 2 * 8 + 1),
+        ("--gradient_reduction micro_batch", "fsdp", 3, 3 * 8),
+        ("--sharding_strategy SHARD_GRAD_OP", "fsdp", 2, 2),
+        ("--sharding_strategy SHARD_GRAD_OP", "fsdp2", 2, 8 + 1),
+    ],
+)
+def test_traffic_of_the_strategies_is_what_the_plan_counts(
+    options: str, parallelism: str, at_one: int, at_eight: int
+) -> None:
+    assert sent_parameters(options, parallelism, 1) == pytest.approx(at_one)
+    assert sent_parameters(options, parallelism, 8) == pytest.approx(at_eight)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_the_example_are_in_it(page: str) -> None:
+    example = (ROOT / "examples/minimal.py").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    heading = "| what | line |" if "| what | line |" in text else "| qué | línea |"
+    lines = [row[1].strip("`") for row in table_after(text, heading)]
+    assert len(lines) == 10
+    assert [line for line in lines if line not in example] == []
+
+
+def test_a_step_gathers_computes_and_frees_each_layer_twice() -> None:
+    spans = fsdp_figures.spans_of_step(fsdp_figures.NUM_LAYERS)
+    computations = [span for span in spans if span.kind in ("forward", "backward")]
+    assert [span.layer for span in computations] == [1, 2, 3, 4, 4, 3, 2, 1]
+    whole = [span for span in spans if span.kind == "whole"]
+    for computation in computations:
+        held = [span for span in whole if span.start < computation.end and computation.start < span.end]
+        assert computation.layer in {span.layer for span in held}
+        assert len(held) <= 2
+    network = sorted((span.start, span.end) for span in spans if span.kind in ("gather", "reduce"))
+    assert all(end <= next_start for (_, end), (next_start, _) in pairwise(network))
+
+
+@pytest.fixture(scope="module")
+def reader_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path, tiny_model_dir: Path) -> Path:
+    """A folder with what the plans of the page read."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    words = f"--dataset {shakespeare_jsonl} --tokenizer_name {tiny_model_dir} --max_length 8k --num_proc 1"
+    tokenize_dataset.main([*words.split(), "--output_dir", str(folder / "data/8k")])
+    return folder
+
+
+def plan_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the page's ``plan`` prints with these arguments, and its error."""
+    definition = next(command.line for command in commands_in(ENGLISH) if command.line.startswith(_BEGIN_OF_PLAN))
+    shared = shlex.split(definition.removeprefix(_BEGIN_OF_PLAN).removesuffix(_END_OF_PLAN))
+    error = ""
+    try:
+        main([*shared, *shlex.split(words)])
+    except InputError as refused:
+        error = f"error: {refused}"
+    return plain(f"{capsys.readouterr().out}\n{error}")
+
+
+@pytest.mark.slow
+def test_plans_print_what_the_page_shows(
+    reader_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(reader_dir)
+    plans = [command for command in commands_in(ENGLISH) if command.line.startswith("plan --")]
+    assert len(plans) == 5
+    for command in plans:
+        printed = plan_of(command.line.removeprefix("plan "), capsys)
+        for line in command.shown:
+            assert plain(line.replace("…", "")) in printed
+
+
+@pytest.mark.slow
+def test_tables_of_the_exercises_are_those_of_plans(
+    reader_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(reader_dir)
+    cells = {
+        f"--devices {row[0]} --precision bf16-mixed": row[1] for row in table_after(ENGLISH, "| GPUs | `--precision")
+    }
+    for row in table_after(ENGLISH, "| `--micro_batch_size` |"):
+        options = f"--devices 8 --precision bf16-mixed --micro_batch_size {row[0]} --activation_checkpointing"
+        cells[f"{options} none"] = row[2]
+        cells[f"{options} full"] = row[3]
+    assert len(cells) == 12
+    for words, cell in cells.items():
+        printed = plan_of(words, capsys)
+        needed = re.search(r"at most ([\d.]+) GB", printed)
+        assert needed is not None
+        assert cell.startswith(f"{float(needed[1]):.1f} GB"), words
+        assert ("does not fit" in cell) == ("error: " in printed), words
