@@ -1,11 +1,11 @@
 #!/bin/bash
-# Check a job here, then submit it to Slurm, with the settings of settings.sh:
+# Check a job and submit it to Slurm, with the settings in settings.sh:
 #   launch/slurm/submit.sh train --config run.yaml                      a training run on NODES nodes
-#   launch/slurm/submit.sh each ITEM ITEM … -- COMMAND                  a job array: COMMAND once for each item, where {} is the
+#   launch/slurm/submit.sh each ITEM ITEM … -- COMMAND                  a job array: runs COMMAND for each item, where {} is the
 #                                                                       item and {/} its name without folders
 #   launch/slurm/submit.sh each runs/1/checkpoints/step-* -- fabric-train convert --checkpoint {} --output_dir exports/{/}
 #   launch/slurm/submit.sh each 1 2 3 4 -- fabric-train evaluate --watch runs/1 --tasks tasks.yaml --wait false
-#   launch/slurm/submit.sh --print train --config run.yaml              check it and show the job; this needs no Slurm
+#   launch/slurm/submit.sh --print train --config run.yaml              check and print the job; works without Slurm
 set -euo pipefail
 
 fail() {
@@ -25,11 +25,11 @@ fi
 folder=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$folder/../.." && pwd)
 settings=${FABRIC_TRAIN_SETTINGS:-$folder/settings.sh}
-[[ -r $settings ]] || fail "$settings: no such file; FABRIC_TRAIN_SETTINGS names the settings, launch/slurm/settings.sh if it is unset"
+[[ -r $settings ]] || fail "$settings: no such file; set FABRIC_TRAIN_SETTINGS to your settings, or unset it to use launch/slurm/settings.sh"
 # shellcheck source=launch/slurm/settings.sh
 source "$settings"
 if ! ((prints)) && ! command -v sbatch > /dev/null; then
-  fail "no sbatch here; submit on a machine with Slurm's commands, usually the login node; --print shows the job without them"
+  fail "there is no sbatch here; submit on a machine with Slurm's commands, usually the login node; --print shows the job without Slurm"
 fi
 [[ $CONTAINER =~ ^(|pyxis|apptainer|docker|podman)$ ]] || fail "$settings: CONTAINER=$CONTAINER; give pyxis, apptainer, docker, podman or nothing"
 [[ -z $CONTAINER || -n $IMAGE ]] || fail "$settings: CONTAINER=$CONTAINER needs an IMAGE"
@@ -59,7 +59,7 @@ case $kind in
   *) fail "give train or each: launch/slurm/submit.sh train --config run.yaml; launch/slurm/submit.sh --help shows both" ;;
 esac
 
-check_each() { # the arguments of one of this project's programs; of others, that they are there
+check_each() { # check the arguments of this project's programs; for others, only that they exist
   local program=() known word
   while (($#)) && [[ $1 != --* ]]; do
     [[ $1 != *.py || -e $1 ]] || fail "$1: no such file"
@@ -75,7 +75,7 @@ check_each() { # the arguments of one of this project's programs; of others, tha
   done
 }
 
-gpus_per_node() { # the number of GPUs that these options of sbatch ask for on each node; the last one counts
+gpus_per_node() { # print the number of GPUs per node that these sbatch options request; the last option applies
   local number='' option='' word
   for word; do
     [[ $option =~ ^--(gpus-per-node|gres)$ ]] && word=$option=$word # written as two words
@@ -90,13 +90,13 @@ gpus_per_node() { # the number of GPUs that these options of sbatch ask for on e
 if [[ $kind == train ]]; then
   gpus=$(gpus_per_node "${options[@]}" "${JOB_OPTIONS[@]}")
   if [[ -n $gpus && $gpus != "$TASKS_PER_NODE" ]]; then
-    fail "$settings: TASKS_PER_NODE=$TASKS_PER_NODE, but the job asks for $gpus GPUs on each node (--gpus-per-node or --gres): a process computes on one GPU, so make them equal; leave the option out for CPUs"
+    fail "$settings: TASKS_PER_NODE=$TASKS_PER_NODE, but the job requests $gpus GPUs per node (--gpus-per-node or --gres); each process uses one GPU, so make the numbers equal, or leave the option out for CPUs"
   fi
 fi
 
-# faults are reported now, and not when the job has waited in the queue
+# report errors now, not after the job has waited in the queue
 for mount in "${MOUNTS[@]}"; do
-  [[ -e $mount ]] || fail "$settings: MOUNTS has $mount, which is not there"
+  [[ -e $mount ]] || fail "$settings: MOUNTS contains $mount, which does not exist"
 done
 if [[ $CONTAINER == apptainer && $IMAGE != *://* || $CONTAINER == pyxis && $IMAGE == *.sqsh ]] && [[ ! -e $IMAGE ]]; then
   fail "$settings: IMAGE=$IMAGE: no such file"
@@ -114,10 +114,10 @@ fi
 case $kind in
   train) "${inside[@]}" "${command[@]}" --plan check >&2 || exit 2 ;;
   each) check_each "${command[@]}" ;;
-  unchecked) echo "note: the arguments are not checked, since $CONTAINER starts no container here" >&2 ;;
+  unchecked) echo "note: the arguments are not checked, because $CONTAINER cannot start a container here" >&2 ;;
 esac
 
-# Slurm keeps a copy of the script, so the job is complete in itself. USR1 goes to the ranks, not to the script.
+# Slurm keeps a copy of the script, so the job is self-contained. USR1 goes to the ranks, not to the script.
 options=(--job-name="$name" --output="$LOGS/$log" --open-mode=append --requeue --signal="USR1@$SAVE_SECONDS"
   "${options[@]}" "${JOB_OPTIONS[@]}")
 arguments=("$project" "${#items[@]}" "${items[@]}" "${command[@]}")

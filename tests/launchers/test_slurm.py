@@ -432,7 +432,7 @@ def test_wrong_input_is_not_started_again(
     assert cluster.state(job) == "FAILED"
     log = (cluster.folder / "logs" / f"each-{job}_0.log").read_text(encoding="utf-8")
     assert "error: --train_data_dir nowhere: no such folder" in log
-    assert "slurm: error: wrong input, see above" in log
+    assert "slurm: error: invalid input, see above" in log
     assert "restart 1" not in log
 
 
