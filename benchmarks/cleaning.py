@@ -17,7 +17,7 @@ from benchmarks.measure import Spread, interleave, spread
 from benchmarks.report import Report
 from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.cleaning.dropped import Dropped
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.sample_data import real_data
 from fabric_train.tokenization.arguments import TokenizeArguments

@@ -29,7 +29,8 @@ from benchmarks.gpu import ACCUMULATION, MIDDLE, ROWS, SMALL, STEPS, WARM_UP_STE
 from benchmarks.measure import ROOT, CommandError, CommandTimeoutError
 from benchmarks.report import RESULTS, Machine, Report, write_report
 from fabric_train.cli.errors import InputError, RunError
-from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
 from fabric_train.sample_data import real_data
 
 NAME = "gpu-first-hour"

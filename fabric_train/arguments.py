@@ -24,16 +24,15 @@ from fabric_train.cli.argument_types import (
     PositiveShare,
     RowLength,
     Seconds,
-    Shares,
     UnitInterval,
     given_twice,
-    named_numbers,
     parse_size,
     range_of_steps,
 )
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import launcher_arguments
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shares import Shares, named_numbers
 from fabric_train.cli.tables import LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS, Table, resolve_settings
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from fabric_train.checkpoint.peft_settings import CONFIG, SAVE_ADVICE
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError, note
 from fabric_train.cli.launcher import is_first_on_machine
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import AdaptedWeights, attach, is_adapter_parameter, materialize, start_magnitudes
 from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
 from fabric_train.model.load_weights import MetaModel, build_on_meta, open_checkpoint, open_pretrained

@@ -23,7 +23,7 @@ from fabric_train.checkpoint.peft_settings import (
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.sharded_parameters import original_name
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import Adapter, adapted_layers, is_adapter_parameter
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.origin import AdapterBase

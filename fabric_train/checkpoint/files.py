@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fabric_train.cli.errors import InputError, raise_reached_limit
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 CHECKSUMS = "checksums.json"
 CHUNK_BYTES = 4 << 20

@@ -12,7 +12,7 @@ from fabric_train.checkpoint.trainer_json import (
 )
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_batches import LaneCursor
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fabric_train.cli.argument_types import planned_steps
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import PROJECT, Component
 from fabric_train.data.data_order import DataOrder, PhaseRows, StreamOrder, describe_changes
-from fabric_train.files.regular_file import parse_json, read_json
+from fabric_train.files.typed_json import parse_json, read_json
 from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ class TrainerJson:
         return self.content["versions"]
 
     def parse_content(self, kind: type[T]) -> T:
-        """Return the content as a type with fields that this class does not have, see ``regular_file.read_json``.
+        """Return the content as a type with fields that this class does not have, see ``typed_json.read_json``.
 
         Raises:
             InputError: A value is missing or has another type.

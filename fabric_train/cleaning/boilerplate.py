@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fabric_train.cleaning.dropped import Dropped
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 # a line with fewer letters and digits is never removed: a blank line, a brace, ``else:``, the name of a speaker
 MIN_LETTERS = 15

@@ -12,10 +12,10 @@ from fabric_train.cleaning import near_duplicates
 from fabric_train.cleaning.arguments import CleaningArguments
 from fabric_train.cleaning.boilerplate import Boilerplate, open_boilerplate
 from fabric_train.cleaning.decontamination import open_decontamination
-from fabric_train.cleaning.dropped import Cleaned, Dropped, Marked, TaskHit
 from fabric_train.cleaning.language import open_language_filter
 from fabric_train.cleaning.personal_data import open_redaction
 from fabric_train.cleaning.quality import open_quality_filter
+from fabric_train.cleaning.results import Cleaned, Dropped, Marked, TaskHit
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.documents import TOO_DEEP, BadRowError, Chat, Message, Pair, check_surrogates
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import Dropped, Marked, TaskHit
+from fabric_train.cleaning.results import Dropped, Marked, TaskHit
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.documents import BadRowError, Row
 from fabric_train.reading.files import FileReader

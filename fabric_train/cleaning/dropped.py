@@ -1,4 +1,4 @@
-"""Results of cleaning steps for documents that are not simply kept, and the files in a token dataset that show them.
+"""Write and read the files of a token dataset that show the documents that cleaning has dropped or marked.
 
 ``dropped.jsonl`` has up to 20 dropped documents for each reason, so that a user sees what a rule drops.
 ``contamination.jsonl`` has every document that shares words with an evaluation task.
@@ -9,15 +9,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
-import numpy as np
-
+from fabric_train.cleaning.results import TaskHit
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular, parse_json
+from fabric_train.files.regular_file import open_regular
+from fabric_train.files.typed_json import parse_json
 from fabric_train.token_dataset.document_index import SourceTable
 
-Content = TypeVar("Content")
 DROPPED_FILE = "dropped.jsonl"
 CONTAMINATION_FILE = "contamination.jsonl"
 TEXT_CHARACTERS = 500
@@ -25,43 +23,6 @@ PER_SHARD = 3  # documents that a shard keeps for each reason
 PER_REASON = 20  # that are shown
 Location = tuple[int, int]  # the index of a document's file in the document index, and its row in the file, from 1
 _MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
-
-
-@dataclass(frozen=True)
-class TaskHit:
-    """The words that a document shares with an item of an evaluation task."""
-
-    task: str
-    item: str  # the item's ``id``, or its line in the file of the task
-    num_shared: int  # n-grams that both have
-    words: str  # the longest sequence of shared words, normalized, and cut after 40 words
-
-
-@dataclass(frozen=True)
-class Cleaned(Generic[Content]):
-    """A text or chat that is kept, after the changes of the cleaning steps."""
-
-    content: Content
-    edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
-    signature: np.ndarray | None  # MinHash signature, uint32 [112]; None without --near_duplicates
-    hits: tuple[TaskHit, ...]  # what it shares with evaluation tasks
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """The result of a cleaning step that drops a document."""
-
-    reason: str  # the key in the ledger's ``documents_skipped``, such as ``other_language``
-    detail: str  # the finding in this document, such as ``ca 0.91``
-    hits: tuple[TaskHit, ...] = ()
-
-
-@dataclass(frozen=True)
-class Marked:
-    """The result of a cleaning step that keeps a document although it shares words with evaluation tasks."""
-
-    text: str
-    hits: tuple[TaskHit, ...]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import Dropped
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.files.requirements import check_package
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import identifier_settings, identify, load_identifier
+from fabric_train.cleaning.results import Dropped
 
 _WORDS = re.compile(r"\w+(?:[.,:/@'’]+\w+)*")  # 1.000,50 and don't and example.com are one each
 

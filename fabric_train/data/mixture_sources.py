@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import Shares, split_name
 from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.token_dataset.document_search import rows_of_sources

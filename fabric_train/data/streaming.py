@@ -20,7 +20,7 @@ from fabric_train.data.stream_documents import (
 )
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.reading.documents import BadRowError, EncodedDocument, Row, columns_beside_text, why_left_out
 from fabric_train.reading.sources import open_sources, split_names
 from fabric_train.tokenization.chats.formats import columns, read_chat

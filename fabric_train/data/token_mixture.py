@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from fabric_train.cli.argument_types import Shares
+from fabric_train.cli.shares import Shares
 from fabric_train.data.joined_rows import JoinedRows
 from fabric_train.data.mixture_sources import ListedSource, list_sources, rows_per_epoch
 from fabric_train.data.token_dataset import TokenDataset, open_dataset

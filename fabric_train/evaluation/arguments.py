@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-from fabric_train.cli.argument_types import (
-    NonNegativeInt64,
-    PositiveInt,
-    RowLength,
-)
+from fabric_train.cli.argument_types import NonNegativeInt64, PositiveInt, RowLength
 
 _LISTS = ("models", "texts", "pairs")
 

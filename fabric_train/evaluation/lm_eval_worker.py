@@ -27,7 +27,7 @@ from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
 from fabric_train.evaluation.task_file import TaskSettings, is_task_file
-from fabric_train.files.regular_file import parse_json
+from fabric_train.files.typed_json import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _OFFLINE = "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"

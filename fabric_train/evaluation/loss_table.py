@@ -13,7 +13,8 @@ from rich.table import Table
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
-from fabric_train.files.regular_file import open_regular, parse_json, write_atomically
+from fabric_train.files.regular_file import open_regular, write_atomically
+from fabric_train.files.typed_json import parse_json
 from fabric_train.pages.charts import BETTER, TEXT, WORSE, write_png
 from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, DocumentSums, ModelLoss, compare
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.task_file import LanguageTask, TaskSettings
-from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
 from fabric_train.pages import markdown
 from fabric_train.pages.charts import Chart, Series, draw
 

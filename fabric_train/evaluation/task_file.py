@@ -11,13 +11,7 @@ from typing import Any
 import yaml
 
 from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import (
-    NonNegativeInt,
-    PositiveInt,
-    WrongValueError,
-    convert,
-    nearest_name,
-)
+from fabric_train.cli.argument_types import NonNegativeInt, PositiveInt, WrongValueError, convert, nearest_name
 from fabric_train.cli.errors import InputError
 
 _SETTING_TYPES: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}

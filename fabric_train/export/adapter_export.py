@@ -13,7 +13,8 @@ from fabric_train.checkpoint.adapter_folder import CONFIG, PREFIX, TIED, WEIGHTS
 from fabric_train.cli.errors import InputError
 from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.source import ExportSource
-from fabric_train.files.regular_file import copy_folder, read_json
+from fabric_train.files.regular_file import copy_folder
+from fabric_train.files.typed_json import read_json
 from fabric_train.model import hf_model
 from fabric_train.model.generation_settings import checkpoint_generation_config, write_generation_config
 from fabric_train.model.load_weights import build_on_meta

@@ -14,7 +14,7 @@ import torch
 
 from fabric_train.cli.errors import InputError
 from fabric_train.export.merged_adapter import MergeInto, open_whole
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.model.weight_files import StoredTensors
 

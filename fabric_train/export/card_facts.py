@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.files.regular_file import read_json_lines
+from fabric_train.files.typed_json import read_json_lines
 from fabric_train.model.origin import HubDataset, ModelOrigin, StageSource, TrainingSession, TrainingStage
 from fabric_train.pages.markdown import (
     SHOWN_DIGITS,

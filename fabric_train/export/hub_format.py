@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_train.checkpoint.tensors import safetensors_header
 from fabric_train.cli.output import open_console
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 _ADVICE = "convert again"

@@ -30,7 +30,8 @@ from fabric_train.export.card_facts import ModelRecord, Row, read_record
 from fabric_train.export.publish import read_cleaning
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification_report import REPORT_NAME, OutputReport, VerificationReport
-from fabric_train.files.regular_file import read_json, write_atomically
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.origin import STAGES, ModelOrigin, TrainingStage, legal_files
 from fabric_train.pages.markdown import Markdown, code, link, render
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves

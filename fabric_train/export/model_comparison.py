@@ -31,7 +31,7 @@ from fabric_train.export.verification_report import (
     VerificationReport,
     find_faults,
 )
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.inference.devices import load_onto_devices
 from fabric_train.inference.peft_adapter import add_adapter
 from fabric_train.model import hf_model, load_weights

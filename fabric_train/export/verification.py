@@ -21,7 +21,7 @@ from fabric_train.export.average import WeightedCheckpoint
 from fabric_train.export.merged_adapter import MergeInto
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification_report import REPORT_NAME, VerificationReport, read_report
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 _FAULTS = "faults.json"
 """The file with the lines of an InputError in the verifying process; the folder with this file is not kept."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 REPORT_NAME = "verification.json"
 Method = Literal["whole model", "layer by layer", "tensors only"]

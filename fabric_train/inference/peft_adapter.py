@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from fabric_train.checkpoint.adapter_folder import CONFIG, check_files
 from fabric_train.checkpoint.peft_settings import SAVE_ADVICE, uncomputed_settings
 from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes, read_json
+from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.requirements import check_package
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import ALL_LINEAR
 from fabric_train.model.patterns import NamePattern
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular, parse_json
+from fabric_train.files.regular_file import open_regular
+from fabric_train.files.typed_json import parse_json
 from fabric_train.reading.documents import Chat, Message
 from fabric_train.tokenization.chats.formats import read_chat
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular, open_to_write, parse_json
+from fabric_train.files.regular_file import open_regular, open_to_write
+from fabric_train.files.typed_json import parse_json
 from fabric_train.inference.arguments import GenerateArguments
 from fabric_train.inference.generate import GeneratedText, generate
 from fabric_train.inference.load_model import load_to_generate

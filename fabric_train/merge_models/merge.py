@@ -32,8 +32,8 @@ from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import verify_in_fresh_process, write_report
 from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
-from fabric_train.files.regular_file import parse_json
 from fabric_train.files.requirements import check_room
+from fabric_train.files.typed_json import parse_json
 from fabric_train.merge_models.models import (
     is_checkpoint,
     note_on_rounding,

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PretrainedConfig
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.manifest import load_manifest
 
 GENERATION_CONFIG = "generation_config.json"

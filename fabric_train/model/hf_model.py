@@ -23,7 +23,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
-from fabric_train.files.regular_file import check_no_pipes, read_json
+from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import Adapter, attach
 from fabric_train.model.computed_settings import describe_unknown, fault_of_quantization, leave_code_out
 from fabric_train.model.flops import ModelFlops, model_flops

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 
 def check_model_folder(source: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, NonNegativeInt, PositiveInt
 from yaml import YAMLError
 
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 HUB_SOURCE = "hub_source.json"
 """The file that ``download_model.py`` adds to a folder, with the fields of :class:`HubSource`."""

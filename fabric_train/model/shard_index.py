@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 
 SHARD_INDEX = "shards.json"
 NO_ROWS = -1

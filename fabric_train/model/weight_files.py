@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_file_name, check_not_pointer, parse_json, read_json
+from fabric_train.files.regular_file import check_file_name, check_not_pointer
+from fabric_train.files.typed_json import parse_json, read_json
 from fabric_train.model.shard_index import DTYPES, SHARD_INDEX, Piece, ShardedTensor, read_shard_index
 
 SHARDING_INFO = "DCP_SHARDING_INFO"

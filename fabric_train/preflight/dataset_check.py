@@ -20,7 +20,7 @@ from fabric_train.data.step_sampler import select_validation_rows
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.export.tokenizer_comparison import tokenizer_changed_by_config
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
 from fabric_train.token_dataset.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer

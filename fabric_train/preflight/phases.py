@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fabric_train.cli import yaml_core
-from fabric_train.cli.argument_types import NonNegativeFloat, Shares, WrongValueError, convert
+from fabric_train.cli.argument_types import NonNegativeFloat, WrongValueError, convert
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import Shares
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape, with_parts
 from fabric_train.model.trained_parts import TrainedParts

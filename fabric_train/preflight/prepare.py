@@ -17,10 +17,10 @@ from fabric_train.checkpoint import TrainerJson
 from fabric_train.checkpoint.adapter_base import find_base, note_on_other_base
 from fabric_train.checkpoint.adapter_folder import choose_adapter, is_adapter
 from fabric_train.checkpoint.trainer_json import PROGRAM
-from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.code_commit import checked_out_commit, installed_commit
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import find_other_world, global_rank
+from fabric_train.cli.shares import Shares
 from fabric_train.data.data_order import SHUFFLED, DataOrder, PhaseRows, StreamOrder
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream

@@ -28,7 +28,7 @@ from fabric_train.evaluation.loss_table import (
 from fabric_train.evaluation.scores import read_means, score_charts, to_markdown
 from fabric_train.export import card_facts
 from fabric_train.export.card_facts import ModelRecord
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, escaped, table
 from fabric_train.report.health import health_section
 from fabric_train.report.reported_run import ReportedRun

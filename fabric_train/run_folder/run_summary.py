@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.run_folder.config_file import CONFIG, read_config
 from fabric_train.run_folder.log_lines import LOG
 from fabric_train.run_folder.metrics_tail import METRICS, read_last_rows

@@ -13,7 +13,8 @@ import orjson
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import Component
-from fabric_train.files.regular_file import check_file_name, parse_json, read_json
+from fabric_train.files.regular_file import check_file_name
+from fabric_train.files.typed_json import parse_json, read_json
 
 # versions that know no pairs refuse the second, and those that know no unpaired answers the third
 FORMAT = 2

@@ -26,7 +26,8 @@ from tokenize import TokenError
 import numpy as np
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.files.regular_file import check_file_name, read_json
+from fabric_train.files.regular_file import check_file_name
+from fabric_train.files.typed_json import read_json
 
 FILE_NAME = "parts.json"
 BATCHES = "batches.npy"

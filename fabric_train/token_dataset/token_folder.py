@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
-from fabric_train.files.regular_file import check_file_name, read_json
+from fabric_train.files.regular_file import check_file_name
+from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.joined_split import check_joined_splits
 from fabric_train.token_dataset.parts import is_of_parts, open_parts
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import DroppedText, Location, TaskHit, count_by_task, write_hits, write_sample
+from fabric_train.cleaning.dropped import DroppedText, Location, count_by_task, write_hits, write_sample
 from fabric_train.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
+from fabric_train.cleaning.results import TaskHit
 from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
@@ -50,7 +51,8 @@ from fabric_train.tokenization.duplicate_samples import sample_duplicates
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.line_counts import find_boilerplate
 from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
-from fabric_train.tokenization.shards import HASH_BYTES, SIZES, InputSlice, ShardSizes
+from fabric_train.tokenization.shard_files import HASH_BYTES
+from fabric_train.tokenization.shards import SIZES, InputSlice, ShardSizes
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")

@@ -35,18 +35,8 @@ from fabric_train.reading.sources import PartReader
 from fabric_train.token_dataset import manifest
 from fabric_train.tokenization.chats.formats import UNPAIRED
 from fabric_train.tokenization.corpus import OpenedCorpus, SourceFormat, open_formats, sample_texts
-from fabric_train.tokenization.shards import (
-    ENCODED,
-    FilesToHash,
-    InputSlice,
-    Shard,
-    ShardRecord,
-    ShardWriter,
-    files_to_hash,
-    part_name,
-    read_record,
-    remove_outdated_shards,
-)
+from fabric_train.tokenization.shard_files import ENCODED, ShardRecord, ShardWriter, read_record, remove_outdated_shards
+from fabric_train.tokenization.shards import FilesToHash, InputSlice, Shard, files_to_hash, part_name
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
 from fabric_train.workers import WorkerPool

@@ -19,7 +19,7 @@ from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.progress import ThrottledLog, transient_bar
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.arrow_folder import write_dataset_dict, write_json
 from fabric_train.token_dataset.check_parts import check_parts
 from fabric_train.token_dataset.document_index import (

@@ -10,14 +10,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from fabric_train.cleaning.dropped import DroppedText, Location, TaskHit
+from fabric_train.cleaning.dropped import DroppedText, Location
+from fabric_train.cleaning.results import TaskHit
 from fabric_train.cli.errors import InputError
 from fabric_train.reading.sources import Source
 from fabric_train.token_dataset.document_index import DOCUMENT
 from fabric_train.token_dataset.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.token_dataset.spooled_documents import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.arguments import TokenizeArguments
-from fabric_train.tokenization.shards import HASH_BYTES, PlaceInShard, ShardRecord, part_name
+from fabric_train.tokenization.shard_files import HASH_BYTES, PlaceInShard, ShardRecord
+from fabric_train.tokenization.shards import part_name
 
 _Finding = TypeVar("_Finding", DroppedText, TaskHit)
 

@@ -23,7 +23,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.progress import ThrottledLog
 from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.reading.sources import Source, place_of
 from fabric_train.token_dataset.manifest import Manifest, SourceFile, SourceRecord
 from fabric_train.tokenization.arguments import TokenizeArguments

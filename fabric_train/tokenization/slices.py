@@ -35,7 +35,8 @@ from fabric_train.tokenization.line_counts import (
     lines_file,
     split_to_count,
 )
-from fabric_train.tokenization.shards import SIZES, ShardRecord, ShardSizes, read_record
+from fabric_train.tokenization.shard_files import ShardRecord, read_record
+from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import (
     FileState,
     InputFile,

@@ -15,8 +15,8 @@ from fabric_train.checkpoint import (
     read_trainer_json,
     run_of,
 )
-from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import Shares, split_name
 from fabric_train.data.data_order import KEYED, SHUFFLED, DataOrder, StreamOrder
 from fabric_train.data.joined_rows import JoinedRows
 from fabric_train.data.mixture import Mixture

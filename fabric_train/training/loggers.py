@@ -18,12 +18,7 @@ from pathlib import Path
 from textwrap import indent
 
 from fabric_train.cli.tables import LOGGERS
-from fabric_train.files.regular_file import (
-    check_no_link,
-    check_no_links_in,
-    open_to_write,
-    write_atomically,
-)
+from fabric_train.files.regular_file import check_no_link, check_no_links_in, open_to_write, write_atomically
 from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger, Sample
 from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, measured_values, read_table
 from fabric_train.training.sample_file import SampleFile

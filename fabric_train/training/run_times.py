@@ -22,7 +22,8 @@ from typing import Literal
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.signals import Heartbeat, StepPhase
-from fabric_train.files.regular_file import open_to_write, read_json_lines
+from fabric_train.files.regular_file import open_to_write
+from fabric_train.files.typed_json import read_json_lines
 from fabric_train.training.logger import Logger
 from fabric_train.training.metrics import Metrics
 

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 
-from fabric_train.files.regular_file import check_no_link, open_to_write, read_json_lines, write_atomically
+from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
+from fabric_train.files.typed_json import read_json_lines
 from fabric_train.training.logger import Logger, Sample
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.translate.translation import Translation
 
 _LOADERS = ("json", "csv", "text", "parquet", "arrow")  # the packaged loaders of datasets, which read files

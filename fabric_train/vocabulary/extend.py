@@ -21,8 +21,8 @@ from fabric_train.cli.argument_types import counted, show_size
 from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import add_former_names, write_weights
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
-from fabric_train.files.regular_file import read_json
 from fabric_train.files.requirements import check_room
+from fabric_train.files.typed_json import read_json
 from fabric_train.model import hf_model
 from fabric_train.model.computed_settings import leave_code_out
 from fabric_train.model.generation_settings import read_generation_config, write_generation_config

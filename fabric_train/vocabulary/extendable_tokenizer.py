@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.progress import progress_of
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CONFIG, CorpusTokenizer
 from fabric_train.vocabulary.merges import Learned, learn_merges

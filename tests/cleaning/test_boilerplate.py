@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines
-from fabric_train.cleaning.dropped import Dropped
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build, line_counts
 from fabric_train.tokenization.arguments import TokenizeArguments

@@ -15,9 +15,9 @@ from fabric_train.cleaning.cleaner import (
     spoken_text,
     text_without_system,
 )
-from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import LanguageFilter, identify
 from fabric_train.cleaning.near_duplicates import NO_WORDS, signature, similarities
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.programs import tokenize_dataset
 from fabric_train.reading.documents import Chat

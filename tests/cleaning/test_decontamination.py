@@ -17,7 +17,7 @@ from fabric_train.cleaning.decontamination import (
     read_task_files,
     split_words,
 )
-from fabric_train.cleaning.dropped import Dropped
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.export.publish import dataset_card, public_copy
 from fabric_train.tokenization import merge

@@ -8,13 +8,13 @@ from typing import Literal
 
 import pytest
 
-from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import (
     LanguageFilter,
     identify,
     language_probabilities,
     open_language_filter,
 )
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.arguments import TokenizeArguments
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.corpora import cut_documents, whole_documents
 from benchmarks.packages import install_packages
 from fabric_train.cleaning import quality
-from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import identify
 from fabric_train.cleaning.quality import STOP_WORDS, Fault, MeasuredText, open_quality_filter
+from fabric_train.cleaning.results import Dropped
 from fabric_train.tokenization.arguments import TokenizeArguments
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 

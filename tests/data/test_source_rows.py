@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import Shares
 from fabric_train.data.mixture_sources import find_source_rows
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture

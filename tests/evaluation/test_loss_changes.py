@@ -21,7 +21,7 @@ from fabric_train.evaluation.loss_changes import (
     write_changes,
 )
 from fabric_train.evaluation.texts import DocumentTexts, WindowedText
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer
 
 HARD = "<script>alert('x')</script> &amp; \"é\" 你好 😀 \x1b[31m \u202edrawkcab\r\n  end of the text"

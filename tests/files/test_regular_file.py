@@ -15,9 +15,9 @@ from fabric_train.files.regular_file import (
     check_not_pointer,
     open_regular,
     open_to_write,
-    read_json,
     write_atomically,
 )
+from fabric_train.files.typed_json import read_json
 
 
 def write(path: Path) -> None:

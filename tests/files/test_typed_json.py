@@ -23,7 +23,7 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.export.card_facts import read_record
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification_report import OutputReport, TensorReport, VerificationReport
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer, read_shape
 from fabric_train.model.origin import find_origin
 from fabric_train.model.weight_files import shard_names

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.files.atomic_folder import complete_folder
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import load_hf_tokenizer, read_shape
 from fabric_train.model.weight_files import open_weights
 from fabric_train.reading.documents import BadRowError

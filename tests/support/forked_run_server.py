@@ -195,7 +195,7 @@ def _warm_caches(argv: list[str]) -> None:
     from transformers import AutoModelForCausalLM
 
     from fabric_train.arguments import TrainArguments, parse
-    from fabric_train.files.regular_file import type_adapter
+    from fabric_train.files.typed_json import type_adapter
     from fabric_train.preflight.prepare import prepare
 
     run = prepare(parse(TrainArguments, argv))

@@ -28,16 +28,12 @@ from fabric_train.token_dataset.rows import Packing, plan_rows
 from fabric_train.tokenization import encoding, merge, slice_folder
 from fabric_train.tokenization.corpus import unfinished_folder
 from fabric_train.tokenization.selection import collect
+from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, ShardRecord, read_record
 from fabric_train.tokenization.shards import (
-    ENCODED,
-    HASH_BYTES,
-    PART,
     InputSlice,
     Shard,
-    ShardRecord,
     ShardSizes,
     files_to_hash,
-    read_record,
     slice_numbers,
     split_into_shards,
 )

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cleaning.cleaner import Cleaner
-from fabric_train.cleaning.dropped import Dropped
 from fabric_train.cleaning.language import LanguageFilter
 from fabric_train.cleaning.personal_data import open_redaction
+from fabric_train.cleaning.results import Dropped
 from fabric_train.cli.errors import InputError
 from fabric_train.inspection.split_check import PairSequences, pair_faults
 from fabric_train.reading.documents import BadRowError, EncodedDocument, LeftOut, Pair

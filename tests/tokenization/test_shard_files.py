@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fabric_train.reading.listing import NO_SHA256
-from fabric_train.tokenization.shards import ENCODED, Shard, ShardWriter, read_record
+from fabric_train.tokenization.shard_files import ENCODED, ShardWriter, read_record
+from fabric_train.tokenization.shards import Shard
 
 
 def test_a_record_appears_after_the_other_files_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

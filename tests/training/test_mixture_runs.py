@@ -11,9 +11,9 @@ import pytest
 
 from fabric_train.arguments import TrainArguments, TrainingArguments
 from fabric_train.checkpoint import read_trainer_json
-from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shares import Shares
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.card_facts import all_stages, read_record
 from fabric_train.export.model_card import CardFacts, write_model_card

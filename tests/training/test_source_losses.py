@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint import Evaluation, best_checkpoint, read_trainer_json
 from fabric_train.checkpoint.discovery import lowest_loss
-from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import Shares
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import Window, validation_batches

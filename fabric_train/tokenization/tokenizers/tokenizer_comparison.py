@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 
 _COMPARED_SETTINGS = ("merges", "normalizer", "pre_tokenizer")

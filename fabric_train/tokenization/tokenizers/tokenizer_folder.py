@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import read_json
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 
 if TYPE_CHECKING:
