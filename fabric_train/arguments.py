@@ -79,17 +79,17 @@ class DeviceArguments:
     """Devices"""
 
     devices: int | str = "auto"
-    """Number of devices on each machine, or their indices (0,2,3); auto or -1 takes all GPUs, or one process on CPU."""
+    """Number of devices on each machine, or their indices (0,2,3). auto and -1 use all GPUs, or one process on CPU."""
     accelerator: Literal["auto", "cpu", "cuda", "gpu", "tpu"] = "auto"
-    """Device type; auto takes CUDA if there is a GPU, else the CPU. tpu is one device of PyTorch/XLA."""
+    """Device type. auto uses CUDA if there is a GPU, otherwise the CPU; tpu is one PyTorch/XLA device."""
     num_nodes: PositiveInt = 1
     """Number of machines."""
     tpu: bool = False
-    """The same as --accelerator tpu."""
+    """Same as --accelerator tpu."""
     rank_timeout: Seconds = 120.0
-    """Seconds after which the run ends because a rank is silent or keeps the others waiting; ten times as long while
-    loading, while saving and in a process's first step. 0 waits forever, for a debugger. A rank that dies ends the run
-    at once.
+    """Seconds before the run ends because a rank is silent or keeps the others waiting; ten times as long while
+    loading, while saving and in a process's first step. 0 waits forever, for debugging. A rank that dies ends the run
+    immediately.
     """
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class DeviceArguments:
         """Return invalid values of --devices, and an accelerator that contradicts --tpu."""
         faults = []
         if not re.fullmatch(r"auto|-1|[1-9][0-9]{0,5}|[0-9]{1,4}(,[0-9]{1,4})+", str(self.devices)):
-            faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
+            faults.append(f"--devices: expected auto, a number above 0, or indices such as 0,2,3; got {self.devices!r}")
         if self.tpu and self.accelerator != "tpu":
             faults.append(f"--tpu true and --accelerator {self.accelerator}: give one of them")
         return faults
@@ -112,46 +112,48 @@ class DataArguments:
     """Data"""
 
     train_data_dir: str | list[str] | None = None
-    """Token datasets from fabric-train tokenize: folders with train/ and validation/. Several with one tokenizer and
-    --max_length can be trained on together; then every optimizer step has rows of each in its share.
+    """Token datasets written by fabric-train tokenize: folders with train/ and validation/. You can train on several
+    that have the same tokenizer and --max_length; every optimizer step then has rows from each, in proportion to their
+    shares.
     """
     shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
-    """How much of each --train_data_dir an epoch reads: 1 is every row once, 2 twice, 0.15 is 15 % of the rows, in the
-    next epoch other 15 %. Default: 1. By name as FOLDER=1 or, of a source in it, FOLDER:SOURCE=0.15; 0 leaves it out.
-    Of each --streaming_dataset, also by name, how much a pass reads; its documents are mixed then.
+    """How much of each --train_data_dir an epoch reads: 1 reads every row once, 2 twice, and 0.15 reads 15 % of the
+    rows, a different 15 % in the next epoch. Default: 1. By name: FOLDER=1, or FOLDER:SOURCE=0.15 for a source in a
+    folder; 0 leaves it out. With --streaming_dataset: how much of each source a pass reads, also by name; this mixes
+    the documents.
     """
     token_shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
-    """Instead of --shares: the share of each in the tokens of every step, such as 0.7 0.2 0.1 or by name; an epoch has
-    as many rows as all of them together.
+    """Instead of --shares: each source's share of the tokens in every step, such as 0.7 0.2 0.1, or by name. An epoch
+    has as many rows as all sources together.
     """
     phases: str | None = None
-    """YAML file with parts of the run, each from a step or share of the run on, that have other shares or another
-    learning rate: a list such as [{from: 0.9, token_shares: [0.5, 0.5], lr: 1e-5}]. The run then has --max_step steps.
+    """YAML file that divides the run into phases with different shares or learning rates. Each phase begins at a step
+    or at a fraction of the run: [{from: 0.9, token_shares: [0.5, 0.5], lr: 1e-5}]. Needs --max_step.
     """
     streaming_dataset: list[str] | None = None
-    """Train on texts or chats without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk
-    folders or hub names, also as NAME:SUBSET:SPLIT@REVISION; es=PLACE names a source. They are read one after the
-    other, or with --shares together. With --train_data_dir as well, only its validation/ is used.
+    """Train on texts or chats without a token dataset, tokenizing them on the fly: files, globs, folders, save_to_disk
+    folders or hub names, also as NAME:SUBSET:SPLIT@REVISION; es=PATH names a source es. Sources are read one after the
+    other, or mixed with --shares. If --train_data_dir is given too, only its validation/ is used.
     """
     shuffle_buffer: NonNegativeInt = 0
-    """Draw the next document of --streaming_dataset from a buffer of this number of documents, which every worker
-    holds in memory; 0 keeps their order.
+    """Draw the next document of --streaming_dataset from a buffer of this many documents, which every worker keeps in
+    memory; 0 keeps the original order.
     """
     text_column: str = "text"
-    """Column with the text in --streaming_dataset; sources without it have chats or instructions. NAME:SEPARATOR joins
-    lists of texts.
+    """Column of --streaming_dataset that holds the text. Sources without it must hold chats or instructions.
+    NAME:SEPARATOR joins lists of texts.
     """
     max_length: RowLength = 2048
     """Tokens per row of --streaming_dataset; 8k is 8192."""
     isolate_documents: bool = True
-    """Keep the documents of a packed row apart: no attention between them, and each starts again at position 0; false
-    joins them.
+    """Keep the documents of a packed row separate: no attention between them, and positions restart at 0 in each
+    document. false lets documents attend to the earlier ones in their row.
     """
     num_workers: NumWorkers = 1
-    """Processes on each rank that read batches ahead of the training loop; 0 reads in the loop."""
+    """Processes per rank that read batches ahead of the training loop; 0 reads in the loop."""
     seed: NonNegativeInt64 = 0
-    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. The order of a
-    stream depends on it only with --shares or --shuffle_buffer.
+    """Seed of the sample order, dropout, stochastic rounding and a new model's random weights. It changes the order of
+    a stream only with --shares or --shuffle_buffer.
     """
 
     def faults(self) -> list[str]:
@@ -160,21 +162,22 @@ class DataArguments:
         if self.streaming_dataset is None:
             if self.shuffle_buffer:
                 faults.append(
-                    "--shuffle_buffer is of --streaming_dataset; the rows of a token dataset are shuffled anyway"
+                    "--shuffle_buffer only applies to --streaming_dataset; leave it out, since the rows of a token "
+                    "dataset are always shuffled"
                 )
             if not self.data_dirs:
-                faults.insert(0, "--train_data_dir is required, or --streaming_dataset")
+                faults.insert(0, "--train_data_dir or --streaming_dataset is required")
             return faults
         for name in self.streaming_dataset:
             if "://" in name:
                 faults.append(
-                    f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with fabric-train "
-                    "tokenize"
+                    f"--streaming_dataset {name}: cannot stream a URL; download the file, or tokenize it with "
+                    "fabric-train tokenize"
                 )
         if not self.streaming_dataset:
-            faults.append("--streaming_dataset names nothing: give files or hub names")
+            faults.append("--streaming_dataset is empty; give files or hub names")
         if self.max_length < 2:
-            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+            faults.append("--max_length 1 leaves no token to predict; give 2 or more")
         return faults
 
     @property
@@ -204,7 +207,7 @@ class DataArguments:
     def _check_folders(self) -> list[str]:
         """Return a fault for each folder of --train_data_dir that is given again, also by another path."""
         return [
-            f"--train_data_dir: {fault}, --shares {name}=2 reads its rows twice in an epoch"
+            f"--train_data_dir: {fault}, or use --shares {name}=2 to read its rows twice per epoch"
             for name, fault in given_twice(self.data_dirs)
         ]
 
@@ -216,11 +219,17 @@ class DataArguments:
         sources = "folders of --train_data_dir"
         if self.streaming_dataset is not None:
             num_sources = len(self.streaming_dataset)
-            sources = "places of --streaming_dataset"
+            sources = "sources of --streaming_dataset"
             if self.token_shares is not None:
-                return ["--token_shares: how many tokens a stream has is known when it is read; give --shares"]
+                return [
+                    "--token_shares does not work with --streaming_dataset, whose token counts are unknown before it "
+                    "is read; give --shares"
+                ]
             if self.phases is not None:
-                return ["--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir"]
+                return [
+                    "--phases does not work with --streaming_dataset, whose shares are the same in all steps; "
+                    "tokenize the texts and give --train_data_dir"
+                ]
         shares = self.shares_of_epochs
         if shares.values is None:
             return []
@@ -229,7 +238,10 @@ class DataArguments:
         except InputError as error:
             return list(error.faults)
         if not has_names and len(shares.values) != num_sources:
-            return [f"{shares.option} has {len(shares.values)} numbers for {num_sources} {sources}; give one each"]
+            return [
+                f"{shares.option} has {len(shares.values)} numbers for {num_sources} {sources}; give one number for "
+                "each"
+            ]
         return []
 
 
@@ -238,23 +250,25 @@ class ModelArguments:
     """Model"""
 
     model_name: str = "meta-llama/Meta-Llama-3-8B"
-    """Causal language model of Hugging Face: a hub name or a folder; or a checkpoint, RUN, RUN/best, RUN/latest or
-    RUN/step-500, whose weights a new run begins with.
+    """Hugging Face causal language model: a hub name or a folder. Or a checkpoint (RUN, RUN/best, RUN/latest or
+    RUN/step-500) whose weights a new run starts from.
     """
     attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
-    """Attention implementation: sdpa is torch's own, on a GPU its kernel for documents; flash_attention_2 needs a GPU
-    and the package flash-attn.
+    """Attention implementation. sdpa is torch's scaled_dot_product_attention, which on a GPU uses torch's kernel for
+    documents; flash_attention_2 needs a GPU and the flash-attn package.
     """
     precision: Precision = "auto"
     """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits. auto
-    is bf16-true, and bf16-mixed with --accelerator tpu.
+    is bf16-true, or bf16-mixed with --accelerator tpu.
     """
     float8: bool = False
-    """Compute matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
+    """Compute the matrix products of the decoder layers in float8; needs torchao, --compile true and an Ada or newer
+    GPU.
+    """
     from_scratch: str | None = None
     """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) with random weights
-    and the sizes below; --model_name is then only the tokenizer of --streaming_dataset. Sizes without a family make a
-    Llama.
+    and the sizes below. --model_name then only provides the tokenizer for --streaming_dataset. If you give sizes
+    without a family, the model is a Llama.
     """
     hidden_width: LayerSize | None = None
     """New model: hidden size."""
@@ -263,34 +277,38 @@ class ModelArguments:
     num_heads: LayerSize | None = None
     """New model: number of attention heads."""
     num_key_value_heads: LayerSize | None = None
-    """New model: number of key and value heads (grouped-query attention); default: --num_heads."""
+    """New model: number of key-value heads (grouped-query attention); default: --num_heads."""
     intermediate_size: LayerSize | None = None
-    """New model: size of the feed-forward layer."""
+    """New model: hidden size of the feed-forward layers."""
     max_context_width: RowLength | None = None
-    """New model: number of positions, the largest length of a row."""
+    """New model: number of positions, which is the maximum row length."""
     vocab_size: LayerSize | None = None
-    """New model: rows of the embedding, at least as many as the tokenizer has ids."""
+    """New model: number of embedding rows, at least as many as the tokenizer has ids."""
     architecture: dict[str, Any] | None = None
-    """New model: other values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
+    """New model: other config.json values, such as {tie_word_embeddings: true}; see configs/."""
 
     rope_scaling: str | None = None
-    """Extend the positions of the model for longer rows: llama3:8, yarn:8 or linear:8 for 8 times as many as it had
-    originally; none removes a scaling. Default: as its config.json says (docs/long_rows.md).
+    """Extend the model's positions for longer rows: llama3:8, yarn:8 or linear:8 extend the original context 8 times;
+    none removes scaling. Default: as in the model's config.json (docs/long_rows.md).
     """
     rope_theta: PositiveFloat | None = None
-    """Base of the rotary positions, such as 500000; without --rope_scaling, the model then takes as many positions as
-    the rows have. Default: as its config.json says.
+    """Base of the rotary positions, such as 500000. Without --rope_scaling, the model then accepts as many positions as
+    the rows have. Default: as in the model's config.json.
     """
     train_only: list[str] | None = None
-    """Train only these parts and leave the others as they are: names of modules or parameters (embed_tokens lm_head),
-    or regular expressions ('layers.(0|1|31)'); all is the whole model.
+    """Train only these parts of the model and freeze the rest: names of modules or parameters (embed_tokens lm_head),
+    or regular expressions ('layers.(0|1|31)'). all trains the entire model.
     """
     freeze: list[str] | None = None
-    """Leave these parts as they are and train the others, of --train_only if that is given; named as there."""
+    """Freeze these parts, named as for --train_only, and train the rest of the model, or the rest of --train_only."""
 
     def faults(self) -> list[str]:
         """Return wrong values, lists of parts that are empty, and sizes that are missing or do not fit together."""
-        faults = [f"--{name} names nothing: give parts, or leave it out" for name in PARTS if getattr(self, name) == []]
+        faults = [
+            f"--{name} is empty; give parts of the model, or leave it out"
+            for name in PARTS
+            if getattr(self, name) == []
+        ]
         if self.rope_scaling is not None and self.scaling is None:
             expected = "llama3:FACTOR, yarn:FACTOR or linear:FACTOR with a factor above 1, or none"
             faults.append(f"--rope_scaling: expected {expected}; got {self.rope_scaling!r}")
@@ -350,29 +368,29 @@ class AdapterArguments:
     """Adapter"""
 
     adapter: Literal["lora", "dora"] | None = None
-    """Train an adapter beside the frozen weights of the model, instead of all weights: lora, or dora, which also trains
-    the norms of the weights' rows. The other arguments of this group need it; --lora_rank alone means lora.
+    """Train an adapter on top of the model's frozen weights: lora, or dora, which also trains the norms of the weight
+    rows. The other arguments of this group need it; --lora_rank alone implies lora.
     """
     lora_rank: PositiveInt | None = None
-    """Inner dimension of the adapter's matrices; default: 16."""
+    """Rank of the adapter's matrices; default: 16."""
     lora_alpha: PositiveFloat | None = None
-    """The adapter's change of a layer is scaled by alpha / rank; default: twice the rank."""
+    """The adapter's output is scaled by alpha / rank; default: twice the rank."""
     lora_dropout: UnitInterval = 0.0
-    """Share of a layer's inputs that the adapter does not see in a step."""
+    """Dropout probability of the adapter's inputs."""
     lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Linear layers with an adapter, by name (q_proj v_proj), or by a regular expression of the whole name; all-linear
-    are all except the head.
+    """Linear layers that get an adapter: names (q_proj v_proj), or a regular expression that matches the full name.
+    all-linear means all linear layers except the head.
     """
     lora_rslora: bool = False
-    """Scale by alpha / √rank, with which higher ranks learn as fast as lower ones."""
+    """Scale by alpha / √rank, so that high ranks learn as fast as low ranks."""
     base_weights: Literal["nf4"] | None = None
-    """Keep the frozen matrices of the decoder layers in 4 bits by bitsandbytes (QLoRA): 4.5 bits a weight in memory.
-    Default: as --precision says.
+    """Keep the frozen matrices of the decoder layers in 4 bits with bitsandbytes (QLoRA), at 4.5 bits of memory per
+    weight. Default: as set by --precision.
     """
     train_also: list[str] | None = None
-    """Modules of the model that train as a whole beside the adapter, such as embed_tokens lm_head."""
+    """Modules to train in full alongside the adapter, such as embed_tokens lm_head."""
     init_adapter: str | None = None
-    """RUN, RUN/best, a checkpoint or a folder of peft, with whose weights the new adapter begins."""
+    """Start the new adapter from the weights of an existing one: RUN, RUN/best, a checkpoint or a peft folder."""
 
     def __post_init__(self) -> None:
         """Fill in values that depend on others, unless --init_adapter has them."""
@@ -395,12 +413,12 @@ class AdapterArguments:
         if self.lora_dropout == 1:
             faults.append("--lora_dropout must be below 1")
         if not self.lora_targets:
-            faults.append("--lora_targets names nothing: give layers, or leave it out")
+            faults.append("--lora_targets is empty; give layers, or leave it out")
         if not self.is_given:
             defaults = asdict(AdapterArguments())
             for name, value in asdict(self).items():
                 if value != defaults[name]:
-                    faults.append(f"--{name} needs --adapter lora or dora: without it all weights train")
+                    faults.append(f"--{name} needs --adapter lora or dora; without an adapter, all weights train")
         return faults
 
 
@@ -409,35 +427,36 @@ class PreferenceArguments:
     """Preference"""
 
     objective: ObjectiveName = "sft"
-    """The loss: sft is the cross entropy of the supervised tokens; kto and apo_zero_unpaired train on unpaired answers,
-    so that desirable ones become likelier and undesirable ones less likely; the others of this project train on
-    preference pairs, so that the chosen answer becomes more likely than the rejected one. All but sft, simpo and orpo
-    compare with a reference model. --extensions registers others.
+    """The loss. sft is the cross entropy of the supervised tokens. kto and apo_zero_unpaired train on unpaired answers:
+    they make desirable answers more likely and undesirable answers less likely. The others train on preference pairs:
+    they make the chosen answer more likely than the rejected one. All except sft, simpo and orpo compare with a
+    reference model. --extensions can register more objectives.
     """
     objective_settings: dict[str, Any] | None = None
-    """Settings of an objective that --extensions has registered, such as {gamma: 2.0}."""
+    """Settings of an objective registered by --extensions, such as {gamma: 2.0}."""
     dpo_beta: PositiveFloat = 0.1
-    """Factor of the rewards, and of the odds ratio in orpo; simpo's authors take 2 to 10."""
+    """Scale of the rewards; with orpo, scale of the odds ratio. SimPO's authors use 2 to 10."""
     length_normalised: bool = False
-    """With dpo: divide the log-probability of each answer by its number of tokens, as Tülu 3 does, with a larger
-    --dpo_beta such as 5.
+    """With dpo: divide each answer's log-probability by its number of tokens, as Tülu 3 does; use a larger --dpo_beta,
+    such as 5.
     """
     label_smoothing: UnitInterval = 0.0
-    """With dpo and simpo: the share of pairs whose answers may be the wrong way round, below 0.5."""
+    """With dpo and simpo: assumed share of pairs with swapped answers; below 0.5."""
     sft_weight: NonNegativeFloat = 0.0
-    """Factor of the chosen answer's cross entropy per token, which is added; not with orpo, which has it with factor 1.
+    """Weight of the chosen answer's cross entropy per token, which is added to the loss. Not for orpo, which always
+    adds it with weight 1.
     """
     dpop_lambda: NonNegativeFloat = 50.0
-    """With dpop: factor of what the chosen answer is less likely than with the reference."""
+    """With dpop: weight of the penalty for chosen answers that are less likely than under the reference model."""
     simpo_gamma: NonNegativeFloat = 0.5
-    """With simpo: by how much the reward of the chosen answer is to be the higher one."""
+    """With simpo: margin by which the chosen answer's reward should exceed the rejected answer's."""
     kto_desirable_weight: NonNegativeFloat = 1.0
-    """With kto and apo_zero_unpaired: factor of the losses of desirable answers."""
+    """With kto and apo_zero_unpaired: weight of the loss of desirable answers."""
     kto_undesirable_weight: NonNegativeFloat = 1.0
-    """With kto and apo_zero_unpaired: factor of the losses of undesirable answers."""
+    """With kto and apo_zero_unpaired: weight of the loss of undesirable answers."""
     reference: str | None = None
-    """With all objectives but sft, simpo and orpo: the reference model, a hub name, folder, checkpoint, RUN or
-    RUN/best; default: the weights that the run starts from, without a new adapter.
+    """With all objectives except sft, simpo and orpo: the reference model (a hub name, a folder, a checkpoint, RUN or
+    RUN/best). Default: the weights that the run starts from, without a new adapter.
     """
 
     @property
@@ -466,7 +485,9 @@ class PreferenceArguments:
         for name, value in asdict(self).items():
             if name not in used and value != defaults[name]:
                 objectives = [objective for objective, names in OBJECTIVE_ARGUMENTS.items() if name in names]
-                faults.append(f"--{name} is of --objective {', '.join(objectives)}, not {self.objective}; leave it out")
+                faults.append(
+                    f"--{name} only applies to --objective {', '.join(objectives)}, not {self.objective}; leave it out"
+                )
         return faults
 
 
@@ -475,50 +496,52 @@ class FSDPArguments:
     """FSDP and other parallelism"""
 
     parallelism: Parallelism = "auto"
-    """fsdp is Fabric's FSDPStrategy, fsdp2 is fully_shard; auto takes fsdp for several processes, else single. xla is
-    Fabric's XLAFSDPStrategy, the only one with --accelerator tpu.
+    """fsdp is Fabric's FSDPStrategy; fsdp2 is torch's fully_shard. auto uses fsdp for several processes, otherwise
+    single. xla is Fabric's XLAFSDPStrategy, the only choice with --accelerator tpu.
     """
     auto_wrap_policy: str = "LlamaDecoderLayer"
-    """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
+    """Layer class that FSDP shards as one unit. The default is replaced for other model families."""
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """Shard all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
-    (HYBRID_SHARD), or gradients and optimizer states (_HYBRID_SHARD_ZERO2, as torch names it).
+    """What to shard: everything (FULL_SHARD), gradients and optimizer states (SHARD_GRAD_OP), or nothing (NO_SHARD).
+    Within each machine only: everything (HYBRID_SHARD), or gradients and optimizer states (_HYBRID_SHARD_ZERO2, torch's
+    name).
     """
     tensor_parallel_size: PositiveInt = 1
-    """Number of devices that each matrix of a decoder layer is split over; needs --parallelism fsdp2."""
+    """Number of devices that share each matrix of a decoder layer; needs --parallelism fsdp2."""
     context_parallel_size: PositiveInt = 1
-    """Number of devices that each compute a part of the same rows, for rows that one has no memory for; needs
-    --parallelism fsdp2.
-    """
+    """Number of devices that share each row, for rows too long for one device's memory; needs --parallelism fsdp2."""
     state_dict_type: Literal["full", "sharded"] = "full"
-    """Checkpoint files: full is one for weights and one for optimizer states, sharded is one of each per rank."""
+    """Checkpoint files: full writes one file of weights and one of optimizer states; sharded writes one of each per
+    rank.
+    """
     limit_all_gathers: bool = True
-    """Limit the layers whose gathered parameters are in memory at the same time; of --parallelism fsdp."""
+    """Limit how many layers have their parameters gathered in memory at the same time. Only for --parallelism fsdp."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory between uses (slow)."""
     gradient_reduction: Literal["step", "micro_batch"] = "step"
     """With fsdp and fsdp2: step reduces gradients once per step and keeps them unsharded on each device until then;
-    micro_batch reduces them after each micro-batch, with less memory and more communication (with --cpu_offload, in
-    fsdp2 only).
+    micro_batch reduces them after each micro-batch, which takes less memory and more communication (with --cpu_offload,
+    only in fsdp2).
     """
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's
-    input, selective also what fits into --activation_memory_budget; auto takes the least that fits into a GPU's memory
-    as --plan computes it, and none on CPU.
+    """Recompute decoder layers in the backward pass instead of storing their activations. full stores only each layer's
+    input; selective also stores what fits into --activation_memory_budget. auto recomputes as little as the GPU's
+    memory allows, as computed by --plan, and nothing on CPU.
     """
     activation_memory_budget: UnitInterval = 0.5
-    """With selective: the share of all activations that is stored, results of the most expensive operations first; auto
-    sets it.
+    """With selective: share of all activations to store, starting with the results of the most expensive operations;
+    auto sets it.
     """
     activation_offload: bool = False
     """With full: keep the stored inputs in pinned host memory until the backward pass."""
     mlp_tile_size: RowLength | Literal["auto", "none"] = "auto"
-    """Compute MLP and norms in tiles of so many tokens, and again in the backward pass, so that longer rows fit; not in
-    compiled layers. auto takes tiles of 4096 on a GPU if the run does not fit with all layers recomputed.
+    """Compute the MLP and the norms in tiles of this many tokens, and recompute them in the backward pass, so that
+    longer rows fit. Does not work with compiled layers. auto uses tiles of 4096 on a GPU if the run does not fit even
+    with all layers recomputed.
     """
     compile: bool | Literal["auto"] = "auto"
-    """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster;
-    auto compiles on a GPU if the run takes so long that this pays.
+    """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, and later steps are
+    faster. auto compiles on a GPU if the run is long enough for this to pay off.
     """
 
     @property
@@ -542,7 +565,9 @@ class FSDPArguments:
         if self.cpu_offload and self.parallelism in ("ddp", "single"):
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.activation_offload and self.activation_checkpointing != "full":
-            faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
+            faults.append(
+                "--activation_offload true needs --activation_checkpointing full, whose stored inputs it offloads"
+            )
         faults += self._check_tiles()
         if self.gradient_reduction == "micro_batch" and self.parallelism in ("ddp", "single"):
             faults.append(f"--gradient_reduction micro_batch needs --parallelism fsdp or fsdp2, not {self.parallelism}")
@@ -576,29 +601,31 @@ class CheckpointArguments:
     """Checkpoint"""
 
     resume: bool = False
-    """Continue from the newest complete checkpoint in --output_dir, or from --checkpoint; without one, start a run."""
+    """Continue from the newest complete checkpoint in --output_dir, or from --checkpoint. If there is no checkpoint,
+    start a new run.
+    """
     checkpoint: str | None = None
-    """Start from this checkpoint instead of the newest in --output_dir: RUN (its newest one), RUN/best (by validation
-    loss), RUN/latest, RUN/step-500, or its folder.
+    """Start from this checkpoint instead of the newest in --output_dir: RUN (its newest checkpoint), RUN/best (by
+    validation loss), RUN/latest, RUN/step-500, or the checkpoint's folder.
     """
     branch: str | None = None
-    """Start a new run from a checkpoint of another: RUN@STEP such as runs/1@5000, RUN@latest, RUN/best or its folder.
-    Weights, optimizer and counters go on; data, schedule and length may differ. With --resume true, continue the branch
-    in --output_dir if there is one.
+    """Start a new run from another run's checkpoint: RUN@STEP such as runs/1@5000, RUN@latest, RUN/best or the
+    checkpoint's folder. Weights, optimizer and counters continue; data, schedule and length may change. With --resume
+    true, continue the branch in --output_dir if it exists.
     """
     weights_only: bool = False
-    """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
+    """Load only the weights of --checkpoint; the optimizer, the step and the data order start from scratch."""
     allow_changes: bool = False
-    """Continue from a checkpoint even if arguments that change the losses differ, such as lr; with more steps than
-    before, stretch the learning rate schedule.
+    """Continue from a checkpoint even if arguments that change the losses differ, such as lr. If the run now has more
+    steps, stretch the learning rate schedule to its new length.
     """
 
     def faults(self) -> list[str]:
         """Return contradictions."""
         if self.weights_only and self.checkpoint is None:
-            return ["--weights_only true needs --checkpoint: the checkpoint whose weights to start from"]
+            return ["--weights_only true needs --checkpoint; give the checkpoint to load the weights from"]
         if self.weights_only and self.resume:
-            return ["--weights_only true starts a new run and --resume true continues one: give one of them"]
+            return ["--weights_only true starts a new run and --resume true continues one; give only one of them"]
         if self.branch is None:
             return []
         if self.checkpoint is not None:
@@ -617,8 +644,9 @@ class CheckpointArguments:
         if not refuses_resume or not continues_checkpoint:
             return []
         return [
-            f"--resume false and --checkpoint {self.checkpoint}: leave --resume out to continue from the checkpoint; "
-            "to start a new run, add --weights_only true for its weights, or leave --checkpoint out for --model_name"
+            f"--resume false contradicts --checkpoint {self.checkpoint}; leave --resume out to continue from the "
+            "checkpoint; to start a new run, add --weights_only true to start from its weights, or leave "
+            "--checkpoint out to start from --model_name"
         ]
 
 
@@ -627,67 +655,71 @@ class TrainingArguments:
     """Training"""
 
     number_epochs: PositiveInt = 2
-    """Passes over the rows; a stream is read until --max_step."""
+    """Passes over the rows. A stream is read until --max_step instead."""
     max_step: PositiveInt | None = None
-    """Number of optimizer steps; default: all rows of all epochs."""
+    """Number of optimizer steps; default: all rows in all epochs."""
     micro_batch_size: PositiveInt = 1
     """Rows per forward pass on each device."""
     gradient_accumulation_steps: PositiveInt = 64
     """Micro-batches per optimizer step on each device."""
     total_batch_size: PositiveInt | None = None
-    """Rows per optimizer step over all devices; sets gradient_accumulation_steps."""
+    """Rows per optimizer step over all devices. Sets gradient_accumulation_steps."""
     grad_clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 turns clipping off."""
     lr: PositiveFloat = 2e-5
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate that the schedule reaches one step after the last."""
+    """Learning rate that the schedule would reach one step after the last."""
     lr_decay: bool = True
-    """Decay the learning rate; false keeps it at lr after the warm-up."""
+    """Decay the learning rate; false keeps it at lr after warm-up."""
     lr_schedule: Schedule = "cosine"
-    """Learning rate schedule; all except constant fall to min_lr. wsd (warm-up, stable, decay) stays at lr until its
-    last --decay_steps.
+    """Learning rate schedule. All except constant fall to min_lr. wsd (warmup-stable-decay) stays at lr until the last
+    --decay_steps.
     """
     decay_steps: PositiveInt | None = None
-    """With wsd: number of steps at the end of the run in which the learning rate falls."""
+    """With wsd: number of steps at the end of the run over which the learning rate falls."""
     decay_share: PositiveShare | None = None
-    """With wsd, instead of --decay_steps: their share of all steps, such as 0.1."""
+    """With wsd, instead of --decay_steps: the share of all steps to decay over, such as 0.1."""
     decay_form: DecayForm | None = None
-    """With wsd: how the learning rate falls; default: 1-sqrt, one minus the square root of the decay's progress."""
+    """With wsd: shape of the decay. Default: 1-sqrt, one minus the square root of the decay's progress."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to lr."""
     optimizer: OptimizerName = "adamw"
-    """What updates the weights from their gradients. muon is Muon for the matrices of the decoder layers and AdamW for
-    the other weights, on one device or with fsdp2 or ddp. --extensions registers others.
+    """Optimizer. muon uses Muon for the matrices of the decoder layers and AdamW for the other weights; it runs on one
+    device or with fsdp2 or ddp. --extensions can register more optimizers.
     """
     optimizer_settings: dict[str, Any] | None = None
-    """Settings of an optimizer that --extensions has registered, such as {momentum: 0.9}."""
+    """Settings of an optimizer registered by --extensions, such as {momentum: 0.9}."""
     muon_lr: PositiveFloat | None = None
-    """With --optimizer muon: peak learning rate of the matrices that Muon updates, scaled by the schedule as --lr is;
-    default: --lr.
+    """With --optimizer muon: peak learning rate of the matrices that Muon updates, which follows the same schedule as
+    --lr. Default: --lr.
     """
     muon_momentum: UnitInterval = 0.95
     """With --optimizer muon: decay of the moving average of the gradient."""
     muon_adjust_lr: MuonAdjustLr = "match_rms_adamw"
-    """With --optimizer muon: match_rms_adamw scales the updates so that learning rates of AdamW apply
-    (arXiv:2502.16982), original as in Keller Jordan's Muon, with a --muon_lr such as 0.02.
+    """With --optimizer muon: match_rms_adamw scales the updates so that AdamW learning rates apply (arXiv:2502.16982);
+    original scales them as in Keller Jordan's Muon, which needs a --muon_lr such as 0.02.
     """
     weight_decay: NonNegativeFloat = 0.01
-    """Weight decay of AdamW and Muon, for matrices only, not for norms and biases."""
+    """Weight decay of AdamW and Muon. It applies to matrices only, not to norms and biases."""
     beta1: UnitInterval = 0.9
     """Decay of AdamW's first moment."""
     beta2: UnitInterval = 0.95
     """Decay of AdamW's second moment."""
     optimizer_states: OptimizerStates | None = None
-    """Type of AdamW's moments; default: the type of the weights. 8bit keeps the moments of norms and biases in fp32."""
+    """Data type of AdamW's moments; default: the type of the weights. 8bit keeps the moments of norms and biases in
+    fp32.
+    """
     stochastic_rounding: bool = True
-    """Round bfloat16 weights and moments stochastically, which keeps small updates; false rounds to nearest."""
+    """Round bfloat16 weights and moments stochastically, which preserves small updates; false rounds to nearest."""
     lr_of: list[str] | list[dict[str, Any]] | None = None
-    """Peak learning rates of parts of the model, as PATTERN=RATE, such as embed_tokens=1e-4 'layers.*=1e-5', with
-    patterns as for --train_only; of several that match, the last counts. The schedule scales all rates alike.
+    """Peak learning rates of parts of the model, as PATTERN=RATE, such as embed_tokens=1e-4 'layers.*=1e-5'. Patterns
+    work as in --train_only; if several match, the last one applies. The schedule scales all rates alike.
     """
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """If the loss or a gradient is NaN or infinite: save the state before that step and stop, or skip the step."""
+    """What to do if the loss or a gradient is NaN or infinite: save the state before that step and stop, or skip the
+    step.
+    """
 
     def faults(self) -> list[str]:
         """Return values that contradict each other."""
@@ -695,7 +727,7 @@ class TrainingArguments:
         if self.min_lr > self.lr:
             faults.append(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}")
         if self.lr_schedule == "exponential" and self.lr_decay and self.min_lr == 0:
-            faults.append("--lr_schedule exponential never reaches 0: give a --min_lr above 0")
+            faults.append("--lr_schedule exponential never reaches 0; give a --min_lr above 0")
         faults += self._check_decay()
         if self.max_step is not None and self.warmup_steps > self.max_step:
             faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
@@ -705,7 +737,7 @@ class TrainingArguments:
         if self.lr_of is not None:
             rates = list(named_numbers(self.lr_of))
             if not rates or any(not name or not rate for name, rate in rates):
-                faults.append(f"--lr_of: expected PATTERN=RATE, rates above 0; got {self.lr_of}")
+                faults.append(f"--lr_of: expected PATTERN=RATE with a rate above 0; got {self.lr_of}")
         return faults
 
     @property
@@ -723,14 +755,14 @@ class TrainingArguments:
         if not self.orthogonalizes:
             defaults = asdict(TrainingArguments())
             names = [name for name in _MUON_ARGUMENTS if getattr(self, name) != defaults[name]]
-            return [f"--{name} is of --optimizer muon, not {self.optimizer}; leave it out" for name in names]
+            return [f"--{name} only applies to --optimizer muon, not {self.optimizer}; leave it out" for name in names]
         faults = []
         if self.muon_momentum == 1:
             faults.append("--muon_momentum must be below 1")
         if self.optimizer_states is not None:
             faults.append(
-                f"--optimizer_states {self.optimizer_states} is of --optimizer adamw: Muon's momentum has the type of "
-                "the weights; leave it out"
+                f"--optimizer_states {self.optimizer_states} only applies to --optimizer adamw, since Muon's "
+                "momentum has the type of the weights; leave it out"
             )
         return faults
 
@@ -742,7 +774,7 @@ class TrainingArguments:
         if self.decay_steps is not None and self.decay_share is not None:
             return [f"--decay_steps {self.decay_steps} and --decay_share {self.decay_share:g}: give one of them"]
         if self.lr_decay and self.decay_steps is None and self.decay_share is None:
-            return ["--lr_schedule wsd needs --decay_steps or --decay_share, such as 0.1: the steps of the decay"]
+            return ["--lr_schedule wsd needs --decay_steps, or --decay_share such as 0.1"]
         return []
 
 
@@ -751,35 +783,38 @@ class EvaluationArguments:
     """Evaluation"""
 
     eval_batch_size: PositiveInt = 1
-    """Rows per forward pass of the evaluation on each device."""
+    """Rows per forward pass on each device during evaluation."""
     eval_iters: PositiveInt | None = None
-    """Number of validation batches, over all devices together: rows from all over the validation split, equally many of
-    each source, the same each time; default: the whole split.
+    """Number of validation batches over all devices. The rows are spread over the validation split, equally many from
+    each source, and are the same in every evaluation. Default: the entire split.
     """
     eval_step_interval: PositiveInt = 500
-    """Optimizer steps between evaluations; the end of each epoch and of the run has one too."""
+    """Optimizer steps between evaluations. Every epoch and the run also end with one."""
     eval_at_start: bool = True
-    """Evaluate a new run before its first step too, so that it shows what it learned and what it forgot."""
+    """Also evaluate a new run before its first step, so that you can see what it learned and what it forgot."""
     best_by: str = "all"
-    """Source whose validation loss says which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps); all
-    is the whole validation split.
+    """Source whose validation loss decides which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps);
+    all uses the entire validation split.
     """
     metrics: list[MetricName] | None = None
-    """Metrics that --extensions has registered, computed in each evaluation; default: all of them."""
+    """Metrics registered by --extensions to compute in each evaluation; default: all of them."""
     sample_prompts: str | None = None
-    """File of prompts (.txt with one on each line, or .jsonl with a text "prompt" or the "messages" of a chat) that the
-    model continues at each evaluation, by the most likely tokens: RUN/samples.jsonl, TensorBoard, W&B.
+    """File of prompts (.txt with one per line, or .jsonl with "prompt" text or chat "messages") that the model
+    continues at each evaluation, always choosing the most likely token. Written to RUN/samples.jsonl, TensorBoard and
+    W&B.
     """
     sample_tokens: RowLength = 64
-    """Largest number of new tokens for each of --sample_prompts; each takes one forward pass."""
+    """Maximum number of new tokens for each of --sample_prompts; each takes one forward pass."""
     early_stopping: str | None = None
-    """Source, or all, such as es or es:5: end the run after 5 evaluations (default: 3) in which its validation loss is
-    not lower than before.
+    """Source, or all, optionally with a patience, such as es or es:5: end the run after 5 evaluations (default: 3)
+    without a lower validation loss of that source.
     """
     eval_only: bool = False
     """Evaluate the model (or --checkpoint) on the validation split and exit."""
     self_check: bool = False
-    """Compute loss and gradients of a few rows, split in several ways, and exit: 0 if they agree, else 1."""
+    """Compute the loss and gradients of a few rows, split in several ways, and exit with code 0 if they agree,
+    otherwise 1.
+    """
 
     @property
     def computed_metrics(self) -> list[str]:
@@ -803,17 +838,17 @@ class SaveArguments:
     """Save"""
 
     output_dir: str = "runs/fabric_llama"
-    """Run folder: config.yaml, metrics.csv, run.log, checkpoints/. A run in it is never overwritten."""
+    """Run folder: config.yaml, metrics.csv, run.log, checkpoints/. A run that is already there is never overwritten."""
     save_step_interval: PositiveInt = 1000
-    """Optimizer steps between checkpoints; the end of each epoch and of the run has one too."""
+    """Optimizer steps between checkpoints. Every epoch and the run also end with one."""
     keep_checkpoints: PositiveInt | None = None
-    """Number of newest checkpoints to keep, next to the best by validation loss; default: all."""
+    """Number of newest checkpoints to keep, in addition to the best by validation loss; default: all."""
     save_best: bool = True
-    """After an evaluation with the lowest validation loss so far, save a checkpoint, whatever the interval; it replaces
-    the one that the lowest loss before was saved in, unless that is one of the interval.
+    """After an evaluation with the lowest validation loss so far, save a checkpoint regardless of the interval. It
+    replaces the previous best checkpoint, unless that one was saved at an interval.
     """
     async_save: bool = True
-    """Write checkpoints in the background, from a copy of model and optimizer in host memory."""
+    """Write checkpoints in the background, from a copy of the model and optimizer in host memory."""
 
 
 @dataclass(frozen=True)
@@ -821,31 +856,31 @@ class LoggingArguments:
     """Logging"""
 
     log_step_interval: PositiveInt = 1
-    """Optimizer steps between lines of metrics."""
+    """Optimizer steps between logged lines of metrics."""
     loggers: list[LoggerName] | None = None
-    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. jsonl
-    writes RUN/metrics.jsonl. trackio and mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'.
-    Default: csv tensorboard, and wandb (Weights & Biases) too with --entity, or with a --project other than its
-    default, and those that --extensions registers.
+    """Where to log metrics, in addition to RUN/metrics.csv, which is always written; csv adds nothing. jsonl writes
+    RUN/metrics.jsonl. trackio and mlflow need pip install 'fabric-train[trackio]' or 'fabric-train[mlflow]'. Default:
+    csv, tensorboard and the loggers registered by --extensions; also wandb (Weights & Biases) if you give --entity or
+    change --project.
     """
     entity: str | None = None
-    """Team or user of Weights & Biases (wandb)."""
+    """Weights & Biases (wandb) team or user."""
     project: str = PROJECT
-    """Project of wandb and trackio, experiment of mlflow."""
+    """wandb and trackio project; mlflow experiment."""
     run_name: str | None = None
-    """Name of the run in wandb, trackio and mlflow; default: the folder's name; wandb makes one up."""
+    """Name of the run in wandb, trackio and mlflow. Default: the folder's name; wandb makes one up."""
     tags: list[str] | None = None
-    """Tags of the run in wandb and mlflow; in the configuration of trackio."""
+    """Tags of the run in wandb and mlflow; in trackio, part of the configuration."""
     group: str | None = None
-    """Group of the run in wandb and trackio, a tag of this name in mlflow."""
+    """Group of the run in wandb and trackio; in mlflow, a tag of this name."""
     notes: str | None = None
-    """Notes on the run in wandb and mlflow; in the configuration of trackio."""
+    """Notes on the run in wandb and mlflow; in trackio, part of the configuration."""
     log_model: Literal["none", "last", "all"] = "none"
-    """Checkpoints to upload to wandb, trackio and mlflow; if --loggers has none of them, last and all add wandb."""
+    """Checkpoints to upload to wandb, trackio and mlflow. If --loggers has none of these, last and all add wandb."""
     report: bool = True
-    """Write RUN/report.html and report.md at the end: curves, results, health, data, checkpoints."""
+    """Write RUN/report.html and report.md at the end of the run: curves, results, health, data, checkpoints."""
     profile: str | None = None
-    """Steps first:last to trace into RUN/profile/, such as 10:12; on a GPU, with a memory history."""
+    """Steps to trace into RUN/profile/, as FIRST:LAST, such as 10:12; on a GPU, with a memory history."""
     profile_ranks: Literal["first", "all"] = "first"
     """Ranks that --profile traces."""
 
@@ -865,7 +900,7 @@ class LoggingArguments:
         """Why --loggers has wandb, or which arguments no logger uses; else None."""
         if self._wandb_options and self.log_model == "none":
             options = " ".join(self._wandb_options)
-            return f"{options}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
+            return f"{options}: metrics are also logged to Weights & Biases, as with --loggers csv tensorboard wandb"
         opened = set(self.opened_loggers)
         used = set[str]()
         if "wandb" in opened:
@@ -907,7 +942,7 @@ class LoggingArguments:
         refused_character = re.search(r"[/\\#?%:]", self.project)
         if refused_character:
             faults.append(
-                f"--project {self.project!r}: a project has no {refused_character[0]} in its name; leave it out"
+                f"--project {self.project!r}: a project name cannot contain {refused_character[0]}; remove it"
             )
         if self.profile is not None and self.profiled_steps is None:
             faults.append(f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}")
@@ -926,8 +961,8 @@ class ExtensionArguments:
     """Extensions"""
 
     extensions: list[str] | None = None
-    """Python modules, such as my_losses for my_losses.py in the current folder, that register objectives, optimizers,
-    metrics and loggers (docs/how-to/extend.md). Their code runs on every rank.
+    """Python modules that register objectives, optimizers, metrics and loggers, such as my_losses for my_losses.py in
+    the current folder (docs/how-to/extend.md). Their code runs on every rank.
     """
 
 
@@ -936,19 +971,22 @@ class PlanArguments:
     """Plan"""
 
     plan: bool | Literal["check"] = False
-    """Print the memory, disk space, communication and steps that the run will need, and exit; it is an error if they do
-    not fit. With --device_memory, the --devices need not be on this machine. check only says whether arguments, files
-    and data are in order, also where the --devices are not.
+    """Print the memory, disk space, communication and steps that the run will need, and exit, with an error if they do
+    not fit. With --device_memory, you can plan for --devices that this machine does not have. check only checks the
+    arguments, files and data, and also runs on a machine without the --devices.
     """
     device_memory: str | None = None
-    """Memory of each GPU to plan for, such as 80GB; default: the memory of the GPUs here, or of this machine on CPU."""
+    """Memory of each GPU to plan for, such as 80GB. Default: the memory of this machine's GPUs, or of this machine on
+    CPU.
+    """
     interconnect: str | None = None
-    """Bandwidth in one direction between the devices of a machine, to plan for: 450GB/s is NVLink 4."""
+    """One-way bandwidth between the devices of a machine to plan for; 450GB/s is NVLink 4."""
     network: str | None = None
-    """Bandwidth in one direction from a machine to the others, to plan for: 50GB/s is one port of 400 Gbit/s."""
+    """One-way bandwidth from one machine to the others to plan for; 50GB/s is one 400 Gbit/s port."""
     mtbf_hours: PositiveFloat | None = None
-    """Mean hours between two failures of one device, with its part of machine and network; the plan says which interval
-    of saves loses the least. Default: 50,677, the rate of Llama 3's 16,384 GPUs (419 interruptions in 54 days).
+    """Mean hours between failures of one device, including its share of the machine and network failures. The plan
+    shows the save interval that loses the least time. Default: 50,677, the rate of Llama 3's 16,384 GPUs (419
+    interruptions in 54 days).
     """
 
     @property

@@ -65,7 +65,7 @@ _CONTAINER_FIX = "in a container, start it with the GPUs (docker --gpus all, pod
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Check this machine for what stops or slows runs; the exit code is 0, or 1 if something would stop one
+    """Check this machine for problems that stop or slow runs; exit with code 0, or 1 if a run would stop
 
     PROGRAM
     PROGRAM --output_dir /scratch/runs
@@ -73,7 +73,7 @@ class DoctorArguments:
     """
 
     output_dir: str | None = None
-    """Folder that runs will write into, to be checked as well; it need not exist yet."""
+    """Also check this folder, which runs will write into; it does not need to exist yet."""
     json: bool = False
     """Print the results as JSON."""
 

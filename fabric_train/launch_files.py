@@ -16,7 +16,7 @@ _FOLDERS = ("launch", "docker")
 
 @dataclass(frozen=True)
 class LaunchFilesArguments:
-    """Copy the files for Slurm, PBS, Kubernetes, SkyPilot and containers, to edit them
+    """Copy the launch files for Slurm, PBS, Kubernetes, SkyPilot and containers, so that you can edit them
 
     PROGRAM jobs
     PROGRAM ~/fabric-train-jobs
@@ -24,7 +24,7 @@ class LaunchFilesArguments:
     """
 
     output_dir: str = field(metadata=POSITIONAL)
-    """Folder to write; must not exist yet. launch/slurm/settings.sh in it is the file to edit for Slurm."""
+    """Folder to write; must not exist yet. For Slurm, edit launch/slurm/settings.sh in it."""
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayArguments:
-    """Train steps of a run again and compare them; the exit code is 0, or 1 if something differs
+    """Train steps of a run again and compare the results; exit with code 0, or 1 if something differs
 
     PROGRAM runs/1 --steps 120:125
     PROGRAM runs/1 --steps 120:125 --devices 1
@@ -40,9 +40,11 @@ class ReplayArguments:
     """
 
     run: str = field(metadata=POSITIONAL)
-    """Run folder: the --output_dir of training; a checkpoint of it, such as RUN/best, means its run."""
+    """Run folder: the --output_dir of training. A checkpoint such as RUN/best selects its run."""
     steps: str
-    """Steps first:last of its metrics.csv, such as 120:125. Those after the checkpoint before them are trained too."""
+    """Steps FIRST:LAST of the run's metrics.csv, such as 120:125. The steps between the last checkpoint before FIRST
+    and FIRST are trained too.
+    """
     devices: int | str | None = None
     """Number of devices on each machine, or their indices (0,2,3); default: as in the run."""
     num_nodes: PositiveInt | None = None
@@ -50,8 +52,8 @@ class ReplayArguments:
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] | None = None
     """Device type; default: as in the run."""
     extensions: list[str] | None = None
-    """Python modules that register the run's objective or optimizer. Those that its config.yaml names are not imported
-    by themselves: the folder may be another's.
+    """Python modules that register the run's objective or optimizer. Modules named in the run's config.yaml are not
+    imported automatically, because the run folder may come from someone else.
     """
 
     @property
@@ -72,7 +74,7 @@ class ReplayArguments:
 def main(argv: list[str] | None = None) -> None:
     """Train the steps again, print what agrees and what differs; exit with 1 if something differs."""
     stop_signals.listen()
-    program.memory_advice = "use more --devices"
+    program.memory_advice = "give more --devices"
     start_log()
     arguments = parse(ReplayArguments, argv)
     run_dir = Path(arguments.run)
@@ -111,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
         if replay.faults:
             _report(ReplayComparison(replay, steps=[]))  # which ends the program
         for line in replay.other_versions:
-            note(f"another version than in the run: {line}")
+            note(f"the version differs from the run's: {line}")
 
         # Train the steps again, on all ranks.
         run = replay.run
@@ -144,13 +146,13 @@ def _read_config(run_dir: Path, extensions: Sequence[str]) -> TrainArguments:
     """Read the arguments of a run, and import only ``extensions`` for the run's registered parts."""
     config = run_dir / CONFIG
     if not config.is_file():
-        reason = "no run folder, it has no config.yaml" if run_dir.is_dir() else missing_folder(run_dir)
-        raise InputError(f"{run_dir}: {reason}; give the --output_dir of training")
+        reason = "not a run folder (no config.yaml)" if run_dir.is_dir() else missing_folder(run_dir)
+        raise InputError(f"{run_dir}: {reason}; give a run folder, the --output_dir of training")
     run_extensions = read_config(run_dir).get("extensions") or []
     missing = [name for name in run_extensions if name not in extensions]
     if missing:
         raise InputError(
-            f"{config}: the run has parts of {', '.join(missing)}, whose code replay imports only if you name it; give "
+            f"{config}: the run used code from {', '.join(missing)}, which replay only imports if you name it; give "
             f"--extensions {' '.join(run_extensions)}"
         )
     options = ["--config", str(config)]

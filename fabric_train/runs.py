@@ -35,7 +35,7 @@ _COLUMN_GAP = 2
 
 @dataclass(frozen=True)
 class RunsArguments:
-    """List the runs below a folder: their state, step, best loss, data, model and speed
+    """List the runs under a folder with their state, step, best loss, data, model and speed
 
     PROGRAM runs --sort best --columns lr warmup_steps
     PROGRAM runs --filter running llama
@@ -43,15 +43,15 @@ class RunsArguments:
     """
 
     folder: str = field(default=".", metadata=POSITIONAL)
-    """Folder with runs in it, at any depth; default: the current one."""
+    """Folder that contains runs, at any depth; default: the current folder."""
     sort: Literal["run", "state", "step", "best", "speed", "data", "model", "changed"] = "changed"
-    """Column to sort by: step, speed and changed with the highest first, the others with the lowest. best puts the best
-    run first, so the highest accuracy, of runs with another --best_by each for itself.
+    """Column to sort by: step, speed and changed in descending order, the others in ascending order. best lists the
+    best run first; it ranks runs separately by their --best_by, and accuracies in descending order.
     """
     columns: list[str] | None = None
-    """Arguments of training to show, such as lr warmup_steps, in place of data, model and speed."""
+    """Training arguments to show, such as lr warmup_steps, instead of data, model and speed."""
     filter: list[str] | None = None
-    """Show only runs that have each of these words in their name, state, data or model."""
+    """Show only runs that have all of these words in their name, state, data or model."""
     json: bool = False
     """Print the runs as JSON, with all their arguments."""
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(RunsArguments, argv)
     folder = Path(arguments.folder).expanduser()
     if not folder.is_dir():
-        raise InputError(f"{folder}: {missing_folder(folder)}; give a folder with runs in it")
+        raise InputError(f"{folder}: {missing_folder(folder)}; give a folder that contains runs")
     runs = []
     for run_dir in find_runs(folder):
         run = summarize_run(run_dir)
@@ -76,9 +76,9 @@ def main(argv: list[str] | None = None) -> None:
     elif runs:
         _print_table(runs, folder, arguments.columns)
     elif arguments.filter:
-        print(f"no runs that match below {folder}")
+        print(f"no matching runs under {folder}")
     else:
-        print(f"no runs below {folder}")
+        print(f"no runs under {folder}")
 
 
 def _matches(run: RunSummary, words: Sequence[str]) -> bool:

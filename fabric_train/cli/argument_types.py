@@ -353,31 +353,36 @@ class PushArguments:
     """Card and publication on the Hugging Face hub"""
 
     push_to_hub: str | None = None
-    """Push the finished folder to the repository OWNER/NAME. A folder that is finished already is only pushed."""
+    """Push the finished folder to the hub repository OWNER/NAME. If the folder is already finished, only push it."""
     private: bool = True
-    """Make a repository that the push creates private."""
+    """Make the repository private if the push creates it."""
     revision: str | None = None
-    """Branch to push to, created if it is missing; refs/pr/N is an open pull request. Default: main."""
+    """Branch to push to, created if it does not exist; refs/pr/N is an open pull request. Default: main."""
     create_pr: bool = False
     """Open a pull request instead of changing main."""
     commit_message: str | None = None
-    """Message of the commit, and title of the pull request."""
+    """Commit message, and title of the pull request."""
     license: str | None = None
-    """For the card: the licence's identifier on the hub, such as apache-2.0; default of a model: its base model's."""
+    """For the card: the license's identifier on the hub, such as apache-2.0. Default for a model: the base model's
+    license.
+    """
 
     def faults(self) -> list[str]:
         """Return names that the hub refuses, and options of a push without one."""
         faults = []
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
-            faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
+            faults.append(f"--license: expected a hub license identifier such as apache-2.0, got {self.license!r}")
         if self.license == "other":
-            faults.append("--license other needs a name and a text: leave it out, to take the base model's")
+            faults.append(
+                "--license other is not supported, since it needs a name and a text; leave it out to use the base "
+                "model's license"
+            )
         if self.push_to_hub is not None and not re.fullmatch(REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
         if self.revision is not None and not re.fullmatch(_BRANCH, self.revision):
             faults.append(f"--revision: expected a branch such as step-500, or refs/pr/N, got {self.revision!r}")
         if self.create_pr and self.revision is not None:
-            faults.append("--create_pr true opens a pull request for main: leave out --revision")
+            faults.append("--create_pr true opens a pull request against main; leave out --revision")
         if self.push_to_hub is None:
             options = {"revision": self.revision, "create_pr": self.create_pr, "commit_message": self.commit_message}
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name, value in options.items() if value]

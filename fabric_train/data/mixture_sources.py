@@ -189,6 +189,7 @@ def _shares_by_name(shares: Shares, folders: Sequence[str]) -> dict[str, float]:
     numbers = [float(str(share)) for share in shares.values]
     if len(numbers) != len(folders):
         raise InputError(
-            f"{shares.option}: {len(numbers)} numbers for {len(folders)} folders of --train_data_dir; give one each"
+            f"{shares.option}: {len(numbers)} numbers for {len(folders)} folders of --train_data_dir; give one "
+            "number for each"
         )
     return dict(zip(folders, numbers, strict=True))

@@ -9,7 +9,7 @@ _LISTS = ("models", "texts", "pairs")
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Compare models by their loss on texts, with confidence intervals; evaluate each checkpoint of a run as it trains
+    """Compare models by their loss on texts, with confidence intervals, or evaluate every checkpoint of a run
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
     PROGRAM --models models/llama-3-8b runs/1/all --tasks tasks.yaml --output_dir eval/2
@@ -17,65 +17,77 @@ class EvaluateArguments:
     """
 
     models: list[str] | None = None
-    """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, RUN/all (each of its checkpoints), a
-    checkpoint's folder, a Hugging Face folder, one with an adapter of peft, or a hub name. The others are compared with
-    the first one. With --watch, they are evaluated too, once.
+    """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, RUN/all (every checkpoint), a
+    checkpoint's folder, a Hugging Face folder, a folder with a peft adapter, or a hub name. All are compared with the
+    first one. With --watch, they are also evaluated, once.
     """
     output_dir: str | None = None
-    """Folder for the results and for finished parts. With the same folder, a stopped evaluation goes on, and further
-    models and texts are added to those that are there. Default with --watch: RUN/evaluation.
+    """Folder for the results and for finished parts. Use the same folder again to continue a stopped evaluation or to
+    add models and texts to it. Default with --watch: RUN/evaluation.
     """
     texts: list[str] | None = None
-    """Texts to evaluate the loss on, by source: es=PLACE, where PLACE is anything with text that fabric-train tokenize
-    reads, or a token dataset, whose validation split is meant. Default without --watch and --tasks: the validation
-    split of the first checkpoint in --models.
+    """Texts to evaluate the loss on, by source: es=PATH, where PATH is any text source that fabric-train tokenize
+    reads, or a token dataset, whose validation split is used. Default without --watch and --tasks: the validation split
+    of the first checkpoint in --models.
     """
     pairs: list[str] | None = None
-    """Preference pairs, by name: ultra=PLACE, a token dataset of pairs (its validation split, or all if it has none) or
-    rows that fabric-train tokenize reads as pairs. How often each model prefers the chosen answer is in pairs.json.
+    """Preference pairs, by name: ultra=PATH, where PATH is a token dataset of pairs (its validation split, or all rows
+    if it has none) or any source that fabric-train tokenize reads as pairs. pairs.json shows how often each model
+    prefers the chosen answer.
     """
     text_column: str = "text"
-    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
-    'moves: ' with a space.
+    """Column that holds the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts; for
+    example, 'moves: ' joins them with a space.
     """
     max_length: RowLength = 2048
-    """Tokens that a model sees at once; 8k is 8192. Longer documents are read in windows."""
+    """Context length in tokens; 8k is 8192. Longer documents are evaluated in windows."""
     overlap: RowLength = 1
-    """Tokens before a window's first predicted token that the window has at least, so that it has context."""
+    """Minimum number of context tokens before the first predicted token of a window."""
     batch_tokens: RowLength = 8192
-    """Tokens in one forward pass, padding included; fewer take less memory."""
+    """Tokens per forward pass, including padding; a lower number takes less memory."""
     seed: NonNegativeInt64 = 0
     """Seed of the bootstrap."""
     watch: str | None = None
-    """Evaluate each checkpoint of this run on --texts, on --tasks with lm_eval, or on both."""
+    """Evaluate every checkpoint of this run as it trains, on --texts, on --tasks with lm_eval, or on both."""
     tasks: str | None = None
-    """YAML file with lm_eval's tasks by language, on which --models, and each checkpoint of --watch, are evaluated."""
+    """YAML file of lm_eval tasks by language, to evaluate --models and every checkpoint of --watch on."""
     wait: bool = True
-    """With --watch: wait for further checkpoints until the run has ended; false ends after those that are there."""
+    """With --watch: wait for new checkpoints until the run ends; false only evaluates the existing ones."""
     batch_size: PositiveInt = 8
-    """With --tasks: requests of lm_eval in one forward pass."""
+    """With --tasks: lm_eval requests per forward pass."""
 
     def faults(self) -> list[str]:
         """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
-        faults = [f"--{name} names nothing: give one" for name in _LISTS if getattr(self, name) == []]
+        faults = [f"--{name} is empty; give at least one value" for name in _LISTS if getattr(self, name) == []]
 
         # arguments that exclude each other, or need each other
         if self.pairs is not None and self.texts is not None:
-            faults.append("--pairs and --texts: evaluate one after the other, which may have the same --output_dir")
+            faults.append(
+                "--pairs and --texts cannot be combined; evaluate them one after the other, in the same --output_dir "
+                "if you like"
+            )
         if self.pairs is not None and self.tasks is not None:
-            faults.append("--pairs and --tasks: evaluate one after the other, which may have the same --output_dir")
+            faults.append(
+                "--pairs and --tasks cannot be combined; evaluate them one after the other, in the same --output_dir "
+                "if you like"
+            )
         if self.watch is None:
             faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
         else:
             if self.pairs is not None:
-                faults.append("--pairs and --watch: give --models instead, such as RUN/all")
+                faults.append(
+                    "--pairs and --watch cannot be combined; give --models instead of --watch, such as RUN/all"
+                )
             if self.tasks is None and self.texts is None:
-                faults.append("--watch needs --tasks or --texts: give one of them")
+                faults.append("--watch needs --tasks or --texts; give at least one of them")
 
         # values that do not fit together
         models = self.models or []
         repeated_models = {model for model in models if models.count(model) > 1}
-        faults += [f"--models {model} is given twice: give it once" for model in sorted(repeated_models)]
+        faults += [f"--models {model} is given twice; give it once" for model in sorted(repeated_models)]
         if self.overlap >= self.max_length:
-            faults.append(f"--overlap {self.overlap} fills windows of --max_length {self.max_length}: give less")
+            faults.append(
+                f"--overlap {self.overlap} leaves nothing to predict in windows of --max_length {self.max_length}; "
+                "give less"
+            )
         return faults

@@ -51,7 +51,7 @@ _NOT_SENT = (FILE_NAME, "README.md", DROPPED_FILE, CONTAMINATION_FILE)
 
 @dataclass(frozen=True, kw_only=True)
 class PublishArguments(CardArguments):
-    """Publish a finished token dataset on the Hugging Face hub: of one run, merged, or of parts
+    """Publish a finished token dataset, merged or not, on the Hugging Face hub
 
     PROGRAM data/tokens --push_to_hub OWNER/NAME --license cc-by-4.0 --card_language ca
     PROGRAM data/whole --push_to_hub OWNER/NAME --private false
@@ -59,13 +59,13 @@ class PublishArguments(CardArguments):
     """
 
     dataset_dir: str = field(metadata=POSITIONAL)
-    """Token dataset: an --output_dir of fabric-train tokenize or of a merge. It stays as it is."""
+    """Token dataset: an --output_dir of fabric-train tokenize or merge. It is not changed."""
 
     def faults(self) -> list[str]:
         """Return what :class:`CardArguments` finds, and a missing repository."""
         faults = CardArguments.faults(self)
         if not self.push_to_hub:
-            faults = ["--push_to_hub is missing: give OWNER/NAME", *faults]
+            faults = ["--push_to_hub is required; give OWNER/NAME", *faults]
         return faults
 
 

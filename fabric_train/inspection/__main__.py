@@ -29,7 +29,7 @@ from fabric_train.inspection.report import DatasetReport, make_report
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Show the content of a token dataset; the exit code is 0, or 1 if there are problems
+    """Show and check the contents of a token dataset; exit with code 0, or 1 if there are problems
 
     PROGRAM data/tokens --html tokens.html
     PROGRAM data/tokens --split validation --rows 10 --start 100
@@ -39,17 +39,17 @@ class InspectArguments:
     dataset_dir: str | None = field(default=None, metadata=POSITIONAL)
     """Token dataset: a folder written by fabric-train tokenize."""
     compare: list[str] | None = None
-    """Two token datasets to compare, instead of one to show: sources, languages, lengths, tokens per byte, and the
-    words that each has more often. Their tokenizers may differ.
+    """Compare two token datasets instead of showing one: sources, languages, lengths, tokens per byte, and the words
+    that are more frequent in each. Their tokenizers may differ.
     """
     split: Literal["train", "validation"] = "train"
-    """Split whose document lengths and rows are shown, or that is compared; of one dataset, all splits are checked."""
+    """Split to show or compare: its document lengths and rows. When showing one dataset, all splits are checked."""
     rows: NonNegativeInt = 3
     """Number of rows to show."""
     start: NonNegativeInt64 = 0
-    """First row to show, counted from 0."""
+    """First row to show, starting at 0."""
     html: str | None = None
-    """Also write everything to this file as an HTML page."""
+    """Also write the full report to this file as an HTML page."""
 
     def faults(self) -> list[str]:
         """Return what is wrong with the number of datasets, and an --html that cannot be a file."""
@@ -57,7 +57,7 @@ class InspectArguments:
         if self.compare is None and self.dataset_dir is None:
             faults.append("DATASET_DIR is required; give --dataset_dir DIR, or --compare A B")
         if self.compare is not None and self.dataset_dir is not None:
-            faults.append(f"--compare takes both token datasets: write --compare {self.dataset_dir} OTHER")
+            faults.append(f"--compare takes both token datasets; write --compare {self.dataset_dir} OTHER")
         elif self.compare is not None and len(self.compare) != 2:
             faults.append(f"--compare: expected two token datasets, got {len(self.compare)}")
         if self.compare is not None and self.start:

@@ -20,7 +20,7 @@ Weight = Annotated[float, NumberRange("a number", -1e6, 1e6)]
 
 @dataclass(frozen=True)
 class MergeModelsArguments:
-    """Merge models into one Hugging Face folder, verified like an export
+    """Merge models into one Hugging Face folder, and verify it like an export
 
     PROGRAM --method linear --models runs/1 runs/2 --output_dir merged/mean
     PROGRAM --method slerp --models runs/a/best runs/b/best --weights 0.7 0.3 --output_dir merged/slerp
@@ -28,27 +28,28 @@ class MergeModelsArguments:
     """
 
     method: Literal["linear", "slerp", "ties", "dare", "task_arithmetic"]
-    """linear is the weighted mean; slerp goes along an arc between two models. The others add differences from --base:
-    task_arithmetic all of them, ties the largest ones that agree in sign, dare random ones, scaled up.
+    """linear computes the weighted mean; slerp interpolates two models along an arc. The other methods add differences
+    from --base: task_arithmetic all of them, ties the largest ones that agree in sign, dare a random selection,
+    rescaled.
     """
     models: list[str]
     """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
-    folder, or a hub name. The result has the settings, the tokenizer and the chat template of the first one.
+    folder, or a hub name. The result has the first model's settings, tokenizer and chat template.
     """
     output_dir: str
     """Folder to write."""
     weights: list[Weight] | None = None
-    """One for each model, in their order. Default: 1 for each. For linear and slerp, only their ratios count."""
+    """Weights of the models, in the same order; default: 1 for each. For linear and slerp, only the ratios matter."""
     base: str | None = None
-    """With ties, dare and task_arithmetic: the model that all of --models began with."""
+    """With ties, dare and task_arithmetic: the model that all of --models were trained from."""
     density: PositiveShare | None = None
-    """With ties and dare: share of the differences that are kept; default: 0.5."""
+    """With ties and dare: share of the differences to keep; default: 0.5."""
     seed: NonNegativeInt64 = 0
     """With dare: seed of the random choice."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of the written weights; they are computed in float32."""
+    """Data type of the written weights, which are computed in float32."""
     max_shard_size: str = "5GB"
-    """Largest safetensors file."""
+    """Maximum size of a safetensors file."""
 
     def faults(self) -> list[str]:
         """Return what is wrong with the arguments: the number of models or weights, and arguments of other methods."""
@@ -65,22 +66,22 @@ class MergeModelsArguments:
             faults.append(f"--method {self.method} merges {min_models} or more models, but --models has {num_models}")
         weights = self.weights or []
         if self.weights is not None and len(weights) != num_models:
-            faults.append(f"--weights has {len(weights)} numbers, but --models has {num_models}: give one for each")
+            faults.append(f"--weights has {len(weights)} numbers, but --models has {num_models}; give one for each")
         elif weights and not needs_base and (min(weights) < 0 or not sum(weights)):
-            faults.append(f"--method {self.method} takes --weights of 0 or more that are not all 0")
+            faults.append(f"--method {self.method} needs --weights of 0 or more that are not all 0")
 
         # the base
         if self.base is None and needs_base:
-            faults.append(f"--method {self.method} needs --base, the model that all of --models began with")
+            faults.append(f"--method {self.method} needs --base, the model that all of --models were trained from")
         if self.base is not None:
             if not needs_base:
-                faults.append(f"--base is not for --method {self.method}: leave it out, or list it in --models")
+                faults.append(f"--base does not apply to --method {self.method}; leave it out, or list it in --models")
             real_base = os.path.realpath(self.base)
             if any(os.path.realpath(model) == real_base for model in self.models):
-                faults.append(f"--base {self.base} is also in --models, where it changes nothing: leave it out there")
+                faults.append(f"--base {self.base} is also in --models, where it has no effect; remove it there")
 
         if self.density is not None and not takes_density:
-            faults.append(f"--density is for ties and dare, not for --method {self.method}")
+            faults.append(f"--density only applies to --method ties and dare, not {self.method}")
         if parse_size(self.max_shard_size) is None:
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
         return faults
@@ -141,14 +142,14 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
         table.add_row(*cells[: len(columns)])
     open_console().print(table)
     reference = "base" if merged.recipe.base else "first model"
-    print(f"difference: length of the difference from the {reference}, by the length of the {reference}")
+    print(f"difference: norm of the difference from the {reference}, relative to the norm of the {reference}")
     conflicts = describe_conflicts(merged)
     if conflicts:
         print(conflicts)
     for line in describe_vocabularies(merged):
         print(line)
     logits = f"; largest difference of a logit: {report.logits.max_difference:g}" if report.logits else ""
-    print(f"verified by a fresh process: {report.tensors.compared} tensors are equal, bit for bit{logits}")
+    print(f"verified by a separate process: {report.tensors.compared} tensors are bit-identical{logits}")
     print(f"written to {target}")
 
 

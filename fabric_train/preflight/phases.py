@@ -311,7 +311,7 @@ def _faults_of_values(values: Mapping[str, Any]) -> Iterator[str]:
     if all(name in values for name in _SHARES):
         yield "shares and token_shares contradict each other: give one of them"
     if values.get("train_only") == []:
-        yield "train_only names nothing: give parts, or leave it out"
+        yield "train_only is empty; give parts of the model, or leave it out"
     if len(values) == 1:  # `from` alone
         yield "it changes nothing: give shares, token_shares, lr, train_only or train_data_dir"
     if not values.get("train_data_dir"):

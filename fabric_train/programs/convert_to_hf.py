@@ -28,43 +28,45 @@ class ConvertArguments(PushArguments):
     """
 
     checkpoint: list[str]
-    """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders;
-    RUN/all means each checkpoint of the run.
+    """Checkpoints to export: RUN (its newest checkpoint), RUN/best (by validation loss), RUN/latest, RUN/step-500, or a
+    checkpoint's folder; RUN/all exports every checkpoint of the run.
     """
     output_dir: str
-    """Folder to write; with several checkpoints, it gets one folder for each, named step-...; those that are there from
-    an earlier command are kept.
+    """Folder to write. With several checkpoints, it gets one subfolder for each, named step-...; subfolders from an
+    earlier command are kept.
     """
     average: str | None = None
-    """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run, without those that a
-    signal saved; all, of the checkpoints that --checkpoint lists, or of the whole run that it names.
+    """Export one model with averaged weights. last:5 averages the 5 newest checkpoints of a run, without those saved
+    because of a signal. all averages the checkpoints listed in --checkpoint, or all checkpoints of the run it names.
     """
     average_decay: PositiveShare = 1.0
-    """Weight of each checkpoint in --average, relative to the next newer one (or the next in the list), such as 0.8; 1
-    weighs all the same.
+    """Weight of each checkpoint in --average relative to the next newer one (or the next in the list), such as 0.8; 1
+    weights all checkpoints equally.
     """
     merge: bool = False
-    """Of a run with an adapter, export the whole model, with the adapter merged into its weights; without this, export
-    the adapter as a folder of peft.
+    """For a run with an adapter: export the full model with the adapter merged into its weights. Without this, the
+    adapter is exported as a peft folder.
     """
     merge_into: Literal["original", "dequantized"] = "original"
-    """With --merge true, of an adapter that was trained on weights in 4 bits: merge it into the original weights, or
-    into what the 4 bits stand for. The difference from the model as it was trained is measured.
+    """With --merge true, for an adapter trained on 4-bit weights: merge it into the original weights, or into the
+    dequantized 4-bit weights. The difference from the trained model is measured.
     """
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of the exported weights; an adapter keeps its own, float32."""
+    """Data type of the exported weights. Adapters are always exported in float32."""
     max_shard_size: str = "5GB"
-    """Largest safetensors file."""
+    """Maximum size of a safetensors file."""
     base_model: str | None = None
-    """For the model card: OWNER/NAME of the model that training began with; default: the one in the checkpoint."""
+    """For the model card: OWNER/NAME of the model that training started from. Default: the one recorded in the
+    checkpoint.
+    """
     language: list[str] | None = None
-    """For the card: ISO 639 codes, such as es ca."""
+    """For the model card: ISO 639 codes, such as es ca."""
 
     def faults(self) -> list[str]:
         """Return an invalid size or name, and several checkpoints that would be pushed to one place."""
         faults = [*super().faults(), *not_language_codes("--language", self.language)]
         if not self.checkpoint:
-            faults.append("--checkpoint names nothing: give a checkpoint or a run")
+            faults.append("--checkpoint is empty; give a checkpoint or a run")
         if self.base_model is not None and not re.fullmatch(REPOSITORY, self.base_model):
             faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")
         if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
@@ -79,8 +81,8 @@ class ConvertArguments(PushArguments):
         exports_several = self.average is None and (len(self.checkpoint) > 1 or names_whole_run)
         if exports_several and (self.revision or self.create_pr):
             faults.append(
-                "--revision and --create_pr take one checkpoint: several are pushed to branches of their names, such "
-                "as step-00000500"
+                "--revision and --create_pr need a single checkpoint; several checkpoints are pushed to branches "
+                "with their names, such as step-00000500"
             )
         return faults
 
@@ -125,10 +127,10 @@ def main() -> None:
         print(f"{num_exported} of {num_checkpoints} checkpoints exported to {Path(arguments.output_dir)}{pushed}")
     if plan.damaged:
         names = ", ".join(plan.damaged)
-        print_errors(f"error: not exported, since damaged: {names}; remove them, or restore their files")
+        print_errors(f"error: not exported because they are damaged: {names}; remove them, or restore their files")
     if failed and num_checkpoints > 1:
         outcome = "not exported or not pushed" if pushes else "not exported"
-        print_errors(f"error: {outcome}: {', '.join(failed)}; the same command tries them again")
+        print_errors(f"error: {outcome}: {', '.join(failed)}; run the same command again to retry")
     if failed or plan.damaged:
         sys.exit(FAILURE)
 
@@ -142,7 +144,7 @@ def _export_and_push(
         print_report(report, f"{target}: {source.describe()}")
         print_gaps(source, target)
     else:
-        print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
+        print(f"{target} is already a verified export of {source.describe()}; only pushing it")
     if push_request:
         print(f"pushed to {publish(source, target, push_request, arguments)}")
 
@@ -242,7 +244,7 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
         expected_names.insert(0, "base_model")
     missing = [f"--{name}" for name in expected_names if name not in metadata]
     if missing:
-        print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
+        print(f"note: the model card is incomplete; {' and '.join(missing)} would complete it", file=sys.stderr)
 
 
 def print_report(report: "VerificationReport", name: str) -> None:
@@ -275,7 +277,7 @@ def print_report(report: "VerificationReport", name: str) -> None:
         table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
 
     # the configuration and the tokenizer
-    table.add_row("settings that differ", ", ".join(report.settings) or "none")
+    table.add_row("different settings", ", ".join(report.settings) or "none")
     table.add_row("tokenizer", report.tokenizer)
     open_console().print(table)
 

@@ -18,7 +18,7 @@ class DownloadArguments:
     """
 
     model_name: str
-    """Hub name, OWNER/NAME."""
+    """Hub name OWNER/NAME."""
     output_dir: str
     """Folder to write; must not exist yet."""
     revision: str = "main"
@@ -26,7 +26,7 @@ class DownloadArguments:
     tokenizer_only: bool = False
     """Download only the tokenizer and the configuration, not the weights."""
     pickles: bool = False
-    """Download pickled weights if there are no safetensors."""
+    """If there are no safetensors, download pickled weights."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         print(f"{size:>15,}  {file}")
     print(f"{sum(model.file_sizes.values()):>15,}  bytes of {name} at {model.commit} in {folder}")
     option = "--tokenizer_name" if tokenizer_only else "--model_name"
-    print(f"use it with {option} {folder}, and set HF_HUB_OFFLINE=1 on machines without internet")
+    print(f"use it with {option} {folder}; on machines without internet access, set HF_HUB_OFFLINE=1")
 
 
 if __name__ == "__main__":

@@ -23,17 +23,17 @@ class ReportArguments:
     """
 
     runs: list[str] = field(metadata=POSITIONAL)
-    """Run folders: the --output_dir of training; a copy, an old run or one that runs serves too."""
+    """Run folders: the --output_dir of training. A copy of a run, an old run or a run in progress works too."""
     output: str | None = None
-    """The page; the Markdown is written next to it, with the ending .md. Default: RUN/report.html, or of several runs
-    report.html in the current folder.
+    """Path of the HTML page; the Markdown version is written next to it, with the suffix .md. Default: RUN/report.html,
+    or report.html in the current folder for several runs.
     """
     price_per_hour: NonNegativeFloat | None = None
-    """What an hour of one device costs, in any currency; the report then has the cost."""
+    """Price of one device for an hour, in any currency; the report then shows the cost."""
 
     def faults(self) -> list[str]:
         if self.output is not None and not self.output.endswith(".html"):
-            return [f"--output {self.output}: give a name that ends in .html"]
+            return [f"--output {self.output}: expected a file name that ends in .html"]
         return []
 
 

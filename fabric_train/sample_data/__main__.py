@@ -35,9 +35,9 @@ class SampleDataArguments:
     """
 
     names: list[Kind] = field(metadata=POSITIONAL)
-    """What to download into .cache of the current folder: the model SmolLM2-135M-Instruct (which needs the extra demo),
-    Shakespeare, the Spanish Bible of 1909, Debian's guide and LilyPond's manuals in Catalan, English chats, preference
-    pairs.
+    """What to download into .cache in the current folder: the model SmolLM2-135M-Instruct (needs the demo extra),
+    Shakespeare, the Spanish Bible of 1909, Debian's guide and LilyPond's manuals in Catalan, English chats, or
+    preference pairs.
     """
 
 
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     """Download each kind that is named, and print its path."""
     arguments = parse_arguments(SampleDataArguments, argv)
     if "smollm2" in arguments.names and find_spec("gguf") is None:
-        raise InputError("smollm2 is read with gguf, which is not installed: pip install 'fabric-train[demo]'")
+        raise InputError("reading smollm2 needs gguf, which is not installed; run pip install 'fabric-train[demo]'")
     for name in arguments.names:
         try:
             print(BUILDERS[name](_CACHE), flush=True)

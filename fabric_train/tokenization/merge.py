@@ -53,7 +53,7 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True)
 class MergeArguments:
-    """Merge token datasets that were made with the same tokenizer and --max_length, or the slices of --shard
+    """Merge token datasets with the same tokenizer and --max_length, or the slices made by --shard
 
     PROGRAM data/part-1 data/part-2 --output_dir data/whole
     PROGRAM slices/* --output_dir data/tokens
@@ -61,14 +61,17 @@ class MergeArguments:
     """
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
-    """Token datasets, in the order of their rows in the result; or all slices made by --shard, in any order, encoded or
-    with their lines counted for --boilerplate.
+    """Token datasets, in the order of their rows in the result. Or all slices made by --shard, in any order, either
+    encoded or with their lines counted for --boilerplate.
     """
     output_dir: str
-    """Token dataset to write, or of counted lines, the folder for --boilerplate; must not exist yet."""
+    """Token dataset to write, or the folder of repeated lines for --boilerplate if the slices hold counted lines; must
+    not exist yet.
+    """
     parts: bool = False
-    """Copy no row: write a small folder that says where the token datasets are, whose rows programs read as one
-    dataset. They must stay where they are, seen from this folder. Each one's last incomplete row stays its own.
+    """Do not copy any rows: write a small folder that records where the token datasets are, which programs read as one
+    dataset. The token datasets must stay at the same path relative to this folder. Each keeps its own last incomplete
+    row.
     """
 
     def faults(self) -> list[str]:

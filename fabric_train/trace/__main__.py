@@ -28,18 +28,18 @@ class TraceArguments:
     rank: NonNegativeInt | None = None
     """With --step: only those that this rank read."""
     document: str | None = None
-    """Print the steps and checkpoints that read this document: FILE:LINE, with the name of the file in manifest.json or
-    its end, and the line or row in it from 1.
+    """Print the steps and checkpoints that read this document, as FILE:LINE: the file's name in manifest.json, or the
+    end of that name, and the line or row in it, starting at 1.
     """
     train_data_dir: list[str] | None = None
-    """Token datasets of the run, in its order, if they are no longer where it read them."""
+    """The run's token datasets, in the same order, if they have moved since the run read them."""
     json: bool = False
     """Print the results as JSON."""
 
     def faults(self) -> list[str]:
         """Return a line for each question that is missing or incomplete."""
         if (self.step is None) == (self.document is None):
-            return ["give one of --step and --document"]
+            return ["give either --step or --document"]
         if self.rank is not None and self.step is None:
             return ["--rank needs --step"]
         if self.document is not None and not re.fullmatch(r".+:[1-9][0-9]{0,9}", self.document):

@@ -26,7 +26,7 @@ from fabric_train.translate.write_config import config_text, set_by_length, trai
 
 @dataclass(frozen=True)
 class TranslateArguments:
-    """Translate a training file of axolotl, TRL, LLaMA-Factory or torchtune, and print the command that tokenizes
+    """Translate a training file of axolotl, TRL, LLaMA-Factory or torchtune, and print the tokenize command
 
     PROGRAM axolotl.yaml --output ours.yaml
     PROGRAM sft.yaml --from trl --output ours.yaml
@@ -36,15 +36,15 @@ class TranslateArguments:
     file: str = field(metadata=POSITIONAL)
     """The other program's YAML file."""
     output: str
-    """The training file to write; must not exist yet."""
+    """Training file to write; must not exist yet."""
     from_: Program | None = None
-    """The program whose file it is; default: recognised by its names."""
+    """Program that the file belongs to; default: recognized by the setting names."""
     train_data_dir: str | None = None
-    """The token dataset that the printed command has written: with its number of rows, shares of steps and fractions of
-    epochs are written as numbers. Without it they stand as formulas in comments.
+    """Token dataset written by the printed command. Its number of rows turns shares of steps and fractions of epochs
+    into numbers; without it, they are written as formulas in comments.
     """
     devices: PositiveInt | None = None
-    """Number of devices of the run, over all machines; it decides total_batch_size and the number of steps."""
+    """Number of devices of the run, over all machines; determines total_batch_size and the number of steps."""
 
 
 @dataclass(frozen=True)

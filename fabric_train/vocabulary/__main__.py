@@ -19,7 +19,7 @@ def _faults_of_texts(texts: list[str] | None, max_bytes: str) -> list[str]:
     """Return what is wrong with ``--texts`` and ``--max_bytes``."""
     faults = []
     if texts is not None and not texts:
-        faults.append("--texts names nothing: give a text such as ca=corpus/ca")
+        faults.append("--texts is empty; give a text such as ca=corpus/ca")
     if parse_size(max_bytes) is None:
         faults.append(f"--max_bytes: expected a size such as 100MB or 1GB, got {max_bytes!r}")
     return faults
@@ -45,31 +45,31 @@ class VocabularyReportArguments:
     """
 
     tokenizer: list[str]
-    """Tokenizers: hub names, folders, or tokenizer.model files. The others are compared with the first one."""
+    """Tokenizers: hub names, folders, or tokenizer.model files. The first one is the reference for the others."""
     texts: list[str]
-    """Texts by language: ca=PLACE, where PLACE is anything with text that fabric-train tokenize reads."""
+    """Texts by language: ca=PATH, where PATH is any text source that fabric-train tokenize reads."""
     text_column: str = "text"
-    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
-    'moves: ' with a space.
+    """Column that holds the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts; for
+    example, 'moves: ' joins them with a space.
     """
     max_bytes: str = "20MB"
-    """Read about this much of a larger text, from places all over it."""
+    """Read only about this much of a larger text, spread over the entire text."""
     seed: NonNegativeInt64 = 0
-    """Seed of these places, and of the documents that are drawn for the intervals."""
+    """Seed for choosing what to read of a larger text, and for the bootstrap intervals."""
     json: str | None = None
-    """Also write all figures to this file as JSON."""
+    """Also write all results to this file as JSON."""
     picture: str | None = None
-    """Also draw the tokens per word as this PNG file."""
+    """Also plot the tokens per word into this PNG file."""
 
     def faults(self) -> list[str]:
         """Return names that are missing or given twice, and files that cannot be written."""
         faults = []
         if not self.tokenizer:
-            faults.append("--tokenizer names nothing: give one or more")
+            faults.append("--tokenizer is empty; give one or more tokenizers")
         faults += [f"--tokenizer: {fault}" for _, fault in given_twice(self.tokenizer)]
         faults += _faults_of_texts(self.texts, self.max_bytes)
         if self.picture is not None and not self.picture.endswith(".png"):
-            faults.append(f"--picture {self.picture}: give a name that ends in .png")
+            faults.append(f"--picture {self.picture}: expected a file name that ends in .png")
         faults += _faults_of_output("--json", self.json)
         faults += _faults_of_output("--picture", self.picture)
         return faults
@@ -89,40 +89,40 @@ class VocabularyExtendArguments:
     output_dir: str
     """Model folder to write; must not exist yet."""
     texts: list[str] | None = None
-    """Texts by language from which tokens are learned: ca=PLACE, where PLACE is anything with text that
-    fabric-train tokenize reads. A tenth of the documents is held out, to count what the new tokens save.
+    """Texts by language to learn tokens from: ca=PATH, where PATH is any text source that fabric-train tokenize reads.
+    A tenth of the documents is held out to measure how many tokens the new vocabulary saves.
     """
     num_tokens: PositiveInt | None = None
     """Number of tokens to learn from --texts."""
     tokens: str | None = None
-    """File with further tokens, one a line: text that always becomes this one token."""
+    """File with additional tokens, one per line. This text always becomes a single token."""
     special_tokens: str | None = None
-    """File with further special tokens, one a line, such as <|turn|>: tokens that are left out of generated text."""
+    """File with additional special tokens, one per line, such as <|turn|>. They are left out of generated text."""
     init: Literal["mean", "normal"] = "mean"
-    """New rows of embedding and head: mean of the rows of the pieces that a token replaces; normal draws from the
-    normal distribution with the mean and the covariance of all old rows.
+    """Initialization of the new rows of embedding and head: mean averages the rows of the pieces that a token replaces;
+    normal draws from the normal distribution with the mean and covariance of all old rows.
     """
     plan: bool = False
-    """Learn the tokens and print what they save and cost, and write nothing."""
+    """Learn the tokens and print their savings and costs, but write nothing."""
     text_column: str = "text"
-    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
-    'moves: ' with a space.
+    """Column that holds the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts; for
+    example, 'moves: ' joins them with a space.
     """
     max_bytes: str = "500MB"
-    """Read about this much of a larger text, from places all over it."""
+    """Read only about this much of a larger text, spread over the entire text."""
     max_shard_size: str = "5GB"
-    """Largest safetensors file."""
+    """Maximum size of a safetensors file."""
     seed: NonNegativeInt64 = 0
-    """Seed of the places that are read, and of normal rows."""
+    """Seed for choosing what to read of a larger text, and for --init normal."""
 
     def faults(self) -> list[str]:
         """Return what leaves nothing to add, and contradictions."""
         faults = _faults_of_texts(self.texts, self.max_bytes)
         if (self.texts is None) != (self.num_tokens is None):
-            faults.append("--texts and --num_tokens belong together: give both, or neither")
+            faults.append("--texts and --num_tokens need each other; give both, or neither")
         token_sources = (self.texts, self.num_tokens, self.tokens, self.special_tokens)
         if all(source is None for source in token_sources):
-            faults.append("nothing to add: give --texts with --num_tokens, --tokens or --special_tokens")
+            faults.append("no tokens to add; give --texts with --num_tokens, --tokens or --special_tokens")
         if parse_size(self.max_shard_size) is None:
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
         return faults

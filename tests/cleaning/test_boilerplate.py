@@ -155,8 +155,8 @@ def test_values_that_cannot_work_are_refused() -> None:
         dataset=["a"], tokenizer_name="tokenizer", output_dir="out", boilerplate=1, stream=True
     )
     assert arguments.faults() == [
-        "--boilerplate 1 removes every line: give 2 or more",
-        "--boilerplate 1 reads sources twice, which --stream would download twice: leave out --stream, or give a "
+        "--boilerplate 1 removes every line; give 2 or more",
+        "--boilerplate 1 reads sources twice, so --stream would download them twice; leave out --stream, or give a "
         "folder of repeated lines (docs/cleaning.md)",
     ]
     assert replace(arguments, boilerplate="lines").faults() == []

@@ -123,7 +123,7 @@ def test_language_without_stop_words_leaves_their_rule_out_visibly() -> None:
 def test_unknown_rules_are_refused() -> None:
     for rules in ("gopher;c4", "", "Gopher", "gopher,refinedweb"):
         faults = TokenizeArguments(dataset=["a"], tokenizer_name="t", output_dir="o", quality=rules).faults()
-        assert faults == [f"--quality: expected gopher, c4, fineweb or several with commas, got {rules!r}"]
+        assert faults == [f"--quality: expected gopher, c4, fineweb or several separated by commas, got {rules!r}"]
 
 
 def test_ledger_counts_each_rule(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -132,12 +132,12 @@ def test_default_loggers_need_no_account_and_no_network() -> None:
         (
             "--project valencian",
             ["csv", "tensorboard", "wandb"],
-            "--project valencian: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb",
+            "--project valencian: metrics are also logged to Weights & Biases, as with --loggers csv tensorboard wandb",
         ),
         (
             "--entity gplsi --project valencian",
             ["csv", "tensorboard", "wandb"],
-            "--entity gplsi --project valencian: metrics go to Weights & Biases too, as with --loggers csv "
+            "--entity gplsi --project valencian: metrics are also logged to Weights & Biases, as with --loggers csv "
             "tensorboard wandb",
         ),
         (
@@ -266,7 +266,7 @@ def test_a_word_without_an_argument_is_refused() -> None:
     for stray in ("stray", "--", "--=3"):
         refused = faults(stray, required=[])
         assert refused[0] == f"{stray!r} belongs to no argument: write --argument value"
-        assert refused[1:] == ["--train_data_dir is required, or --streaming_dataset"]
+        assert refused[1:] == ["--train_data_dir or --streaming_dataset is required"]
 
 
 def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
         f"{config}: beta_1: no such argument; did you mean --beta1?",
         "--mirco_batch_size: no such argument; did you mean --micro_batch_size?",
         "--eval_iters: expected a whole number above 0 or null, got '0'",
-        "--train_data_dir is required, or --streaming_dataset",
+        "--train_data_dir or --streaming_dataset is required",
         "--cpu_offload true needs --parallelism fsdp or fsdp2, not ddp",
         "--warmup_steps 9 is more than --max_step 5",
     ]
@@ -346,20 +346,25 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("--shares 1 2", "--shares has 2 numbers for 3 folders of --train_data_dir; give one each"),
-        ("--token_shares 1", "--token_shares has 1 numbers for 3 folders of --train_data_dir; give one each"),
+        ("--shares 1 2", "--shares has 2 numbers for 3 folders of --train_data_dir; give one number for each"),
+        (
+            "--token_shares 1",
+            "--token_shares has 1 numbers for 3 folders of --train_data_dir; give one number for each",
+        ),
         ("--shares 1 1 1 --token_shares 1 1 1", "--shares and --token_shares contradict each other: give one of them"),
         (
             "--shares 1 1 1 --streaming_dataset texts",
-            "--shares has 3 numbers for 1 places of --streaming_dataset; give one each",
+            "--shares has 3 numbers for 1 sources of --streaming_dataset; give one number for each",
         ),
         (
             "--phases phases.yaml --streaming_dataset texts",
-            "--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir",
+            "--phases does not work with --streaming_dataset, whose shares are the same in all steps; tokenize the "
+            "texts and give --train_data_dir",
         ),
         (
             "--token_shares 1 --streaming_dataset texts",
-            "--token_shares: how many tokens a stream has is known when it is read; give --shares",
+            "--token_shares does not work with --streaming_dataset, whose token counts are unknown before it is "
+            "read; give --shares",
         ),
         (
             "--shares 1 0 1",
@@ -375,7 +380,7 @@ def test_shares_that_fit_no_token_datasets_are_refused(line: str, fault: str) ->
 
 @pytest.mark.parametrize("again, also", [("a", ""), ("./a", ", also as ./a")])
 def test_a_token_dataset_that_is_given_twice_is_refused(again: str, also: str) -> None:
-    advice = "--shares a=2 reads its rows twice in an epoch"
+    advice = "or use --shares a=2 to read its rows twice per epoch"
     given = ["--train_data_dir", "a", "b", again, "--output_dir", "run"]
     assert faults(*given, required=[]) == [f"--train_data_dir: a is given twice{also}; give it once, {advice}"]
 
@@ -674,9 +679,9 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
     "line, fault",
     [
         ("--tpu true --accelerator cpu", "--tpu true and --accelerator cpu: give one of them"),
-        ("--devices 0", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got 0"),
-        ("--devices many", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got 'many'"),
-        ("--devices 0,", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got '0,'"),
+        ("--devices 0", "--devices: expected auto, a number above 0, or indices such as 0,2,3; got 0"),
+        ("--devices many", "--devices: expected auto, a number above 0, or indices such as 0,2,3; got 'many'"),
+        ("--devices 0,", "--devices: expected auto, a number above 0, or indices such as 0,2,3; got '0,'"),
         (
             "--parallelism single --cpu_offload true",
             "--cpu_offload true needs --parallelism fsdp or fsdp2, not single",
@@ -689,30 +694,31 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
         ("--context_parallel_size 2", "--context_parallel_size 2 needs --parallelism fsdp2, not auto"),
         (
             "--weights_only true",
-            "--weights_only true needs --checkpoint: the checkpoint whose weights to start from",
+            "--weights_only true needs --checkpoint; give the checkpoint to load the weights from",
         ),
         (
             "--weights_only true --checkpoint c --resume true",
-            "--weights_only true starts a new run and --resume true continues one: give one of them",
+            "--weights_only true starts a new run and --resume true continues one; give only one of them",
         ),
         (
             "--checkpoint c --resume False",
-            "--resume false and --checkpoint c: leave --resume out to continue from the checkpoint; to start a new "
-            "run, add --weights_only true for its weights, or leave --checkpoint out for --model_name",
+            "--resume false contradicts --checkpoint c; leave --resume out to continue from the checkpoint; to start "
+            "a new run, add --weights_only true to start from its weights, or leave --checkpoint out to start from "
+            "--model_name",
         ),
         ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
-        ("--project a/b", "--project 'a/b': a project has no / in its name; leave it out"),
+        ("--project a/b", "--project 'a/b': a project name cannot contain /; remove it"),
         (
             f"--run_name {'n' * 129}",
             f"--run_name: expected a name of 1 to 128 characters on one line, got '{'n' * 129}'",
         ),
         ("--tags fine a\x07b", "--tags: expected a name of 1 to 64 characters on one line, got 'a\\x07b'"),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
-        ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),
+        ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0; give a --min_lr above 0"),
         ("--warmup_steps 6 --max_step 5", "--warmup_steps 6 is more than --max_step 5"),
         (
             "--lr_schedule wsd",
-            "--lr_schedule wsd needs --decay_steps or --decay_share, such as 0.1: the steps of the decay",
+            "--lr_schedule wsd needs --decay_steps, or --decay_share such as 0.1",
         ),
         (
             "--lr_schedule wsd --decay_steps 4 --decay_share 0.1",
@@ -758,25 +764,29 @@ def test_possible_training_arguments_are_accepted(line: str) -> None:
         (
             TokenizeArguments,
             "--redact email,passport",
-            "--redact: expected email, phone, iban, dni, ip or several with",
+            "--redact: expected email, phone, iban, dni, ip or several separated",
         ),
-        (TokenizeArguments, "--decontaminate []", "--decontaminate names nothing: give the files of the tasks"),
-        (TokenizeArguments, "--contaminated mark", "--contaminated needs --decontaminate: give the files of the tasks"),
+        (TokenizeArguments, "--decontaminate []", "--decontaminate is empty; give the files with the tasks' items"),
+        (
+            TokenizeArguments,
+            "--contaminated mark",
+            "--contaminated needs --decontaminate; give the files with the tasks' items",
+        ),
         (TokenizeArguments, "--max_length 1", "--max_length 1 leaves no token to predict"),
         (ConvertArguments, "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"),
         (ConvertArguments, "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),
-        (ConvertArguments, "--push_to_hub a/b --create_pr true --checkpoint x y", "--revision and --create_pr take"),
+        (ConvertArguments, "--push_to_hub a/b --create_pr true --checkpoint x y", "--revision and --create_pr need"),
         (ConvertArguments, "--push_to_hub a/b --create_pr true --revision x", "--create_pr true opens a pull request"),
         (ConvertArguments, "--push_to_hub a/b --revision a..b", "--revision: expected a branch such as step-500"),
         (ConvertArguments, "--commit_message x", "--commit_message needs --push_to_hub OWNER/NAME"),
         (TokenizeArguments, "--license mit", "--license needs --push_to_hub OWNER/NAME"),
-        (TokenizeArguments, "--dataset []", "--dataset names nothing"),
-        (ConvertArguments, "--checkpoint []", "--checkpoint names nothing"),
+        (TokenizeArguments, "--dataset []", "--dataset is empty"),
+        (ConvertArguments, "--checkpoint []", "--checkpoint is empty"),
         (GenerateArguments, "--prompt=", "--prompt: expected text or null, got nothing"),
-        (GenerateArguments, "--prompt null", "--prompt is required, or --prompts FILE, or --chat true"),
+        (GenerateArguments, "--prompt null", "--prompt, --prompts FILE or --chat true is required"),
         (GenerateArguments, "--prompts a.txt --output b.jsonl --prompt p", "--prompt and --prompts: give one of them"),
         (GenerateArguments, "--prompts a.txt --prompt null", "--prompts and --output need each other"),
-        (GenerateArguments, "--system s", "--system is of a chat: give --chat true, too"),
+        (GenerateArguments, "--system s", "--system only applies to a chat; add --chat true"),
         (GenerateArguments, "--device_memory 20", "--device_memory: expected a size such as 20GB, got '20'"),
         (GenerateArguments, "--temperature 1e-300", "--temperature 1e-300 is too low"),
         (GenerateArguments, "--top_p 0", "--top_p 0 leaves no token to choose from"),
@@ -796,7 +806,7 @@ def test_impossible_arguments_of_other_programs_are_refused(program: Any, line: 
 
 def test_an_empty_stop_string_is_refused() -> None:
     (fault,) = GenerateArguments("m", prompt="p", stop=[".", " ", ""]).faults()
-    assert fault == "--stop has an empty text, at which every text ends: leave it out"
+    assert fault == "--stop has an empty string, which would end every text immediately; leave it out"
 
 
 def test_missing_configuration_is_one_line(tmp_path: Path) -> None:

@@ -137,9 +137,9 @@ def test_help_says_types_and_defaults_once(program: Any, capsys: pytest.CaptureF
 def test_help_shows_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(help_of(TrainArguments, capsys).split())
     assert "--precision auto|bf16-true|bf16-mixed|32-true|16-mixed bf16-true keeps" in text
-    assert "Passes over the rows; a stream is read until --max_step. (default: 2)" in text
+    assert "Passes over the rows. A stream is read until --max_step instead. (default: 2)" in text
     assert "trackio and mlflow need pip install" in text
-    assert "Default: csv tensorboard, and wandb" in text
+    assert "Default: csv, tensorboard and the loggers registered" in text
     assert "(default: false)" in text
 
 

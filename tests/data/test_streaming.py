@@ -381,13 +381,13 @@ def test_training_rows_have_one_kind_of_source() -> None:
     def parsed(*line: str) -> TrainArguments:
         return parse(TrainArguments, [*line, "--output_dir", "run"])
 
-    assert refusal(parsed) == "--train_data_dir is required, or --streaming_dataset"
+    assert refusal(parsed) == "--train_data_dir or --streaming_dataset is required"
     shuffled = refusal(lambda: parsed("--train_data_dir", "a", "--shuffle_buffer", "9"))
-    assert shuffled.startswith("--shuffle_buffer is of --streaming_dataset; ")
+    assert shuffled.startswith("--shuffle_buffer only applies to --streaming_dataset; ")
     assert parsed("--streaming_dataset", "a.jsonl").data.streaming_dataset == ["a.jsonl"]
     both = parsed("--streaming_dataset", "a.jsonl", "b.txt", "--train_data_dir", "tokens").data
     assert (both.streaming_dataset, both.train_data_dir) == (["a.jsonl", "b.txt"], "tokens")
-    assert "a URL is not streamed" in refusal(lambda: parsed("--streaming_dataset", "https://example.org/a.jsonl"))
+    assert "cannot stream a URL" in refusal(lambda: parsed("--streaming_dataset", "https://example.org/a.jsonl"))
     assert refusal(lambda: parsed("--streaming_dataset", "a", "--max_length", "1")).startswith("--max_length 1 leaves")
 
 

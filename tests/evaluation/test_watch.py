@@ -357,7 +357,7 @@ def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
 @pytest.mark.parametrize(
     ("argv", "fault"),
     [
-        (["--watch", "run"], "--watch needs --tasks or --texts: give one of them"),
+        (["--watch", "run"], "--watch needs --tasks or --texts; give at least one of them"),
         (["--tasks", "c", "--output_dir", "b"], "--models is required"),
         (["--tasks", "c", "--models", "b"], "--output_dir is required"),
         (["--texts", "es=b", "--output_dir", "c"], "--models is required"),

@@ -287,7 +287,7 @@ def test_all_checkpoints_are_exported_although_one_fails(
         printed = _failure(patch, capfd, *argv)
     assert "error: No space left on device" in printed
     assert "1 of 2 checkpoints exported" in printed
-    assert "error: not exported: step-00000001; the same command tries them again" in printed
+    assert "error: not exported: step-00000001; run the same command again to retry" in printed
     assert [entry.name for entry in target.iterdir()] == ["step-00000002"]
 
     # the same command keeps the export that succeeded
@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint_of_a_run_is_counted_as_not_exported(
     (copy / "checkpoints" / "step-00000002" / "trainer.json").write_text("{")
     printed = _failure(monkeypatch, capfd, "--checkpoint", copy / "all", "--output_dir", tmp_path / "out")
     assert "1 of 2 checkpoints exported" in printed
-    assert "error: not exported, since damaged: step-00000002; remove them, or restore their files" in printed
+    assert "error: not exported because they are damaged: step-00000002; remove them, or restore their files" in printed
     assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["step-00000001"]
 
 

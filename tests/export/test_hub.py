@@ -292,7 +292,7 @@ def test_the_same_command_pushes_an_export_whose_push_was_cut(
     weights = (target / "model.safetensors").stat().st_mtime_ns
     assert convert(monkeypatch, *argv) == 0
     printed = capfd.readouterr().out
-    assert f"{target} is a verified export already, of step 1: it is only pushed" in printed
+    assert f"{target} is already a verified export of step 1; only pushing it" in printed
     assert f"pushed to {hub.address}/alice/model" in printed
     assert (target / "model.safetensors").stat().st_mtime_ns == weights
     assert pushed(hub) == content(target)

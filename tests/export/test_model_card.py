@@ -118,8 +118,8 @@ def test_what_the_card_lacks_is_asked_for_and_a_base_only_where_there_is_one(che
         print_gaps(ExportSource(checkpoint), checkpoint.parent / "export")
         notes.append(capsys.readouterr().err)
     assert notes == [
-        "note: the model card lacks what --base_model and --license would add\n",
-        "note: the model card lacks what --license would add\n",
+        "note: the model card is incomplete; --base_model and --license would complete it\n",
+        "note: the model card is incomplete; --license would complete it\n",
         "",
     ]
 
@@ -423,8 +423,8 @@ def test_a_diverged_run_gets_its_card(checkpoint: Path, loss: float) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "fault"),
     [
-        ("--license", "Apache 2.0", "--license: expected an identifier of the hub such as apache-2.0"),
-        ("--license", "other", "--license other needs a name and a text: leave it out"),
+        ("--license", "Apache 2.0", "--license: expected a hub license identifier such as apache-2.0"),
+        ("--license", "other", "--license other is not supported"),
         ("--language", "Spanish", "--language: expected ISO 639 codes such as en, es or ca"),
         ("--language", "sp", "--language: expected ISO 639 codes such as en, es or ca"),
         ("--base_model", "models/my/llama", "--base_model: expected OWNER/NAME on the hub"),

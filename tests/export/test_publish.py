@@ -318,7 +318,7 @@ def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(
     }.items():
         with pytest.raises(InputError, match=re.escape(line)):
             push_folder(folder, "tokens")
-    with pytest.raises(InputError, match="--push_to_hub is missing: give OWNER/NAME"):
+    with pytest.raises(InputError, match="--push_to_hub is required; give OWNER/NAME"):
         publish.main([str(merged / "whole")])
     source = merged / "secret" / "texts.jsonl"
     with pytest.raises(InputError, match=r"is a merge, which this command has not made; push it with .*publish"):

@@ -377,7 +377,7 @@ def test_one_folder_under_two_names_is_refused(first: Path, tmp_path: Path) -> N
     "line, fault",
     [
         ("--compare A", "--compare: expected two token datasets, got 1"),
-        ("A --compare B", "--compare takes both token datasets: write --compare A OTHER"),
+        ("A --compare B", "--compare takes both token datasets; write --compare A OTHER"),
         ("--compare A B --start 3", "--compare shows no rows; leave out --start"),
     ],
 )

@@ -76,7 +76,7 @@ def test_help_explains_the_exit_code(run_program: Any) -> None:
     finished = run_program("-m", "fabric_train.inspection", "--help")
     assert finished.returncode == 0
     assert "DATASET_DIR" in finished.stdout
-    assert "exit code is 0, or 1 if there are problems" in " ".join(finished.stdout.split())
+    assert "exit with code 0, or 1 if there are problems" in " ".join(finished.stdout.split())
 
 
 def test_counts_and_lengths_are_those_of_the_rows(tiny_tokens_dir: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_merge_is_a_whole_folder_with_a_card(
         assert line in card
     assert str(tmp_path) not in card
     printed = capsys.readouterr().out
-    assert "verified by a fresh process: 20 tensors are equal, bit for bit" in printed
+    assert "verified by a separate process: 20 tensors are bit-identical" in printed
 
 
 def test_a_process_of_its_own_verifies(
@@ -288,14 +288,17 @@ def test_other_settings_are_noted_and_taken_from_the_first_model(
     [
         ("linear --models a", "--method linear merges 2 or more models, but --models has 1"),
         ("slerp --models a b c", "--method slerp merges 2 models, but --models has 3"),
-        ("ties --models a b", "--method ties needs --base, the model that all of --models began with"),
-        ("slerp --models a b --base c", "--base is not for --method slerp: leave it out, or list it in --models"),
-        ("dare --models a b --base ./b", "--base ./b is also in --models, where it changes nothing: …"),
+        ("ties --models a b", "--method ties needs --base, the model that all of --models were trained from"),
+        (
+            "slerp --models a b --base c",
+            "--base does not apply to --method slerp; leave it out, or list it in --models",
+        ),
+        ("dare --models a b --base ./b", "--base ./b is also in --models, where it has no effect; …"),
         ("linear --models a ./a", "--models: a is given twice, also as ./a; give it once"),
-        ("linear --models a b --weights 1", "--weights has 1 numbers, but --models has 2: give one for each"),
-        ("linear --models a b --weights -1 2", "--method linear takes --weights of 0 or more that are not all 0"),
-        ("slerp --models a b --weights 0 0", "--method slerp takes --weights of 0 or more that are not all 0"),
-        ("linear --models a b --density 0.5", "--density is for ties and dare, not for --method linear"),
+        ("linear --models a b --weights 1", "--weights has 1 numbers, but --models has 2; give one for each"),
+        ("linear --models a b --weights -1 2", "--method linear needs --weights of 0 or more that are not all 0"),
+        ("slerp --models a b --weights 0 0", "--method slerp needs --weights of 0 or more that are not all 0"),
+        ("linear --models a b --density 0.5", "--density only applies to --method ties and dare, not linear"),
         ("linear --models a b --max_shard_size 5", "--max_shard_size: expected a size such as 5GB or 500MB, got '5'"),
         ("ties --models a b --base c --density 0", "--density: expected a number above 0 and at most 1…, got '0'"),
         ("mean --models a b", "--method: expected one of linear, slerp, ties, dare, task_arithmetic, got 'mean'"),

@@ -108,11 +108,11 @@ def test_new_model_starts_the_same_on_any_ranks_and_resumes(forked_runs: ForkedR
 
 def test_sizes_that_make_no_model_are_refused() -> None:
     assert faults("--hidden_width", "64") == [
-        "--hidden_width makes a new model, which needs --num_layers, --num_heads, --intermediate_size, "
-        "--max_context_width, --vocab_size too; or leave it out"
+        "--hidden_width creates a new model, which also needs --num_layers, --num_heads, --intermediate_size, "
+        "--max_context_width, --vocab_size; add them, or leave --hidden_width out"
     ]
     assert faults("--from_scratch", "llama", *LINE[:4]) == [
-        "--from_scratch llama needs --num_heads, --intermediate_size, --max_context_width, --vocab_size too"
+        "--from_scratch llama also needs --num_heads, --intermediate_size, --max_context_width, --vocab_size"
     ]
     assert faults("--from_scratch", "llama", *LINE[2:], "--hidden_width", "33", "--num_key_value_heads", "3") == [
         "--hidden_width 33 is not a multiple of --num_heads 4",

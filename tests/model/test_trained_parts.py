@@ -311,9 +311,9 @@ def test_note_says_that_fsdp_reduces_whole_layers(folder: Path, tmp_path: Path) 
             "--freeze embed_tokens --parallelism fsdp",
             "--parallelism fsdp on one device does not work with frozen",
         ),
-        ("--train_only []", "--train_only names nothing: give parts, or leave it out"),
-        ("--lr_of norm=0 lm_head=1e-3", "--lr_of: expected PATTERN=RATE, rates above 0; got "),
-        ("--lr_of norm", "--lr_of: expected PATTERN=RATE, rates above 0; got "),
+        ("--train_only []", "--train_only is empty; give parts of the model, or leave it out"),
+        ("--lr_of norm=0 lm_head=1e-3", "--lr_of: expected PATTERN=RATE with a rate above 0; got "),
+        ("--lr_of norm", "--lr_of: expected PATTERN=RATE with a rate above 0; got "),
     ],
 )
 def test_contradictions_are_refused_before_the_start(folder: Path, tmp_path: Path, options: str, fault: str) -> None:

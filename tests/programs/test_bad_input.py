@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
     "required arguments left out": Case(
         "train",
         "-train_data_dir",
-        "--train_data_dir is required, or --streaming_dataset",
+        "--train_data_dir or --streaming_dataset is required",
     ),
     # ------------------------------------------------------------------------------------------------- the YAML file
     "no config": Case(
@@ -225,7 +225,7 @@ CASES: dict[str, Case] = {
     ),
     "min_lr above lr": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
     "more warm-up than steps": Case("train", "--warmup_steps 6", "--warmup_steps 6 is more than --max_step 1"),
-    "weights only without a checkpoint": Case("train", "--weights_only", "--weights_only true needs --checkpoint: …"),
+    "weights only without a checkpoint": Case("train", "--weights_only", "--weights_only true needs --checkpoint; …"),
     "fp16 on CPU": Case("train", "--precision 16-mixed", "--precision 16-mixed does not work on CPU; use bf16-mixed"),
     "flash-attention on CPU": Case(
         "train",
@@ -252,7 +252,7 @@ CASES: dict[str, Case] = {
         "--eval_only true --train_data_dir datasets/no-validation",
         "--eval_only true: datasets/no-validation has no validation split; tokenize with --validation_split above 0",
     ),
-    "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0 or indices …; got 0"),
+    "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0, or indices …; got 0"),
     "a TPU and a CPU": Case("train", "--tpu true", "--tpu true and --accelerator cpu: give one of them"),
     "a TPU without torch-xla": Case(
         "train",
@@ -285,13 +285,13 @@ CASES: dict[str, Case] = {
         env={"LT_DEVICES": "2"},
     ),
     "rows without a token to predict": Case(
-        "tokenize", "--max_length 1", "--max_length 1 leaves no token to predict: give 2 or more"
+        "tokenize", "--max_length 1", "--max_length 1 leaves no token to predict; give 2 or more"
     ),
     "all documents for validation": Case(
-        "tokenize", "--validation_split 1", "--validation_split 1 leaves nothing to train on: …"
+        "tokenize", "--validation_split 1", "--validation_split 1 leaves nothing to train on; …"
     ),
     "weights for other sources": Case(
-        "tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources of --dataset"
+        "tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources in --dataset; give one for each"
     ),
     "not a size": Case(
         "convert", "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"
@@ -308,7 +308,7 @@ CASES: dict[str, Case] = {
     ),
     "no prompt": Case("generate", "--prompt=", "--prompt: expected text or null, got nothing"),
     "nothing to sample": Case(
-        "generate", "--top_p 0", "--top_p 0 leaves no token to choose from: give a number above 0"
+        "generate", "--top_p 0", "--top_p 0 leaves no token to choose from; give a number above 0"
     ),
     "temperature below 0": Case(
         "generate", "--temperature -1", "--temperature: expected a number, 0 or more, got '-1'", process=True
@@ -330,7 +330,7 @@ CASES: dict[str, Case] = {
         "merge", "slice slice", "--dataset_dirs: slice is given twice; give it once", process=True
     ),
     "lines in no documents": Case(
-        "tokenize", "--boilerplate 0", "--boilerplate 0: give a whole number from 2 on, or leave it out"
+        "tokenize", "--boilerplate 0", "--boilerplate 0: expected a whole number of 2 or more"
     ),
     "one token dataset to merge": Case(
         "merge", "tokens", "--dataset_dirs: give two token datasets or more", process=True
@@ -647,7 +647,7 @@ CASES: dict[str, Case] = {
         "texts/binary.txt: byte 1 is zero, so it is binary data and not text; …",
     ),
     "a stream from a URL": Case(
-        "train", f"{STREAM} https://a/b.txt", "--streaming_dataset https://a/b.txt: a URL is not …"
+        "train", f"{STREAM} https://a/b.txt", "--streaming_dataset https://a/b.txt: cannot stream …"
     ),
     "a stream without end": Case(
         "train",

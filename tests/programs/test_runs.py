@@ -108,7 +108,7 @@ def test_rows_are_sorted_and_filtered(found: Found, capsys: pytest.CaptureFixtur
     assert by_best == [*sorted(best for best in by_best if best is not None), None]
     assert list(listed_in(found.folder, capsys, "--filter", "STOPPED", "sub/")) == ["sub/stopped"]
     runs.main([str(found.folder), "--filter", "nothing"])
-    assert capsys.readouterr().out == f"no runs that match below {found.folder}\n"
+    assert capsys.readouterr().out == f"no matching runs under {found.folder}\n"
     runs.main([str(found.folder / "done")])
     table = capsys.readouterr().out
     assert table.splitlines()[1].split()[:3] == ["done", "done", "4/4"]

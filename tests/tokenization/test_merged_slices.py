@@ -464,9 +464,9 @@ def test_slices_without_rows_and_what_needs_the_whole_are_refused(tmp_path: Path
     encoded = run_tasks(tiny_model_dir, tmp_path / "encoded")
     with pytest.raises(InputError, match="encoded/1 is encoded and has no rows; run the tasks with --parts true"):
         merge.main([*map(str, encoded), "--parts", "true", "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(InputError, match=r"--parts true: --weights, --max_tokens would need the whole corpus"):
+    with pytest.raises(InputError, match=r"--parts true: --weights, --max_tokens needs the entire corpus"):
         run(tiny_model_dir, tmp_path / "out", "--shard 1/2 --parts true --weights 1 2 --max_tokens 100")
-    with pytest.raises(InputError, match=r"--parts true packs a slice: give --shard I/N too"):
+    with pytest.raises(InputError, match=r"--parts true packs a slice; add --shard I/N"):
         run(tiny_model_dir, tmp_path / "out", "--parts true")
     packed = run(tiny_model_dir, tmp_path / "packed" / "1", "--shard 1/2 --parts true")
     with pytest.raises(InputError, match="of 2 slices these are missing: 2"):

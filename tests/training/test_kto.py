@@ -294,7 +294,11 @@ def test_other_documents_and_objectives_are_refused_with_the_remedy(
         (packed, {"objective": "dpo"}, "has unpaired answers; give --objective kto"),
         (packed, {"objective": "sft"}, "has unpaired answers, which --objective sft does not train on; give --objecti"),
         (packed, {"isolate_documents": "false"}, "leave --isolate_documents false out"),
-        (packed, {"label_smoothing": 0.1}, "--label_smoothing is of --objective dpo, simpo, not kto; leave it out"),
+        (
+            packed,
+            {"label_smoothing": 0.1},
+            "--label_smoothing only applies to --objective dpo, simpo, not kto; leave it out",
+        ),
     ]
     for tokens, options, reason in cases:
         if "objective" in options:

@@ -401,7 +401,7 @@ def opened(mixing: Mixing) -> TokenMixture:
         ("- {shares: [1, 1, 1]}", "phase 1: 'from' is missing: the first step of the phase, or the share of the run "),
         (
             "- {from: 0.5, shares: [1, 1]}",
-            "phase 1: shares: 2 numbers for 3 folders of --train_data_dir; give one each",
+            "phase 1: shares: 2 numbers for 3 folders of --train_data_dir; give one number for each",
         ),
         ("- {from: 0.5, shares: [0, 0, 0]}", "phase 1: shares: nothing is left to train on; give a number above 0"),
         ("- {from: 0.5, lrr: 1}", "phase 1: 'lrr': no such value; a phase has from, shares, "),

@@ -776,9 +776,12 @@ def test_a_fall_of_the_chosen_answers_is_warned_of() -> None:
         ({"isolate_documents": "false"}, "leave --isolate_documents false out"),
         (
             {"objective": "simpo", "reference": "x"},
-            "--reference is of --objective dpo, ipo, apo_zero, dpop, kto, apo_zero_unpaired, not simpo",
+            "--reference only applies to --objective dpo, ipo, apo_zero, dpop, kto, apo_zero_unpaired, not simpo",
         ),
-        ({"objective": "sft", "dpo_beta": 0.2}, "--dpo_beta is of --objective dpo, ipo, simpo, orpo, apo_zero, dpop"),
+        (
+            {"objective": "sft", "dpo_beta": 0.2},
+            "--dpo_beta only applies to --objective dpo, ipo, simpo, orpo, apo_zero, dpop",
+        ),
         ({"reference": "/nowhere"}, "--reference /nowhere: no such folder"),
     ],
 )

@@ -223,7 +223,8 @@ def test_what_cannot_be_replayed_is_one_line(replaying: Replaying) -> None:
     words = replaying.replay(replaying.run, "6")
     faults = {
         beyond: f"error: --steps 6:9: {replaying.run / 'metrics.csv'} has the steps 1 to 6; give steps that are logged",
-        missing: f"error: {replaying.folder}: no run folder, it has no config.yaml; give the --output_dir of training",
+        missing: f"error: {replaying.folder}: not a run folder (no config.yaml); give a run folder, the --output_dir "
+        "of training",
         words: "error: --steps: expected a first and a last step such as 120:125, got '6'",
     }
     for replay, fault in faults.items():

@@ -360,7 +360,7 @@ def digest(folder: Path) -> dict[str, str]:
     "words, fault",
     [
         ("--num_tokens 10", "--texts and --num_tokens belong together"),
-        ("", "nothing to add: give --texts with --num_tokens, --tokens or --special_tokens"),
+        ("", "no tokens to add; give --texts with --num_tokens, --tokens or --special_tokens"),
         ("--tokens nothing.txt", "--tokens nothing.txt: cannot be read"),
         ("--tokens KNOWN", "' the' is a token already; leave it out|'Ġthe' is a token already; leave it out"),
         ("--texts ca=CA --num_tokens 900000", "new tokens that come 2 times; give a lower number, or more text"),

@@ -194,7 +194,10 @@ def test_columns_beside_the_text_are_named(tmp_path: Path) -> None:
         ("--tokenizer TOKENIZER --texts ca=nothing.txt", ["--texts nothing.txt: no such file or folder"]),
         ("--tokenizer TOKENIZER TOKENIZER --texts ca=CA", ["--tokenizer: .* is given twice"]),
         ("--tokenizer TOKENIZER --texts ca=CA --max_bytes many", ["--max_bytes: expected a size such as 100MB"]),
-        ("--tokenizer TOKENIZER --texts ca=CA --picture a.jpg", ["--picture a.jpg: give a name that ends in .png"]),
+        (
+            "--tokenizer TOKENIZER --texts ca=CA --picture a.jpg",
+            ["--picture a.jpg: expected a file name that ends in .png"],
+        ),
         ("--tokenizer TOKENIZER --texts ca=CA --json no/such/x", ["--json no/such/x: expected a file in an existing"]),
         ("--tokenizer TOKENIZER --texts ca=CA --text_column body", ["column 'body'"]),
     ],
