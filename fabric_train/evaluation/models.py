@@ -186,7 +186,7 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
         fault, _ = compare_tokenizers(dataset_tokenizer, model_tokenizer, border_tokens)
     if fault:
         raise InputError(
-            f"{dataset.folder}: not made with the tokenizer of {model.name}: {fault} (here: the token "
+            f"{dataset.folder}: not tokenized with the tokenizer of {model.name}: {fault} (here: the token "
             "dataset's, there: the model's); give the documents themselves to --texts"
         )
 

@@ -87,7 +87,7 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
             num_too_large = bisect_left(candidates, x=True, key=fits)
             choice = 1 + num_too_large
         reason = (
-            f"which needs {show_size(needed_bytes(choice))} of the {show_size(usable_bytes)} that a run may take of a "
+            f"which needs {show_size(needed_bytes(choice))} of the {show_size(usable_bytes)} that a run may use on a "
             "device"
         )
         if choice:
@@ -124,7 +124,7 @@ def _choose_tiles(run: PreparedRun) -> PreparedRun:
     except TraceError:
         return without_tiles
     text = f"--mlp_tile_size auto: {TILE_SIZE} without compiling, which needs {show_size(needed_bytes)} of the "
-    text += f"{show_size(usable_bytes)} that a run may take of a device; none would need {show_size(bytes_without)}"
+    text += f"{show_size(usable_bytes)} that a run may use on a device; none would need {show_size(bytes_without)}"
     return _with_options(run, text, **change)
 
 
@@ -135,21 +135,23 @@ def _choose_compile(run: PreparedRun) -> PreparedRun:
         return _with_options(run, "--compile auto: true, since float8 needs it", compile=True)
     if isinstance(fsdp.mlp_tile_size, int):
         return _with_options(
-            run, f"--compile auto: false, since --mlp_tile_size {fsdp.mlp_tile_size} is given", compile=False
+            run,
+            f"--compile auto: false, since --mlp_tile_size {fsdp.mlp_tile_size} does not work with it",
+            compile=False,
         )
     obstacle = why_not_compiled(fsdp, run.devices.parallelism)
     if obstacle:
         return _with_options(
-            run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False
+            run, f"--compile auto: false, since fsdp cannot compile layers with {obstacle}; fsdp2 can", compile=False
         )
     missing = missing_compiler()
     if not missing and not importlib.util.find_spec("triton"):
-        missing = "package triton"
+        missing = "triton package"
     if missing and not run.arguments.planning.plans_for_others:
-        return _with_options(run, f"--compile auto: false, since there is no {missing}", compile=False)
+        return _with_options(run, f"--compile auto: false, since this machine has no {missing}", compile=False)
     seconds = _seconds_of_training(run)
     pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
-    reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
+    reason = f"the run takes about {_show_time(seconds)} and compiling takes about {_show_time(_SECONDS_TO_COMPILE)}"
     return _with_options(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
 
 

@@ -91,7 +91,9 @@ def _continue_branch(
         return start_from
     trunk, step = checkpoints.split_branch(start_from.branch)
     if os.path.realpath(trunk) in (os.path.realpath(folder), os.path.realpath(folder / "checkpoints")):
-        raise InputError(f"--branch {start_from.branch}: --output_dir {folder} is that run; give another --output_dir")
+        raise InputError(
+            f"--branch {start_from.branch}: --output_dir {folder} is the run to branch from; give another --output_dir"
+        )
     newest = checkpoints.newest_checkpoint(folder, damages) if start_from.resume else None
     if newest is None:
         return start_from

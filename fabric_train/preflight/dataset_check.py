@@ -62,10 +62,12 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
 
     # the manifest: the rows and the tokenizer that it describes
     if manifest is None:
-        unknown = "which tokenizer made it"
+        unknown = "which tokenizer wrote it"
         if isolate_documents and not dataset.train.has_borders:
-            unknown += ", and where documents begin: documents in one row see each other"
-        notes.append(f"{dataset.folder} has no {FILE_NAME} (an older folder), so it is not known {unknown}")
+            unknown += " or where its documents begin, so documents in the same row attend to each other"
+        notes.append(
+            f"{dataset.folder} has no {FILE_NAME} because an older version wrote it, so it is unknown {unknown}"
+        )
     else:
         faults += _faults_of_changed_rows(dataset, splits, manifest)
         faults += changed_tokenizer(dataset.folder, manifest.tokenizer)
@@ -136,9 +138,9 @@ def note_on_added_tokens(shape: ModelShape, datasets: Sequence[TokenDataset]) ->
     if len(missing_ids) > _LISTED:
         token_list += f" and {len(missing_ids) - _LISTED:,} more"
     return (
-        f"{len(missing_ids):,} of {len(is_missing):,} tokens that were added to {shape.source} are not in the "
-        f"{num_read:,} tokens that were read of the training data: {token_list}; their rows stay untrained: add text "
-        "that has them, or extend by fewer tokens"
+        f"{len(missing_ids):,} of {len(is_missing):,} tokens that were added to {shape.source} do not occur in the "
+        f"{num_read:,} tokens read from the training data: {token_list}; their embeddings stay untrained; add text "
+        "that contains them, or add fewer tokens"
     )
 
 
@@ -148,18 +150,21 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
     option = f"--objective {preference.objective}"
     changes_positions = bool(arguments.model.scaling or arguments.model.rope_theta)
     if preference.needs_reference and changes_positions:
-        return [f"{option} compares with a model of the same positions: give --rope_scaling in a run before"]
+        return [
+            f"{option} compares with a reference model that has the same positions; change --rope_scaling or "
+            "--rope_theta in an earlier run"
+        ]
     if OBJECTIVES.module_of(preference.objective) != PROJECT:
         return []  # it knows which data it takes
     if not preference.compares_answers:
         if isinstance(data, Stream):
             return []
         if data.has_pairs:
-            return [f"{data.name} has preference pairs, which {option} does not train on; give --objective dpo"]
+            return [f"{data.name} has preference pairs, which {option} cannot train on; give --objective dpo"]
         if data.has_unpaired:
             return [
-                f"{data.name} has unpaired answers, which {option} does not train on; give --objective kto, or "
-                "tokenize the desirable ones as chats with --data_format prompt_completion or messages"
+                f"{data.name} has unpaired answers, which {option} cannot train on; give --objective kto, or "
+                "tokenize the desirable answers as chats with --data_format prompt_completion or messages"
             ]
         return []
 
@@ -171,7 +176,7 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
         rows = "rows with an answer and a label"
     fix = f"tokenize {rows} with fabric-train tokenize, and give --train_data_dir"
     if isinstance(data, Stream):
-        return [f"{option} trains on {noun}, and --streaming_dataset has none; {fix}"]
+        return [f"{option} trains on {noun}, which --streaming_dataset cannot provide; {fix}"]
     faults = []
     for dataset in data.parts:
         if dataset.has_pairs and preference.needs_unpaired:
@@ -181,7 +186,10 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
         elif not (dataset.has_pairs or dataset.has_unpaired):
             faults.append(f"{option}: {dataset.name} has no {noun}; {fix}")
     if not data.isolates:
-        faults.append(f"{option} keeps the answers to a prompt apart: leave --isolate_documents false out")
+        faults.append(
+            f"{option} needs isolated documents to keep the answers to a prompt apart; leave out --isolate_documents "
+            "false"
+        )
     if accelerator == "tpu":
         faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
     return faults
@@ -251,16 +259,15 @@ def faults_of_validation(
     lacking = "a supervised token"
     if has_targets:
         options = " and ".join(options_by_source.values())
-        lacking += f" of {', '.join(options_by_source)}, by whose loss {options} decide"
+        lacking += f" from {', '.join(options_by_source)}, whose loss {options} needs"
     if evaluation.eval_iters is not None and len(chosen) < len(rows):
         return [
-            f"{subject} that --eval_iters {evaluation.eval_iters} selects has {lacking}, so there would be no "
-            "validation loss; give a larger --eval_iters, or leave it out to evaluate all "
-            f"{len(rows)} rows"
+            f"{subject} selected by --eval_iters {evaluation.eval_iters} has {lacking}, so there would be no "
+            f"validation loss; give a larger --eval_iters, or leave it out to evaluate all {len(rows)} rows"
         ]
     return [
-        f"{subject} has {lacking}, so there would be no validation loss; tokenize with a larger --validation_split or "
-        "--max_length, so that answers are in it, or with --validation_split 0"
+        f"{subject} has {lacking}, so there would be no validation loss; tokenize with a larger --validation_split "
+        "or --max_length so that it contains answers, or with --validation_split 0"
     ]
 
 
@@ -286,7 +293,7 @@ def _fault_of_source(option: str, name: str, source_names: list[str]) -> str:
         return f"--{option} {name}: there is no validation split; tokenize with --validation_split above 0"
     if option == "early_stopping" and name.isdecimal():
         return (
-            f"--early_stopping {name}: a source comes before the number; give all:{name}, or {source_names[0]}:{name}"
+            f"--early_stopping {name}: the number needs a source before it; give all:{name} or {source_names[0]}:{name}"
         )
     return f"--{option} {name}: the validation split has no such source; give all, {', '.join(source_names)}"
 
@@ -320,22 +327,25 @@ def _faults_of_length(dataset: TokenDataset, split: str, rows: Rows, shape: Mode
     """Return a fault if the rows of a split are too short to predict a token, or too long for the model."""
     longest = rows.longest()
     if longest < 2:
-        return [f"{dataset.folder}: rows of {split} have {longest} tokens, none to predict; tokenize again"]
+        return [
+            f"{dataset.folder}: rows of {split} have {longest} tokens, which leaves none to predict; tokenize again"
+        ]
     if shape.max_positions is None or longest <= shape.max_positions:
         return []
     return [
-        f"{dataset.folder}: rows of {split} have {longest} tokens, {shape.source} takes {shape.max_positions}; "
-        f"tokenize with --max_length {shape.max_positions} or less{how_to_extend(shape, longest)}"
+        f"{dataset.folder}: rows of {split} have {longest} tokens, but {shape.source} has {shape.max_positions} "
+        f"positions; tokenize with --max_length {shape.max_positions} or less{how_to_extend(shape, longest)}"
     ]
 
 
 def resize_advice(shape: ModelShape, num_tokens: int) -> str:
     """Return the advice for a model whose tokenizer has more tokens, ``num_tokens``, than its embedding."""
     if shape.is_new:
-        return f"its tokenizer has {num_tokens}: give --vocab_size {num_tokens} or more"
+        return f"its tokenizer has {num_tokens}; give --vocab_size {num_tokens} or more"
     return (
-        f"its own tokenizer has {num_tokens}: resize the model with transformers, model.resize_token_embeddings("
-        f"{num_tokens}), save it and its tokenizer with save_pretrained(FOLDER), and give that folder"
+        f"its own tokenizer has {num_tokens}; resize the model in transformers with "
+        f"model.resize_token_embeddings({num_tokens}), save it and its tokenizer with save_pretrained(FOLDER), and "
+        "give that folder"
     )
 
 
@@ -345,10 +355,10 @@ def _faults_of_ids(dataset: TokenDataset, split: str, rows: Rows, shape: ModelSh
     subject = f"{dataset.folder}: {split} holds token id"
     faults = []
     if lowest < 0:
-        faults.append(f"{subject} {lowest}; pad with a token of the model and mask it in labels")
+        faults.append(f"{subject} {lowest}, which is invalid; pad with a token of the model and mask it in labels")
     if highest >= shape.vocab_size:
         faults.append(
-            f"{subject} {highest}, {shape.source} has {shape.vocab_size} tokens; {fix} "
+            f"{subject} {highest}, but {shape.source} has {shape.vocab_size} tokens; {fix} "
             "(docs/reference/errors.md#vocabulary)"
         )
     return faults
@@ -362,14 +372,14 @@ def _faults_of_columns(dataset: TokenDataset, split: str, rows: Rows, shape: Mod
         label = lowest if lowest < 0 else highest  # whichever may be no token
         if not 0 <= label < shape.vocab_size:
             faults.append(
-                f"{dataset.folder}: {split} has label {label}, {shape.source} has {shape.vocab_size} tokens; labels "
-                f"are tokens, or {IGNORED_LABEL} where nothing is to be learnt"
+                f"{dataset.folder}: {split} has label {label}, but {shape.source} has {shape.vocab_size} tokens; use "
+                f"token ids as labels, and {IGNORED_LABEL} for tokens that are not supervised"
             )
     row = rows.find_row_with_wrong_borders()
     if row is not None:
         faults.append(
-            f"{dataset.folder}: {split} has document_starts that are not in order within their row, row {row} "
-            "first; tokenize again"
+            f"{dataset.folder}: {split} has document_starts that are not in ascending order, first in row {row}; "
+            "tokenize again"
         )
     return faults
 
@@ -377,20 +387,20 @@ def _faults_of_columns(dataset: TokenDataset, split: str, rows: Rows, shape: Mod
 def _faults_of_changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Manifest) -> list[str]:
     """Compare the number and the lengths of the rows with the manifest's."""
     subject = f"{dataset.folder}: {FILE_NAME} says"
-    fix = "the folder was changed since: tokenize again"
+    fix = "the folder was changed after it was written; tokenize again"
     faults = []
     for split in sorted(splits.keys() | manifest.ledger.splits.keys(), reverse=True):
         recorded = manifest.ledger.splits[split].rows if split in manifest.ledger.splits else 0
         num_rows = len(splits[split]) if split in splits else 0
         if recorded != num_rows:
-            faults.append(f"{subject} ledger.{split}.rows {recorded:,}, there are {num_rows:,}; {fix}")
+            faults.append(f"{subject} ledger.{split}.rows {recorded:,}, but there are {num_rows:,}; {fix}")
     max_length = manifest.settings.max_length
     for split, rows in splits.items():
         lengths = {rows.shortest(), rows.longest()}
         if lengths != {max_length}:
             length_range = " to ".join(map(str, sorted(lengths)))
             faults.append(
-                f"{subject} settings.max_length {max_length}, rows of {split} have {length_range} tokens; {fix}"
+                f"{subject} settings.max_length {max_length}, but rows of {split} have {length_range} tokens; {fix}"
             )
     return faults
 
@@ -406,8 +416,8 @@ def _compare_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape)
         template_hash = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
     if record.chat_template_sha256 and template_hash and template_hash != record.chat_template_sha256:
         notes.append(
-            f"{folder}: its chats are rendered with another chat template than {shape.source}'s own; "
-            "checkpoints and exports will carry the former"
+            f"{folder}: its chats were rendered with a different chat template than {shape.source}'s; checkpoints "
+            "and exports will contain the token dataset's template"
         )
 
     # the vocabularies: those of two equal files are the same
@@ -416,8 +426,8 @@ def _compare_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape)
     if model_path is None:
         if record.name != shape.source:
             notes.append(
-                f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
-                f"made {folder}, is not known"
+                f"{shape.source} has no tokenizer.json, so it is unknown whether it fits {record.name}, the "
+                f"tokenizer of {folder}"
             )
         return DatasetCheck((), tuple(notes))
     if hashlib.sha256(model_path.read_bytes()).hexdigest() == record.sha256.get(dataset_path.name):
@@ -425,14 +435,14 @@ def _compare_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape)
     special_texts = [record.bos_token, record.eos_token, _read_template(str(folder / "tokenizer"))]
     text_in_rows = " ".join(text for text in special_texts if text)
     fault, added = compare_tokenizers(dataset_path, model_path, text_in_rows)
-    paths = f"here is {dataset_path}, there {model_path}"
+    paths = f"here: {dataset_path}, there: {model_path}"
     if added:
-        notes.append(f"the tokenizers differ in added tokens: {added} ({paths}); text has the same ids")
+        notes.append(f"the tokenizers only differ in added tokens: {added} ({paths}); text gets the same ids")
     if not fault:
         return DatasetCheck((), tuple(notes))
     line = (
-        f"{folder}: not made with the tokenizer of {shape.source}: {fault} ({paths}); "
-        f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name} "
+        f"{folder}: not tokenized with the tokenizer of {shape.source}: {fault} ({paths}); tokenize with "
+        f"--tokenizer_name {shape.source}, or train a model that uses {record.name} "
         "(docs/reference/errors.md#another-tokenizer)"
     )
     return DatasetCheck((line,), tuple(notes))
@@ -451,8 +461,8 @@ def _faults_of_export(dataset: TokenDataset, record: TokenizerRecord, shape: Mod
     if not differences:
         return []
     return [
-        f"{dataset.folder}: beside the config.json of a {shape.config.model_type}, transformers reads the tokenizer "
-        f"{record.name} as another one ({', '.join(differences)}), so the model could not be exported; tokenize with "
+        f"{dataset.folder}: next to the config.json of a {shape.config.model_type}, transformers loads the tokenizer "
+        f"{record.name} differently ({', '.join(differences)}), so the model could not be exported; tokenize with "
         "the model's own tokenizer, or give another model"
     ]
 
@@ -471,7 +481,7 @@ def _notes_on_bos_and_eos(folder: Path, record: TokenizerRecord, shape: ModelSha
             model_ids = [model_ids]
         if token_id is not None and model_ids and token_id not in model_ids:
             notes.append(
-                f"{folder}: documents {verb} with {token!r} (id {token_id}), config.json of {shape.source} has "
+                f"{folder}: documents {verb} with {token!r} (id {token_id}), but config.json of {shape.source} has "
                 f"{role}_token_id {' or '.join(map(str, model_ids))}"
             )
     return notes

@@ -500,8 +500,9 @@ def check_memory(run: PreparedRun) -> None:
     if not layout.offloads and least > request.device_memory:
         ranks_per_machine = layout.world_size // layout.num_nodes
         faults.append(
-            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks_per_machine} ranks have "
-            f"{show_size(request.device_memory)} each: --plan true says what would fit ({DOES_NOT_FIT})"
+            f"weights, gradients and optimizer need {show_size(least)} per rank, but {ranks_per_machine} ranks have "
+            f"only {show_size(request.device_memory)} each; run with --plan true to see what would fit "
+            f"({DOES_NOT_FIT})"
         )
     faults += faults_of_disk(request, num_checkpoints=1)
     if faults:
@@ -522,10 +523,10 @@ def faults_of_disk(request: RunRequest, num_checkpoints: int) -> list[str]:
     if size * num_checkpoints <= free:
         return []
     num_fitting = free // size - 2  # besides the best by validation loss and the one being written
-    fix = f"give --keep_checkpoints {num_fitting}, or make room" if num_fitting > 0 else "make room there"
+    fix = f"give --keep_checkpoints {num_fitting}, or free some space" if num_fitting > 0 else "free some space there"
     fix += " (docs/reference/errors.md#disk-full)"
-    subject = (
-        "a checkpoint needs" if num_checkpoints == 1 else f"{num_checkpoints} checkpoints, one being written, need"
-    )
+    subject = "a checkpoint needs"
+    if num_checkpoints > 1:
+        subject = f"{num_checkpoints} checkpoints, including the one being written, need"
     needed = show_size(size * num_checkpoints)
-    return [f"--output_dir {folder}: {subject} {needed}, {show_size(free)} are free; {fix}"]
+    return [f"--output_dir {folder}: {subject} {needed}, but only {show_size(free)} are free; {fix}"]

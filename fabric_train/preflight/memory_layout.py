@@ -415,7 +415,7 @@ def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Modul
 def why_no_tiles(shape: ModelShape) -> str | None:
     """Return why ``--mlp_tile_size`` does not work with a model, or None."""
     if shape.adapter and shape.adapter.dropout > 0:
-        return f"--lora_dropout {shape.adapter.dropout} would drop other numbers when a tile is computed again"
+        return f"--lora_dropout {shape.adapter.dropout} would drop different values when a tile is recomputed"
     _, layers = _build_on_meta(shape, itemsize=4)
     return why_not_tiled(layers)
 

@@ -37,7 +37,7 @@ def print_plan(run: PreparedRun) -> None:
         note(line)
     objective = component(run.components, "objective")
     if not objective.is_own:
-        note(f"the activations are those of cross entropy; the {objective} may need more memory")
+        note(f"activations are planned for cross entropy; the {objective} may need more memory")
     if faults:
         raise InputError(*faults)
     show(Text("it fits", "bold green"))
@@ -101,8 +101,8 @@ def _show_balance(run: PreparedRun) -> str:
         batch = rows.__getitems__([*range(start, end)])
         worst = max(worst, busiest_rank(run.model.flops, borders_of(batch), num_ranks))
     return (
-        f"{num_ranks} devices each; the busiest has {worst:.3f} × the mean FLOPs in the worst of {len(starts)} "
-        "micro-batches"
+        f"{num_ranks} devices each; in the worst of {len(starts)} micro-batches, the busiest device has {worst:.3f} "
+        "× the mean FLOPs"
     )
 
 
@@ -144,28 +144,28 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
 
     trained = ""
     if units.trained != units.total:
-        trained = f"; {units.trained + units.adapter:,} train"
+        trained = f"; {units.trained + units.adapter:,} trained"
     if units.adapter:
         trained += f", {units.adapter:,} of them the adapter's"
     if units.parameters == units.total:
         units_text = f"{units.num_layers} layers of {units.layer:,}, {units.rest:,} else{trained}"
     else:
-        units_text = f"the layers' matrices in 4 bits{trained}"
+        units_text = f"layer matrices in 4 bits{trained}"
     table.add_row("parameters", f"{units.parameters:,}: {units_text}")
     for name, text in describe_parts(run.model, changes=run.models.change):
         table.add_row(name, text)
 
     if run.arguments.fsdp.context_parallel_size > 1 and not isinstance(run.data, Stream):
         table.add_row("rows", _show_balance(run))
-    sharding = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
+    sharding = f"weights sharded over {layout.num_shards}" if layout.is_sharded else "not sharded"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {sharding}")
 
     num_tokens = plan.rows_per_window * plan.tokens_per_row
     num_steps = plan.num_steps
     if run.steps_suffix:  # one of several successive runs
         num_steps = plan.last_step - plan.data_starts_after
-    table.add_row("steps", f"{num_steps:,} of up to {num_tokens:,} tokens, {num_steps * num_tokens:,} in all")
-    table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP a step on each device")
+    table.add_row("steps", f"{num_steps:,} of up to {num_tokens:,} tokens, {num_steps * num_tokens:,} in total")
+    table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP per step on each device")
     return table
 
 
@@ -178,7 +178,7 @@ def _memory_table(forecast: Forecast, device_memory: int) -> Table:
     staging = 0 if forecast.on_gpu else forecast.budget.staging
     if staging:
         table.add_row("copy being saved", *(_gigabytes(staging) for _ in phases))
-    process_label = "CUDA and NCCL, set aside" if forecast.on_gpu else "the process itself"
+    process_label = "CUDA and NCCL, reserved" if forecast.on_gpu else "the process itself"
     table.add_row(process_label, *(_gigabytes(forecast.process) for _ in phases))
     totals = [phase.total + forecast.process + staging for phase in phases]
     table.add_row("in all", *map(_gigabytes, totals), style="bold")
@@ -191,10 +191,12 @@ def _storage_table(forecast: Forecast, num_checkpoints: int) -> Table:
     """Return a table of a machine's host memory and the bytes on the disk at the end of the run."""
     table = facts_table("")
     ranks_per_machine = forecast.layout.world_size // forecast.layout.num_nodes
-    table.add_row("host memory", f"{show_size(forecast.host_bytes)} of {ranks_per_machine} ranks on a machine")
+    table.add_row("host memory", f"{show_size(forecast.host_bytes)} for {ranks_per_machine} ranks on a machine")
     size = forecast.budget.checkpoint
     total_size = show_size(size * num_checkpoints)
-    table.add_row("disk", f"{total_size}: {num_checkpoints} checkpoints of {show_size(size)}; one more while writing")
+    table.add_row(
+        "disk", f"{total_size}: {num_checkpoints} checkpoints of {show_size(size)}; plus one while it is written"
+    )
     return table
 
 

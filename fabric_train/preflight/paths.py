@@ -55,10 +55,10 @@ def check_output_dir(folder: Path, *inputs: str | None) -> None:
     """Check that the output folder, or what exists of its path, can be written to, and is not inside an input."""
     check_no_dead_link(folder)
     if os.path.realpath(folder) == os.path.abspath(os.sep):
-        raise InputError(f"--output_dir {folder} is the root of the file system; give a folder of the run's own")
+        raise InputError(f"--output_dir {folder} is the root of the file system; give a folder for the run")
     checkpoint_folder = folder / "checkpoints"
     if os.path.lexists(checkpoint_folder) and not checkpoint_folder.is_dir():
-        raise InputError(f"{checkpoint_folder} is not a folder, which the run needs there; remove it or rename it")
+        raise InputError(f"{checkpoint_folder} is not a folder, but the run needs a folder there; remove or rename it")
     for name in ("metrics.csv", "samples.jsonl", "run.log"):
         check_regular_or_absent(folder / name)
     for input_path in inputs:

@@ -80,7 +80,7 @@ class Stretch:
         lengths = ", ".join(f"{length:,}" for length in sorted(row_lengths))
         raise InputError(
             f"{self.option}max_length {max_length}: the rows of {folders} have {lengths} tokens; tokenize with "
-            f"--max_length {max_length}, or say what they have"
+            f"--max_length {max_length}, or give their length"
         )
 
 
@@ -141,26 +141,31 @@ def read_phases(arguments: "TrainArguments") -> list[PhaseSettings]:
     if path is None or arguments.evaluation.only_reads:
         return []
     if num_steps is None:
-        raise InputError("--phases divides a run of known length: give --max_step")
+        raise InputError("--phases needs a run of known length; give --max_step")
     phases = _read_phase_file(path, arguments, num_steps)
 
     # the phases are in order and within the run
     previous_step = 0
     for phase in phases:
         if phase.first_step <= previous_step:
-            raise InputError(f"{phase.label} begins at step {phase.first_step}, not after the phase before it")
+            raise InputError(
+                f"{phase.label} begins at step {phase.first_step}, which is not after the previous phase begins; "
+                "list phases in ascending order"
+            )
         if phase.first_step > num_steps:
             raise InputError(
-                f"{phase.label} begins at step {phase.first_step}, after the last one, --max_step {num_steps}"
+                f"{phase.label} begins at step {phase.first_step}, after the last step, --max_step {num_steps}"
             )
         previous_step = phase.first_step
 
     # what a phase from step 1 would have belongs on the command line
     first_phase = phases[0]
     if first_phase.first_step == 1 and first_phase.data:
-        raise InputError(f"{first_phase.label} begins with the run: give its train_data_dir on the command line")
+        raise InputError(f"{first_phase.label} begins with the run; give its train_data_dir on the command line")
     if first_phase.first_step == 1 and first_phase.shares and arguments.data.shares_of_epochs.values:
-        raise InputError(f"{first_phase.label} begins with the run and has shares: leave the command line's out")
+        raise InputError(
+            f"{first_phase.label} begins with the run and has shares; leave out the shares on the command line"
+        )
     return phases
 
 
@@ -211,7 +216,8 @@ def choose_parts(stretch: Stretch, model: ModelShape, phases: Sequence[RunPhase]
             option = "--train_only"
         if option:
             raise InputError(
-                f"{option}: beside an adapter all weights are frozen; --train_also names parts that train whole"
+                f"{option} does not work with an adapter, which freezes all other weights; use --train_also for "
+                "parts to train in full"
             )
     trained_parts = TrainedParts(tuple(arguments.train_only or ()), tuple(arguments.freeze or ()))
     if trained_parts and not stretch.arguments.evaluation.eval_only:
@@ -290,13 +296,13 @@ def _make_phase(label: str, values: Mapping[str, Any], num_steps: int) -> PhaseS
 def _convert_values(item: Mapping[Any, Any], types: Mapping[str, Any], values: dict[str, Any]) -> Iterator[str]:
     """Add the values of a phase that have the right type to ``values``, and yield a fault for each other value."""
     if "from" not in item:
-        yield "'from' is missing: the first step of the phase, or the share of the run before it"
+        yield "'from' is missing; give the first step of the phase, or the share of the run before it"
     for name, value in item.items():
         if name not in types:
-            yield f"{name!r}: no such value; a phase has {', '.join(types)}"
+            yield f"{name!r}: unknown name; a phase can have {', '.join(types)}"
             continue
         if name == "from" and isinstance(value, float) and value == 1:
-            yield "from: 1.0 is a step or a share of the run; write 1 for the first step, a share is below 1"
+            yield "from: 1.0 is ambiguous; write 1 for the first step, or a share below 1"
             continue
         try:
             values[name] = convert(types[name], value)
@@ -309,15 +315,15 @@ def _faults_of_values(values: Mapping[str, Any]) -> Iterator[str]:
     if values["from"] > 1 and not values["from"].is_integer():
         yield f"from: expected a step, or a share of the run below 1; got {values['from']:g}"
     if all(name in values for name in _SHARES):
-        yield "shares and token_shares contradict each other: give one of them"
+        yield "shares and token_shares contradict each other; give only one of them"
     if values.get("train_only") == []:
         yield "train_only is empty; give parts of the model, or leave it out"
     if len(values) == 1:  # `from` alone
-        yield "it changes nothing: give shares, token_shares, lr, train_only or train_data_dir"
+        yield "it changes nothing; give shares, token_shares, lr, train_only or train_data_dir"
     if not values.get("train_data_dir"):
         for name in _OF_DATA:
             if values.get(name) is not None:
-                yield f"{name} is of a phase with token datasets of its own: give train_data_dir too"
+                yield f"{name} needs a phase with its own token datasets; add train_data_dir"
 
 
 def _phase_schedule(phase: PhaseSettings, last_step: int, training: "TrainingArguments") -> Schedule | None:

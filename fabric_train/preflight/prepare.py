@@ -179,7 +179,7 @@ def _compare_objectives(run: PreparedRun, saved: TrainerJson) -> list[str]:
     notes = []
     for saved_objective, run_objective in pairs:
         faults.append(describe_other_component(checkpoint, saved_objective, run_objective, "another loss"))
-        notes.append(f"{checkpoint.name} was trained with the {saved_objective}, and this run has the {run_objective}")
+        notes.append(f"{checkpoint.name} was trained with the {saved_objective}, but this run has the {run_objective}")
     if faults and arguments.evaluation.only_reads and not arguments.checkpoint.allow_changes:
         raise InputError(*faults)
     return notes
@@ -310,7 +310,7 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
     if run.arguments.preference.needs_reference:
         raise InputError(
             f"{stretch.option}train_data_dir: --objective {run.arguments.preference.objective} compares with a "
-            "reference, which is of the pairs that the run begins with; use --branch for other pairs"
+            "reference model computed on the pairs at the start of the run; use --branch to train on other pairs"
         )
     check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
     next_run = _prepare_stretch(
@@ -343,20 +343,23 @@ def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]
         yield xla.NOTE
     divides_layers = any(splits_layers(model.trained, model.frozen) for model in run.models.all)
     if divides_layers and run.devices.parallelism == "fsdp":
-        yield "only some parts of a layer train: fsdp reduces gradients of whole layers, and fsdp2 theirs alone"
+        yield (
+            "only parts of a layer are trained: fsdp reduces the gradients of entire layers, fsdp2 only those of the "
+            "trained parts"
+        )
     yield run.arguments.logging.note
     if run.start.checkpoint:
         terms = terms_left_out(run.model.config)
         if terms:
-            yield f"its config.json adds a term to the loss, which was and is left out: {terms}"
+            yield f"the model's config.json adds a term to the loss, which this project leaves out: {terms}"
     if not isinstance(run.data, Stream) and not global_rank():
         yield note_on_added_tokens(run.model, run.data.parts)
     if mask_reason and run.data.isolates:
         tokens = f"{run.plan.tokens_per_row:,}"
         mask = f"a mask of {tokens} × {tokens} tokens"
-        yield f"attention is slow: it keeps documents apart by {mask}, because {mask_reason}"
+        yield f"attention is slow: it isolates documents with {mask}, because {mask_reason}"
     if run.arguments.planning.plan and run.arguments.preference.needs_reference:
-        yield "before the first step, a forward pass over all rows computes the reference"
+        yield "before the first step, the run computes the reference in a forward pass over all rows"
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
@@ -415,8 +418,8 @@ def _open_data(
     is_streamed = data_arguments.streaming_dataset is not None
     if arguments.evaluation.self_check and is_streamed:
         raise InputError(
-            "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
-            "texts with fabric-train tokenize --max_tokens 100000 and give --train_data_dir"
+            "--self_check true needs a token dataset, not --streaming_dataset; tokenize some of the texts with "
+            "fabric-train tokenize --max_tokens 100000, and give --train_data_dir"
         )
 
     # the token datasets; those beside a stream have its validation rows
@@ -429,7 +432,9 @@ def _open_data(
         dataset = open_dataset(data_arguments.data_dirs[0], data_arguments.isolate_documents)
     if not is_streamed or arguments.evaluation.eval_only:
         if dataset is None:
-            raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
+            raise InputError(
+                "--eval_only true needs --train_data_dir; give the token dataset with the validation split"
+            )
         return dataset
 
     # the stream, with the tokenizer that the checkpoint's run has used
@@ -452,8 +457,8 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     adapter = choose_adapter(arguments.adapter)
     if checkpoint and is_adapter(checkpoint) and adapter is None:
         raise InputError(
-            f"{checkpoint} is of an adapter; go on with the same --adapter arguments, or make a whole model of it with "
-            "fabric-train convert --merge true"
+            f"{checkpoint} holds an adapter; continue with the same --adapter arguments, or merge it into a full "
+            "model with fabric-train convert --merge true"
         )
     if adapter and adapter.base_weights:
         check_installed()
@@ -480,8 +485,8 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     setting = bidirectional_setting(shape.config)
     if setting:
         raise InputError(
-            f"{shape.source}: its tokens see the tokens after them, which they would be trained to predict "
-            f"({setting} in config.json); give a causal model, or change the setting to train this one as such"
+            f"{shape.source}: its tokens attend to later tokens, which they would be trained to predict ({setting} "
+            "in config.json); give a causal model, or change the setting to train this model as a causal one"
         )
     terms = terms_left_out(shape.config)
     if terms and not checkpoint:
@@ -513,8 +518,8 @@ def _check_frozen_ties(run: PreparedRun) -> None:
         cause = "an adapter" if run.model.adapter else "frozen parts"
         option = "--parallelism fsdp on one device" if has_one_device else "--sharding_strategy NO_SHARD"
         raise InputError(
-            f"{option} does not work with {cause} of a model whose head is its embedding; "
-            f"use --parallelism {'single' if has_one_device else 'ddp'}"
+            f"{option} does not work with {cause} of a model that ties its head to its embedding; use --parallelism "
+            f"{'single' if has_one_device else 'ddp'}"
         )
 
 
@@ -574,8 +579,8 @@ def _open_sample_prompts(
         return None
     if data.validation is None:
         raise InputError(
-            f"--sample_prompts {evaluation.sample_prompts}: the samples are of each evaluation, and there is no "
-            "validation split; tokenize with --validation_split above 0"
+            f"--sample_prompts {evaluation.sample_prompts}: samples are generated at each evaluation, but there is "
+            "no validation split; tokenize with --validation_split above 0"
         )
     prompts = read_prompts(Path(evaluation.sample_prompts))
 

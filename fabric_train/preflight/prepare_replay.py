@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_READ = 1024
 _LISTED_DOCUMENTS = 3
-_SKIPPED = "not checked, since something else differs"
+_SKIPPED = "not checked, because other things differ"
 
 
 def prepare_replay(
@@ -56,7 +56,7 @@ def prepare_replay(
     checkpoint_after = checkpoints.checkpoint_from(folder, last_step)
     checkpoint = checkpoint_after or checkpoints.newest_checkpoint(folder)
     if checkpoint is None:
-        raise InputError(f"{folder}: the run has no complete checkpoint that describes it; replay needs one")
+        raise InputError(f"{folder}: the run has no complete checkpoint; replay needs one, since it describes the run")
     saved = checkpoints.read_trainer_json(checkpoint)
     newest = checkpoints.read_trainer_json(checkpoints.newest_checkpoint(folder) or checkpoint)
 
@@ -69,16 +69,16 @@ def prepare_replay(
         raise InputError(f"{option}: the run begins at step {state.step + 1}; give later steps")
     if last_step > run.plan.num_steps:
         reason = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
-        raise InputError(f"{option}: {reason}; put the file of this run back, or give earlier steps")
+        raise InputError(f"{option}: {reason}; restore this run's file, or give earlier steps")
     if last_step > run.last_loop_step:
         raise InputError(
-            f"{option}: other parts of the model train, or other data are read, after step {run.last_loop_step}; "
-            "give steps up to it, or steps after it, if its checkpoint is still there"
+            f"{option}: after step {run.last_loop_step}, the run trains other parts of the model or reads other "
+            "data; give only earlier steps, or only later steps if the checkpoint of that step still exists"
         )
     if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
         raise InputError(
-            f"{option}: no checkpoint has their token datasets any more, {checkpoint.name} has others; "
-            "give steps after it"
+            f"{option}: no remaining checkpoint used the token datasets of these steps; {checkpoint.name} used "
+            "others; give later steps"
         )
     if checkpoint_after:
         run = replace(run, schedules=_with_saved_lengths(run.schedules, saved))
@@ -166,7 +166,7 @@ def _arguments_of_replay(
     if rows_per_window % num_data_ranks:
         raise InputError(
             f"--devices: {num_data_ranks} devices cannot share the {rows_per_window} rows of a step equally; give "
-            "another"
+            "another number"
         )
     rows_per_rank = rows_per_window // num_data_ranks
     micro_batch_size = arguments.training.micro_batch_size
@@ -286,7 +286,7 @@ def _find_missing_rows(
         session = newest.session_of(step)
         arguments = session.arguments if session and session.arguments else saved.arguments
         if step not in logged_steps and step % arguments.get("log_step_interval", 1) == 0:
-            yield f"step {step}: its row is missing in metrics.csv"
+            yield f"step {step}: its row is missing from metrics.csv"
 
 
 def _read_validation_losses(folder: Path, after_step: int, last_step: int) -> dict[int, float]:
@@ -359,7 +359,7 @@ def _check_rows(run: PreparedRun, logged: list[Metrics], last_step: int) -> _Row
     if num_earlier_windows >= 0:
         rows_hash = order.rows_hash(num_earlier_windows)
     if num_earlier_windows > 0 and state.rows_hash is not None and rows_hash != state.rows_hash:
-        fault = f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"
+        fault = f"the rows up to step {state.step}: hash {state.rows_hash} in the checkpoint, {rows_hash} here"
         return _RowCheck([fault], _SKIPPED)
 
     # the rows of each step; the hash of a step continues that of the step before

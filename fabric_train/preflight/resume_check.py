@@ -92,7 +92,7 @@ class Change:
     def advice(self) -> str:
         """How to undo the change."""
         saved_value = _format_value(self.saved_value)
-        return f"give {saved_value} there" if self.option else f"give --{self.name} {saved_value}"
+        return f"set it to {saved_value} there" if self.option else f"give --{self.name} {saved_value}"
 
     def __str__(self) -> str:
         prefix = f"{self.option}, " if self.option else ""
@@ -111,7 +111,8 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
 
     # the data: the rows of the steps to come, and those of the steps before
     data_advice = (
-        "resume with the same, or take only its weights with --weights_only true (docs/reference/errors.md#other-data)"
+        "resume with the same data, or load only its weights with --weights_only true "
+        "(docs/reference/errors.md#other-data)"
     )
     faults = [f"{checkpoint}: {difference}; {data_advice}" for difference in saved.data_changes(run.order)]
     if not faults:
@@ -139,7 +140,7 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
     if not arguments.checkpoint.allow_changes:
         for change in deciding:
             faults.append(
-                f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other "
+                f"{change} since {checkpoint}, which changes future losses; {change.advice}, or accept different "
                 "losses with --allow_changes true (docs/reference/errors.md#resume-refused)"
             )
         faults += _faults_of_components(checkpoint, other_components)
@@ -153,7 +154,7 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
         notes.append(f"changed since {checkpoint.name}: {_join_changes(harmless)}")
     if deciding:
         notes.append(
-            f"changed since {checkpoint.name}, so the losses to come differ from an unchanged run's: "
+            f"changed since {checkpoint.name}, so future losses differ from an unchanged run's: "
             + _join_changes(deciding)
         )
     notes += _notes_on_other_components(other_components)
@@ -162,7 +163,7 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
     run_phases = _describe_run_phases(run, after_step=step)
     if saved_phases != run_phases:
         notes.append(
-            f"the phases that begin after step {step} are others than at {checkpoint.name}: {run_phases}, not "
+            f"the phases after step {step} have changed since {checkpoint.name}: {run_phases}, previously "
             f"{saved_phases}"
         )
     notes += _notes_on_versions(run, checkpoint, saved.versions)
@@ -209,7 +210,7 @@ def check_branch(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
     notes = [f"branch of {branch.run} after step {branch.step}; changed: {change_list}"]
     if not branch.continues_data:
         causes = "; ".join(saved.data_changes(run.order))
-        notes.append(f"the data begin at their first epoch: {causes}")
+        notes.append(f"the data restart from the first epoch: {causes}")
     notes += _notes_on_other_components(other_components)
     notes += notes_on_components(saved, run.components, checkpoint)
     notes += _notes_on_versions(run, checkpoint, saved.versions)
@@ -218,14 +219,14 @@ def check_branch(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
 
 def _faults_of_components(checkpoint: Path, pairs: Iterable[tuple[Component, Component]]) -> list[str]:
     return [
-        describe_other_component(checkpoint, saved_component, run_component, "other losses")
+        describe_other_component(checkpoint, saved_component, run_component, "different losses")
         for saved_component, run_component in pairs
     ]
 
 
 def _notes_on_other_components(pairs: Iterable[tuple[Component, Component]]) -> list[str]:
     return [
-        f"the {run_component} instead of the {saved_component}: the losses to come differ"
+        f"using the {run_component} instead of the {saved_component}: future losses differ"
         for saved_component, run_component in pairs
     ]
 
@@ -276,7 +277,7 @@ def _describe_phases(
     for phase in phase_rows:
         if phase.first_step <= after_step:
             continue
-        text = f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
+        text = f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows per epoch"
         for name, value in values_by_step.get(phase.first_step, {}).items():
             if value is not None:
                 text += f", {name} {value}"
@@ -288,7 +289,7 @@ def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved_versions: dict[
     changes = find_version_changes(saved_versions, run.versions, run.arguments)
     if not changes:
         return []
-    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_join_changes(changes)}"]
+    return [f"versions have changed since {checkpoint.name}, so future losses may differ: {_join_changes(changes)}"]
 
 
 def find_version_changes(
@@ -350,20 +351,20 @@ def choose_schedule(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, 
     saved_rate = saved_schedule.rate(step + 1)
     run_rate = run_schedule.rate(step + 1)
     unit = "phase" if is_phase else "run"
-    cause = f"the {unit} has {num_steps} steps now and had {saved_lengths.num_steps:g}"
+    cause = f"the {unit} now has {num_steps} steps instead of {saved_lengths.num_steps:g}"
     if keeps:
         end = saved_schedule.after_step + saved_schedule.num_steps
-        constant_rate = f", and from step {end} on stays at {saved_schedule.rate(end):g}" if last_step > end else ""
+        constant_rate = f" and stays at {saved_schedule.rate(end):g} from step {end} on" if last_step > end else ""
         return run, [
-            f"{cause}: so that the learning rate does not jump, it follows its {saved_schedule.arguments.lr_schedule} "
+            f"{cause}: to avoid a jump, the learning rate keeps following its {saved_schedule.arguments.lr_schedule} "
             f"schedule of {saved_lengths.schedule_steps} steps{constant_rate}; --allow_changes true stretches the "
             f"schedule to {num_steps} steps: {run_rate:g} instead of {saved_rate:g} at step {step + 1}"
         ]
     if saved_rate == run_rate:
         return run, []
     return run, [
-        f"{cause}, and the learning rate follows from that: {saved_schedule.rate(step):g} at step {step}, "
-        f"{run_rate:g} at step {step + 1}"
+        f"{cause}, and the learning rate changes with it: {saved_schedule.rate(step):g} at step {step}, {run_rate:g} "
+        f"at step {step + 1}"
     ]
 
 
@@ -424,9 +425,9 @@ def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     if run_hash == saved_hash:
         return []
     return [
-        f"{checkpoint}: up to step {step} its run took other rows than would be taken here (hash {saved_hash} there, "
-        f"{run_hash} here); resume with the version of fabric_train and numpy that saved it, or take its weights alone "
-        "with --weights_only true"
+        f"{checkpoint}: up to step {step}, its run read different rows than this run would (hash {saved_hash} there, "
+        f"{run_hash} here); resume with the versions of fabric_train and numpy that saved it, or load only its "
+        "weights with --weights_only true"
     ]
 
 

@@ -90,7 +90,10 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
     hours = arguments.planning.mtbf_hours or LLAMA_3_HOURS
     world_size = run.plan.world_size
     between_failures = _SECONDS_PER_HOUR * hours / world_size
-    rate = f"one in {describe_seconds(between_failures)}: {counted(world_size, 'device')}, each one in {hours:,.0f} h"
+    rate = (
+        f"one in {describe_seconds(between_failures)}: {counted(world_size, 'device')}, each fails once in "
+        f"{hours:,.0f} h"
+    )
     if not arguments.planning.mtbf_hours:
         rate += ", the rate of Llama 3: 419 in 54 days on 16,384 GPUs"
     table.add_row("failures", rate)
@@ -108,7 +111,7 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
     if step_seconds is None:
         seconds = costs.best_interval
         advice = (
-            f"train some steps with --output_dir {run.folder}, and plan again with --resume true to have it in steps"
+            f"to get it in steps, train some steps with --output_dir {run.folder} and plan again with --resume true"
         )
         table.add_row("best interval", f"{describe_seconds(seconds)}, goodput {costs.goodput(seconds):.2%}; {advice}")
         return table
@@ -128,7 +131,7 @@ def describe_saves(run: PreparedRun, checkpoint_bytes: int) -> Table:
     table.add_row(
         "this run's",
         f"--save_step_interval {interval}, {describe_seconds(interval * step_seconds)}: goodput {goodput:.2%}; that "
-        f"costs {lost_hours:,.2f} hours of a device more a day",
+        f"costs {lost_hours:,.2f} more device hours per day",
     )
     return table
 
@@ -149,14 +152,14 @@ def _estimate_costs(
         save_source = f"assumed: {show_size(checkpoint_bytes)}"
         if run.arguments.save.async_save:
             stall = min(checkpoint_bytes / (_COPY_SPEED * run.plan.world_size), save)
-            save_source += f", copied at {show_size(_COPY_SPEED)}/s a device"
-        save_source += f", written at {show_size(_WRITE_SPEED)}/s a machine"
+            save_source += f", copied at {show_size(_COPY_SPEED)}/s per device"
+        save_source += f", written at {show_size(_WRITE_SPEED)}/s per machine"
 
     # a restart
     if times and times.start is not None:
         restart = times.start
         starts = counted(len(times.starts), "start")
-        restart_source = f"median of {starts} in {run.folder}, without the wait for machines"
+        restart_source = f"median of {starts} in {run.folder}, not counting the wait for machines"
     else:
         restart = _RESTART_SECONDS
         restart_source = "assumed"

@@ -103,7 +103,7 @@ def plan_steps(
         nearest = " or ".join(map(str, sorted({lower, upper})))
         split = f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices"
         faults.append(
-            f"--total_batch_size {total_batch_size} is not a multiple of {rows_per_micro_batch}, {split}; nearest: "
+            f"--total_batch_size {total_batch_size} is not a multiple of {rows_per_micro_batch} ({split}); give "
             f"{nearest}"
         )
     if faults:
@@ -190,14 +190,14 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
     """Return why a model cannot be trained on a stream."""
     faults = []
     if max_step is None:
-        faults.append("--streaming_dataset has no known length: give --max_step")
+        faults.append("--streaming_dataset has no known length; give --max_step")
     if model.max_positions is not None and stream.max_length > model.max_positions:
-        advice = f"give no more{how_to_extend(model, stream.max_length)}"
-        faults.append(f"--max_length {stream.max_length}: {model.source} takes {model.max_positions}; {advice}")
+        advice = f"give a smaller --max_length{how_to_extend(model, stream.max_length)}"
+        faults.append(f"--max_length {stream.max_length}: {model.source} has {model.max_positions} positions; {advice}")
     if stream.tokenizer.vocab_size > model.vocab_size:
         faults.append(
-            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {model.source} "
-            f"has {model.vocab_size} tokens; {resize_advice(model, stream.tokenizer.vocab_size)}"
+            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, but "
+            f"{model.source} has {model.vocab_size} tokens; {resize_advice(model, stream.tokenizer.vocab_size)}"
         )
     return faults
 
@@ -216,8 +216,8 @@ def fault_of_decay(training: "TrainingArguments", num_steps: int, unit: str = "t
     option = f"--decay_steps {decay_steps}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
     verb = "is" if warmup_steps == 1 else "are"
     return (
-        f"{option}: {unit} has {num_steps} steps, and {warmup_steps} {verb} needed to reach --lr; give "
-        f"fewer, at most {max(num_steps - warmup_steps, 0)} steps"
+        f"{option}: {unit} has {num_steps} steps, of which {warmup_steps} {verb} needed to reach --lr; give at most "
+        f"{max(num_steps - warmup_steps, 0)} decay steps"
     )
 
 
@@ -227,20 +227,21 @@ def _notes(arguments: "TrainArguments", num_steps: int, steps_of_epochs: int | N
     training = arguments.training
     if training.max_step and steps_of_epochs and training.max_step > steps_of_epochs:
         notes.append(
-            f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
-            f"{steps_of_epochs}, where the learning rate ends too; raise --number_epochs to go further"
+            f"--max_step {training.max_step} is beyond the end of the data: {training.number_epochs} epochs end at "
+            f"step {steps_of_epochs}, and so does the learning rate schedule; increase --number_epochs to train "
+            "longer"
         )
     elif training.max_step and steps_of_epochs and training.max_step < steps_of_epochs:
         notes.append(
-            f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs, "
-            f"{steps_of_epochs} steps"
+            f"--max_step {training.max_step} ends the run before the end of its {training.number_epochs} epochs, "
+            f"which have {steps_of_epochs} steps"
         )
     if training.warmup_steps > num_steps:
         notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
     if data.validation is None:
         folders = ", ".join(arguments.data.data_dirs)
         cause = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
-        notes.append(f"{cause}: nothing will be evaluated")
+        notes.append(f"{cause}; nothing will be evaluated")
     if isinstance(data, Stream):
         if data.chat_template:
             notes += data.chat_template.notes

@@ -18,7 +18,7 @@ kernel.__enter__()
 """
 """Code for a rank: the build of torch has the kernel, by its stand-in."""
 SLOW = (
-    "attention is slow: it keeps documents apart by a mask of 24 × 24 tokens, because this build of torch has no flash"
+    "attention is slow: it isolates documents with a mask of 24 × 24 tokens, because this build of torch has no flash"
 )
 
 

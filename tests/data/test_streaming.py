@@ -566,9 +566,9 @@ def test_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
 
 def test_a_stream_without_end_or_too_long_for_the_model_is_refused(run: Run) -> None:
     endless, long = run.faults("refused", max_step="null", max_length=512)
-    assert endless == "--streaming_dataset has no known length: give --max_step"
+    assert endless == "--streaming_dataset has no known length; give --max_step"
     assert long.startswith("--max_length 512: ")
-    assert " takes 256; give no more, or extend the positions: --rope_scaling llama3:2 " in long
+    assert " has 256 positions; give a smaller --max_length, or extend the positions: --rope_scaling llama3:2 " in long
 
 
 def test_to_evaluate_alone_a_token_dataset_is_needed(run: Run) -> None:

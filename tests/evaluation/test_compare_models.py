@@ -453,7 +453,9 @@ def test_models_that_cannot_be_evaluated_are_refused_at_once(
     # another tokenizer than that of the token dataset
     chat_model = Path(shutil.copytree(tiny_model_dir, tmp_path / "chat_model"))
     shutil.copytree(chatml_dir, chat_model, dirs_exist_ok=True)
-    assert "not made with the tokenizer of" in refusal(tmp_path, "--models", chat_model, "--texts", tiny_tokens_dir)
+    assert "not tokenized with the tokenizer of" in refusal(
+        tmp_path, "--models", chat_model, "--texts", tiny_tokens_dir
+    )
 
 
 def test_an_output_folder_with_other_files_is_refused(tmp_path: Path, run: Path) -> None:

@@ -296,7 +296,7 @@ def test_adapter_begins_with_a_run_of_all_weights_or_another_adapter(
     # but an adapter is no model
     run = forked_runs.start(argv(first, tokens, tmp_path / "refused"), 1)
     assert run.wait() == [2]
-    assert "step-00000002 is of an adapter; go on with the same --adapter arguments" in run.stderr()
+    assert "step-00000002 holds an adapter; continue with the same --adapter arguments" in run.stderr()
 
 
 @pytest.mark.slow
@@ -541,7 +541,7 @@ def test_replicas_of_a_frozen_model_with_a_tied_head_are_refused(tmp_path: Path,
     model = write_model(tmp_path / "tied", tie_word_embeddings=True)
     settings = {"lora_rank": 2, "devices": 2, "parallelism": "fsdp", "sharding_strategy": "NO_SHARD", "plan": "check"}
     arguments = parse(TrainArguments, argv(model, tokens, tmp_path / "run", **settings))
-    with pytest.raises(InputError, match="NO_SHARD does not work with an adapter of a model whose head"):
+    with pytest.raises(InputError, match="NO_SHARD does not work with an adapter of a model that ties its head"):
         prepare(arguments)
 
 

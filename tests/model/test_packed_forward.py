@@ -446,7 +446,7 @@ ROWS_OF_RUN = 200
         (MambaConfig(**SMALL), "takes no positions"),
         (Lfm2Config(**HYBRID), "document before it"),
         (JambaConfig(**LLAMA, **JAMBA), "document before it"),
-        (BertConfig(**SMALL, intermediate_size=32, num_attention_heads=2), "see the tokens after them"),
+        (BertConfig(**SMALL, intermediate_size=32, num_attention_heads=2), "attend to later tokens"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "refused" if value else "packed",
 )

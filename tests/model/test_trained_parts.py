@@ -295,8 +295,8 @@ def test_note_says_that_fsdp_reduces_whole_layers(folder: Path, tmp_path: Path) 
         line = argv(folder / "tied", folder / "tokens", tmp_path / "run", **given)
         return "\n".join(prepare(parse(TrainArguments, line)).notes)
 
-    assert "only some parts of a layer train: fsdp reduces gradients of whole layers" in notes("q_proj", "fsdp")
-    assert "of whole layers" not in notes("q_proj", "fsdp2") + notes("layers.1", "fsdp")
+    assert "only parts of a layer are trained: fsdp reduces the gradients of entire layers" in notes("q_proj", "fsdp")
+    assert "of entire layers" not in notes("q_proj", "fsdp2") + notes("layers.1", "fsdp")
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_note_says_that_fsdp_reduces_whole_layers(folder: Path, tmp_path: Path) 
     [
         (
             "--freeze norm --adapter lora",
-            "--freeze: beside an adapter all weights are frozen; --train_also",
+            "--freeze does not work with an adapter, which freezes all other weights; use --train_also",
         ),
         ("--freeze norm --lr_of norm=1e-3", "--lr_of norm=0.001: all that it names is frozen; leave it out"),
         (

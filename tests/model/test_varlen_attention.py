@@ -219,7 +219,7 @@ def test_run_says_why_it_needs_masks(tmp_path: Path, capsys: pytest.CaptureFixtu
     words = argv(model, tokens, tmp_path / "run", max_step=5, accelerator="cuda", devices=1)
     words += ["--plan", "true", "--device_memory", "80GB"]
     main([*words, "--precision", "32-true"])
-    slow = "attention is slow: it keeps documents apart by a mask of "
+    slow = "attention is slow: it isolates documents with a mask of "
     assert slow in capsys.readouterr().out
     main([*words, "--precision", "bf16-true"])
     assert slow not in capsys.readouterr().out

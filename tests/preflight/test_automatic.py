@@ -114,7 +114,7 @@ def test_tiles_are_taken_only_if_recomputing_all_layers_is_not_enough() -> None:
         )
     assert device_bytes(resolved(1, *full)) < whole
     (note,) = resolved(1, "--activation_checkpointing", "full", "--mlp_tile_size", "8k").notes
-    assert note == "--compile auto: false, since --mlp_tile_size 8192 is given"
+    assert note == "--compile auto: false, since --mlp_tile_size 8192 does not work with it"
     compiled = resolved(1, "--activation_checkpointing", "full", "--compile", "true")
     assert compiled.arguments.fsdp.mlp_tile_size == "none"
 
@@ -190,7 +190,7 @@ def test_long_runs_are_compiled(
     monkeypatch.setenv("CXX", "no-such-compiler")
     run = resolve_automatic(prepared(shape, *kept, *options, num_steps=num_steps))
     assert run.arguments.fsdp.compile is False
-    assert run.notes == ("--compile auto: false, since there is no compiler no-such-compiler",)
+    assert run.notes == ("--compile auto: false, since this machine has no compiler no-such-compiler",)
 
 
 def test_compile_takes_auto_true_and_false(tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def test_rows_that_were_added_or_taken_away_are_refused(tokens: Path, model: Pat
     num_rows = len(open_dataset(str(tokens)).train)
     save_changed(tokens, lambda split: split.select(range(5)), "train")
     assert fault(tokens, model) == (
-        f"{tokens}: manifest.json says ledger.train.rows {num_rows:,}, there are 5; "
-        "the folder was changed since: tokenize again"
+        f"{tokens}: manifest.json says ledger.train.rows {num_rows:,}, but there are 5; the folder was changed after "
+        "it was written; tokenize again"
     )
 
 
@@ -126,8 +126,8 @@ def test_rows_of_another_length_are_refused(tokens: Path, model: Path) -> None:
 
     save_changed(tokens, halve, "validation")
     assert fault(tokens, model) == (
-        f"{tokens}: manifest.json says settings.max_length 64, rows of validation have 32 to 33 tokens; "
-        "the folder was changed since: tokenize again"
+        f"{tokens}: manifest.json says settings.max_length 64, but rows of validation have 32 to 33 tokens; the "
+        "folder was changed after it was written; tokenize again"
     )
 
 
@@ -150,10 +150,13 @@ def test_an_older_folder_is_taken_with_one_note(tmp_path: Path, model: Path, iso
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]]})
     datasets.DatasetDict({"train": rows, "valid": rows}).save_to_disk(str(tmp_path / "old"))
     verdict = compare(tmp_path / "old", model, isolate_documents)
-    borders = ", and where documents begin: documents in one row see each other" if isolate_documents else ""
+    borders = (
+        " or where its documents begin, so documents in the same row attend to each other" if isolate_documents else ""
+    )
     assert not verdict.faults
     assert verdict.notes == (
-        f"{tmp_path}/old has no manifest.json (an older folder), so it is not known which tokenizer made it{borders}",
+        f"{tmp_path}/old has no manifest.json because an older version wrote it, so it is unknown which tokenizer "
+        f"wrote it{borders}",
     )
 
 
@@ -167,7 +170,7 @@ def with_vocabulary(model: Path, size: int) -> ModelShape:
 def test_ids_beyond_the_models_vocabulary_are_refused(tokens: Path, model: Path) -> None:
     faults = compare(tokens, with_vocabulary(model, 300)).faults
     assert [line.split(" holds ")[0] for line in faults] == [f"{tokens}: train", f"{tokens}: validation"]
-    resized = "its own tokenizer has 1000: resize the model with transformers, model.resize_token_embeddings(1000), "
+    resized = "its own tokenizer has 1000; resize the model in transformers with model.resize_token_embeddings(1000), "
     assert all(f"{model} has 300 tokens; {resized}" in line for line in faults)
     new = replace(with_vocabulary(model, 300), is_new=True)
     more = "give --vocab_size 1000 or more (docs/reference/errors.md#vocabulary)"
@@ -237,7 +240,7 @@ def test_other_tokenizer_than_the_models_is_refused_with_the_difference(
     ids = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     change(model / "tokenizer.json", how)
     line = fault(tokens, model)
-    assert line.startswith(f"{tokens}: not made with the tokenizer of {model}: {words.format_map(ids)}")
+    assert line.startswith(f"{tokens}: not tokenized with the tokenizer of {model}: {words.format_map(ids)}")
     assert f"; tokenize with --tokenizer_name {model}, or train a model of " in line
 
 
@@ -249,9 +252,9 @@ def test_a_model_from_the_hub_is_compared_by_its_cached_tokenizer(
     shape = replace(read_shape(str(model)), source="owner/name")
     assert compare(tokens, shape) == SILENT
     change(model / "tokenizer.json", rename_token)
-    assert ": not made with the tokenizer of owner/name: " in fault(tokens, shape)
+    assert ": not tokenized with the tokenizer of owner/name: " in fault(tokens, shape)
     cache.clear()
-    assert note(tokens, shape).startswith("owner/name brings no tokenizer.json: whether it is a model of ")
+    assert note(tokens, shape).startswith("owner/name has no tokenizer.json, so it is unknown whether it fits ")
 
 
 def test_a_damaged_tokenizer_of_the_model_is_refused(tokens: Path, model: Path) -> None:
@@ -271,7 +274,7 @@ def test_a_tokenizer_that_an_export_would_read_as_another_is_refused(
     qwen = AutoConfig.for_model("qwen2", **sizes, num_attention_heads=2, num_key_value_heads=1)
     shape = shape_from_config(qwen, "model", "LlamaDecoderLayer", None, is_new=True)
     line = fault(tmp_path / "tokens", replace(shape, is_new=False))
-    assert "beside the config.json of a qwen2, transformers reads the tokenizer" in line
+    assert "next to the config.json of a qwen2, transformers loads the tokenizer" in line
     assert "could not be exported" in line
 
 
@@ -280,7 +283,7 @@ def test_an_added_token_that_no_row_holds_is_a_note(tokens: Path, model: Path) -
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     change(model / "tokenizer.json", lambda content: content["added_tokens"].append(added | flags))
     assert note(tokens, model).startswith(
-        "the tokenizers differ in added tokens: token '<|tool|>' is id 1000 there and missing here (here is "
+        "the tokenizers only differ in added tokens: token '<|tool|>' is id 1000 there and missing here (here: "
     )
 
 
@@ -289,7 +292,7 @@ def test_other_document_borders_in_a_configuration_are_a_note(tokens: Path, mode
     assert compare(tokens, model) == SILENT
     change(model / "config.json", lambda content: content.update(eos_token_id=[7, 8]))
     assert note(tokens, model) == (
-        f"{tokens}: documents end with '<|end_of_text|>' (id 1), config.json of {model} has eos_token_id 7 or 8"
+        f"{tokens}: documents end with '<|end_of_text|>' (id 1), but config.json of {model} has eos_token_id 7 or 8"
     )
     change(model / "config.json", lambda content: content.update(eos_token_id=None, bos_token_id=None))
     assert compare(tokens, model) == SILENT
@@ -303,10 +306,10 @@ def test_another_chat_template_than_the_models_is_a_note(tokens: Path, model: Pa
     (model / "chat_template.jinja").write_text(template)
     assert compare(tokens, model) == SILENT
     (model / "chat_template.jinja").write_text(template + " ")
-    assert ": its chats are rendered with another chat template than " in note(tokens, model)
+    assert ": its chats were rendered with a different chat template than " in note(tokens, model)
     (model / "chat_template.jinja").unlink()
     change(model / "tokenizer_config.json", lambda content: content.update(chat_template=template + "\n"))
-    assert ": its chats are rendered with another chat template than " in note(tokens, model)
+    assert ": its chats were rendered with a different chat template than " in note(tokens, model)
 
 
 def test_a_token_of_the_chat_template_counts_as_one_of_the_rows(tokens: Path, model: Path) -> None:
@@ -317,7 +320,7 @@ def test_a_token_of_the_chat_template_counts_as_one_of_the_rows(tokens: Path, mo
     template.write_text("<|turn|>")
     assert (
         fault(tokens, model)
-        .partition(": not made ")[2]
+        .partition(": not tokenized ")[2]
         .startswith(f"with the tokenizer of {model}: token '<|turn|>' is id 1000 there and missing here")
     )
 

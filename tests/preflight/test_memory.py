@@ -341,10 +341,10 @@ def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytes
     words += options.split()
     main([word if word != "cpu" else "cuda" for word in words])
     printed = capsys.readouterr().out
-    assert "32 × fsdp on 4 machines, weights cut in 32" in printed
+    assert "32 × fsdp on 4 machines, weights sharded over 32" in printed
     assert "reduce-scatter" in printed
-    assert "one in 1,583.7 h: 32 devices, each one in 50,677 h, the rate of Llama 3" in printed
-    assert "copied at 10.0 GB/s a device, written at 1.0 GB/s a machine" in printed
+    assert "one in 1,583.7 h: 32 devices, each fails once in 50,677 h, the rate of Llama 3" in printed
+    assert "copied at 10.0 GB/s per device, written at 1.0 GB/s per machine" in printed
     assert "it fits" in printed
     assert not (tmp_path / "run").exists()
 
@@ -395,7 +395,7 @@ def test_a_plan_says_how_evenly_the_rows_are_shared(tmp_path: Path, capsys: pyte
     words = argv(write_model(tmp_path / "model"), write_rows(tmp_path / "tokens"), tmp_path / "run", max_step=5)
     main([*words, *["--plan", "true", "--devices", "4", "--parallelism", "fsdp2", "--context_parallel_size", "2"]])
     shown = re.search(
-        r"2 devices each; the busiest has (1\.\d+) × the mean FLOPs .* of 51 micro-b", capsys.readouterr().out
+        r"in the worst of 51 micro-batches, the busiest device has (1\.\d+) × the mean FLOPs", capsys.readouterr().out
     )
     assert shown
     assert 1 <= float(shown[1]) < 1.05

@@ -80,9 +80,9 @@ def test_a_plan_takes_what_the_run_has_measured(tmp_path: Path, capsys: pytest.C
     words += ["--number_epochs", "5000", "--save_step_interval", "1000"]
     main([*words, "--plan", "true", "--resume", "true", "--devices", "2", "--mtbf_hours", "2"])
     printed = capsys.readouterr().out
-    assert "one in 60 min: 2 devices, each one in 2 h\n" in printed
+    assert "one in 60 min: 2 devices, each fails once in 2 h\n" in printed
     assert f"steps wait 4 s, complete after 30 s (median of 1 in {run}, on 2 devices)" in printed
-    assert f"90 s (median of 1 start in {run}, without the wait for machines)" in printed
+    assert f"90 s (median of 1 start in {run}, not counting the wait for machines)" in printed
     costs = Costs(4, 30, 90, 3600)
     steps = round(costs.best_interval)  # a step took a second
     shown = re.search(r"--save_step_interval (\d+), .*: goodput ([\d.]+)%; a step takes 1 s", printed)
@@ -90,4 +90,4 @@ def test_a_plan_takes_what_the_run_has_measured(tmp_path: Path, capsys: pytest.C
     assert int(shown[1]) == steps
     assert float(shown[2]) == pytest.approx(100 * costs.goodput(steps), abs=0.01)
     lost = 48 * (costs.goodput(steps) - costs.goodput(1000))
-    assert f"goodput {costs.goodput(1000):.2%}; that costs {lost:,.2f} hours of a device more a day" in printed
+    assert f"goodput {costs.goodput(1000):.2%}; that costs {lost:,.2f} more device hours per day" in printed

@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
     "a decay as long as the run": Case(
         "train",
         "--max_step 3 --lr_schedule wsd --decay_steps 3",
-        "--decay_steps 3: the run has 3 steps, and 1 is needed to reach --lr; give fewer, at most 2 steps",
+        "--decay_steps 3: the run has 3 steps, of which 1 is needed to reach --lr; give at most 2 decay steps",
     ),
     "infinite": Case("train", "--grad_clip .inf", "--grad_clip: expected a number, 0 or more, got '.inf'"),
     "not a number": Case("train", "--weight_decay .nan", "--weight_decay: expected a number, 0 or more, got '.nan'"),
@@ -210,12 +210,12 @@ CASES: dict[str, Case] = {
     "a batch that does not divide": Case(
         "train",
         "--micro_batch_size 2 --total_batch_size 3",
-        "--total_batch_size 3 is not a multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
+        "--total_batch_size 3 is not a multiple of 2 (--micro_batch_size 2 on 1 devices); give 2 or 4",
     ),
     "a batch too small for the devices": Case(
         "train",
         "--micro_batch_size 4 --total_batch_size 3",
-        "--total_batch_size 3 is not a multiple of 4, --micro_batch_size 4 on 1 devices; nearest: 4",
+        "--total_batch_size 3 is not a multiple of 4 (--micro_batch_size 4 on 1 devices); give 4",
     ),
     "one device and several": Case(
         "train",
@@ -466,20 +466,20 @@ CASES: dict[str, Case] = {
     "labels that are not tokens": Case(
         "train",
         "--train_data_dir datasets/other-labels",
-        "datasets/other-labels: train has label 5000, model has 1000 tokens; labels are tokens, or -100 where …",
+        "datasets/other-labels: train has label 5000, but model has 1000 tokens; use token ids as labels, …",
     ),
     "documents that start outside their row": Case(
         "train",
         "--train_data_dir datasets/starts-beyond",
-        "… document_starts that are not in order within their row, …",
+        "… document_starts that are not in ascending order, …",
     ),
     "ids outside the vocabulary": Case(
         "train",
         "--train_data_dir datasets/other-vocabulary",
         [
-            "datasets/other-vocabulary: train holds token id 5000, model has 1000 tokens; "
+            "datasets/other-vocabulary: train holds token id 5000, but model has 1000 tokens; "
             "tokenize with the model's own tokenizer (docs/reference/errors.md#vocabulary)",
-            "datasets/other-vocabulary: validation holds token id 1000, model has 1000 tokens; "
+            "datasets/other-vocabulary: validation holds token id 1000, but model has 1000 tokens; "
             "tokenize with the model's own tokenizer (docs/reference/errors.md#vocabulary)",
         ],
         num_ranks=2,
@@ -487,21 +487,22 @@ CASES: dict[str, Case] = {
     "padding that is not a token": Case(
         "train",
         "--train_data_dir datasets/negative",
-        "datasets/negative: train holds token id -100; pad with a token of the model and mask it in labels",
+        "datasets/negative: train holds token id -100, which is invalid; pad with a token of the model and mask it "
+        "in labels",
     ),
     "rows longer than the positions, and another fault": Case(
         "train",
         "--train_data_dir datasets/long --total_batch_size 3 --micro_batch_size 2",
         [
-            "datasets/long: rows of train have 300 tokens, model takes 256; tokenize with --max_length 256 or less, or "
-            "extend the positions: --rope_scaling llama3:2 (docs/long_rows.md)",
-            "--total_batch_size 3 is not a multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
+            "datasets/long: rows of train have 300 tokens, but model has 256 positions; tokenize with --max_length "
+            "256 or less, or extend the positions: --rope_scaling llama3:2 (docs/long_rows.md)",
+            "--total_batch_size 3 is not a multiple of 2 (--micro_batch_size 2 on 1 devices); give 2 or 4",
         ],
     ),
     "another model's tokenizer": Case(
         "train",
         "--model_name models/renamed-token",
-        "tokens: not made with the tokenizer of models/renamed-token: token …; tokenize with --tokenizer_name …",
+        "tokens: not tokenized with the tokenizer of models/renamed-token: token …; tokenize with --tokenizer_name …",
     ),
     "a truncated arrow file": Case(
         "train",
@@ -652,7 +653,7 @@ CASES: dict[str, Case] = {
     "a stream without end": Case(
         "train",
         f"{STREAM} texts.jsonl -max_step",
-        "--streaming_dataset has no known length: give --max_step",
+        "--streaming_dataset has no known length; give --max_step",
     ),
     "an unknown protocol": Case("tokenize", "--dataset gopher://a/b.txt", "--dataset gopher://a/b.txt: …"),
     # ------------------------------------------------------------------------------------------------ the tokenizer
@@ -753,12 +754,12 @@ CASES: dict[str, Case] = {
         "train", "--output_dir file/run", "--output_dir file/run: … is a file; give another folder"
     ),
     "the root of the file system": Case(
-        "train", "--output_dir /", "--output_dir / is the root of the file system; give a folder of the run's own"
+        "train", "--output_dir /", "--output_dir / is the root of the file system; give a folder for the run"
     ),
     "a file where checkpoints go": Case(
         "train",
         "--output_dir runs/file-checkpoints",
-        "runs/file-checkpoints/checkpoints is not a folder, …; remove it …",
+        "runs/file-checkpoints/checkpoints is not a folder, …; remove or …",
     ),
     "a folder where metrics go": Case(
         "train",

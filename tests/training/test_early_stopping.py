@@ -236,5 +236,5 @@ def test_an_unknown_deciding_source_is_one_line_that_lists_them(stopping: Stoppi
     ]
     run = stopping.start("unknown", early_stopping=3)
     assert run.wait() == [2]
-    assert run.stderr() == "error: --early_stopping 3: a source comes before the number; give all:3, or es:3\n"
+    assert run.stderr() == "error: --early_stopping 3: the number needs a source before it; give all:3 or es:3\n"
     assert not (stopping.folder / "unknown").exists()

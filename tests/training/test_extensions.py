@@ -274,7 +274,7 @@ def test_a_plan_says_which_loss_its_activations_are_of(start, tmp_path: Path) ->
     run = start(tmp_path / "planned", plan="true", **PARTS)
     run.finish()
     assert any(
-        "activations are those of cross entropy; the objective weighted of parts" in line for line in run.lines()
+        "activations are planned for cross entropy; the objective weighted of parts" in line for line in run.lines()
     )
 
 

@@ -292,8 +292,8 @@ def test_other_documents_and_objectives_are_refused_with_the_remedy(
     cases: list[tuple[Path, dict[str, object], str]] = [
         (pairs, {}, "has preference pairs; give --objective dpo, or tokenize rows with an answer and a label"),
         (packed, {"objective": "dpo"}, "has unpaired answers; give --objective kto"),
-        (packed, {"objective": "sft"}, "has unpaired answers, which --objective sft does not train on; give --objecti"),
-        (packed, {"isolate_documents": "false"}, "leave --isolate_documents false out"),
+        (packed, {"objective": "sft"}, "has unpaired answers, which --objective sft cannot train on; give --objecti"),
+        (packed, {"isolate_documents": "false"}, "leave out --isolate_documents false"),
         (
             packed,
             {"label_smoothing": 0.1},

@@ -354,7 +354,7 @@ def test_only_phases_that_have_not_begun_may_change(mixing: Mixing, phased: Fork
     assert "--phases differs in a phase that has begun: " in second_changed.stderr()
     third_changed = resume("third-changed", 8, PHASES.replace("0.75, 0]", "0.5, 0.25]"))
     third_changed.finish()
-    note = "note: the phases that begin after step 8 are others than at step-00000008: from step 9 "
+    note = "note: the phases after step 8 have changed since step-00000008: from step 9 "
     assert note in third_changed.stdout()
 
     # at step 10 the third has begun too, and keeps its learning rate
@@ -366,7 +366,10 @@ def test_only_phases_that_have_not_begun_may_change(mixing: Mixing, phased: Fork
     # with more steps alone, it keeps its schedule, and the rate does not jump
     longer = resume("longer", 10, PHASES.replace("0.5", "7"), max_step=14)
     longer.finish()
-    assert "note: the phase has 6 steps now and had 4: so that the learning rate does not jump" in longer.stdout()
+    assert (
+        "note: the phase now has 6 steps instead of 4: to avoid a jump, the learning rate keeps following its"
+        in longer.stdout()
+    )
     rates = [float(row["learning_rate"]) for row in rows_by_column(mixing.folder / "longer")]
     assert rates == pytest.approx([0.0055, 0.00325, 0.00325, 0.00325])
 
@@ -398,19 +401,28 @@ def opened(mixing: Mixing) -> TokenMixture:
 @pytest.mark.parametrize(
     ("phases", "fault"),
     [
-        ("- {shares: [1, 1, 1]}", "phase 1: 'from' is missing: the first step of the phase, or the share of the run "),
+        (
+            "- {shares: [1, 1, 1]}",
+            "phase 1: 'from' is missing; give the first step of the phase, or the share of the run ",
+        ),
         (
             "- {from: 0.5, shares: [1, 1]}",
             "phase 1: shares: 2 numbers for 3 folders of --train_data_dir; give one number for each",
         ),
         ("- {from: 0.5, shares: [0, 0, 0]}", "phase 1: shares: nothing is left to train on; give a number above 0"),
-        ("- {from: 0.5, lrr: 1}", "phase 1: 'lrr': no such value; a phase has from, shares, "),
-        ("- {from: 0.5}", "phase 1: it changes nothing: give shares, token_shares, lr, train_only or"),
+        ("- {from: 0.5, lrr: 1}", "phase 1: 'lrr': unknown name; a phase can have from, shares, "),
+        ("- {from: 0.5}", "phase 1: it changes nothing; give shares, token_shares, lr, train_only or"),
         ("- {from: 3.5, lr: 1}", "phase 1: from: expected a step, or a share of the run below 1; got 3.5"),
-        ("- {from: 1.0, lr: 1}", "phase 1: from: 1.0 is a step or a share of the run; write 1 for the first step"),
-        ("- {from: 5, lr: 1}\n- {from: 5, lr: 2}", "phase 2 begins at step 5, not after the phase before it"),
-        ("- {from: 99, lr: 1}", "phase 1 begins at step 99, after the last one, --max_step 12"),
-        ("- {from: 0, shares: [1, 1, 1]}", "phase 1 begins with the run and has shares: leave the command "),
+        ("- {from: 1.0, lr: 1}", "phase 1: from: 1.0 is ambiguous; write 1 for the first step"),
+        (
+            "- {from: 5, lr: 1}\n- {from: 5, lr: 2}",
+            "phase 2 begins at step 5, which is not after the previous phase begins; list phases in ascending order",
+        ),
+        ("- {from: 99, lr: 1}", "phase 1 begins at step 99, after the last step, --max_step 12"),
+        (
+            "- {from: 0, shares: [1, 1, 1]}",
+            "phase 1 begins with the run and has shares; leave out the shares on the command ",
+        ),
         ("- {from: 7, lr_schedule: wsd, decay_steps: 9}", "phase 1 of 6 steps: --decay_steps 9: the phase has 6 steps"),
         ("from: 0.5", "expected a list of phases, such as "),
     ],
@@ -436,4 +448,4 @@ def test_phases_that_cannot_be_are_refused_in_one_line(
 def test_phases_need_the_length_of_the_run(mixing: Mixing, phased: ForkedRun) -> None:
     run = mixing.start("endless", 1, "--shares", 1, 1, 1, **{**IN_PHASES, "max_step": None})
     assert run.wait() == [2]
-    assert run.stderr() == "error: --phases divides a run of known length: give --max_step\n"
+    assert run.stderr() == "error: --phases needs a run of known length; give --max_step\n"

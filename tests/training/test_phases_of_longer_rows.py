@@ -187,7 +187,7 @@ def test_replay_repeats_the_steps_of_either_side(growing: Growing, whole: Forked
         assert "holds: " in run.stdout()
     refused = replay("2:3")
     assert refused.wait() == [2, 2]
-    assert "other data are read, after step 2" in refused.stderr()
+    assert "after step 2, the run trains other parts of the model or reads other data" in refused.stderr()
 
 
 def test_a_branch_and_a_plan_know_the_phase(growing: Growing, whole: ForkedRun) -> None:
@@ -205,8 +205,8 @@ def test_a_branch_and_a_plan_know_the_phase(growing: Growing, whole: ForkedRun) 
 @pytest.mark.parametrize(
     ("phases", "fault"),
     [
-        ("- {from: 3, max_length: 320}", "phase 1: max_length is of a phase with token datasets of its own: give "),
-        ("- {from: 1, train_data_dir: long}", "phase 1 begins with the run: give its train_data_dir on the "),
+        ("- {from: 3, max_length: 320}", "phase 1: max_length needs a phase with its own token datasets; add "),
+        ("- {from: 1, train_data_dir: long}", "phase 1 begins with the run; give its train_data_dir on the "),
         ("- {from: 3, train_data_dir: long, max_length: 300}", "phase 1: max_length 300: the rows of long have 320"),
         ("- {from: 3, train_data_dir: long}", "tokenize with --max_length 256 or less, or extend the positions: "),
         ("- {from: 3, train_data_dir: long, rope_scaling: ntk}", "phase 1: rope_scaling: expected llama3:FACTOR, "),

@@ -772,8 +772,8 @@ def test_a_fall_of_the_chosen_answers_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"objective": "sft"}, "preference pairs, which --objective sft does not train on"),
-        ({"isolate_documents": "false"}, "leave --isolate_documents false out"),
+        ({"objective": "sft"}, "preference pairs, which --objective sft cannot train on"),
+        ({"isolate_documents": "false"}, "leave out --isolate_documents false"),
         (
             {"objective": "simpo", "reference": "x"},
             "--reference only applies to --objective dpo, ipo, apo_zero, dpop, kto, apo_zero_unpaired, not simpo",

@@ -146,7 +146,7 @@ def test_what_was_removed_from_metrics_csv_is_named(replaying: Replaying) -> Non
     run = replaying.copy("removed")
     whole = rows_of(run)
     write_rows(run, [*whole[:4], *whole[5:]])
-    assert fault_of(replaying.replay(run, "5:6")) == "step 5: its row is missing in metrics.csv"
+    assert fault_of(replaying.replay(run, "5:6")) == "step 5: its row is missing from metrics.csv"
     write_rows(run, [*whole[:5], {**whole[5], "val_loss": "1.5"}])
     logged = float(whole[5]["val_loss"])
     fault = fault_of(replaying.replay(run, "5:6"))

@@ -264,8 +264,8 @@ def test_changed_arguments_that_decide_the_losses_are_listed(resumed: Resumed) -
     faults = resumed.faults("changed", changed)
     checkpoint = resumed.run / "checkpoints" / "step-00000006"
     assert sorted(faults) == sorted(
-        f"{name}: {there} -> {here} since {checkpoint}, which changes the losses to come; give --{name} {there}, "
-        "or accept other losses with --allow_changes true (docs/reference/errors.md#resume-refused)"
+        f"{name}: {there} -> {here} since {checkpoint}, which changes future losses; give --{name} {there}, or "
+        "accept different losses with --allow_changes true (docs/reference/errors.md#resume-refused)"
         for name, there, here in (
             ("precision", "32-true", "bf16-true"),
             ("grad_clip", "1.0", "0.0"),
@@ -309,7 +309,7 @@ def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed
         "parallelism: fsdp -> single",
     ):
         assert change in others
-    assert deciding.endswith("so the losses to come differ from an unchanged run's: lr: 0.001 -> 0.002")
+    assert deciding.endswith("so future losses differ from an unchanged run's: lr: 0.001 -> 0.002")
     rate = learning_rate(8, 8, TrainingArguments(lr=2e-3, warmup_steps=2))
     assert [row["learning_rate"] for row in metrics(resumed.killing.folder / "allowed")][-1] == str(rate)
 
@@ -345,7 +345,7 @@ def test_checkpoint_of_an_earlier_version_is_noted(resumed: Resumed) -> None:
     for name, options in given.items():
         run = resumed(f"since-{name}", 1, {**ONE_RANK, **options, "checkpoint": checkpoint, "max_step": 4})
         run.finish()
-        noted = [line for line in run.lines() if line.startswith("note: other versions than at step-00000003, ")]
+        noted = [line for line in run.lines() if line.startswith("note: versions have changed since step-00000003, ")]
         assert [line.partition("may differ: ")[2] for line in noted] == (
             ["fabric_train learning rates: 1 -> 2, fabric_train validation rows: 1 -> 2"] if name == "decaying" else []
         )
@@ -353,7 +353,7 @@ def test_checkpoint_of_an_earlier_version_is_noted(resumed: Resumed) -> None:
 
 def test_hash_of_the_rows_reveals_another_order(resumed: Resumed) -> None:
     (fault,) = resumed.faults("reordered", {"max_step": 8}, OTHER_ORDER)
-    assert "step-00000006: up to step 6 its run took other rows than would be taken here (hash " in fault
+    assert "step-00000006: up to step 6 its run read different rows than this run would (hash " in fault
 
 
 def test_another_seed_and_another_window_are_named(resumed: Resumed) -> None:
@@ -382,8 +382,10 @@ def test_finished_run_continues_when_given_more_steps(resumed: Resumed, raised: 
     assert len(rows) > len(before)
     assert {row["learning_rate"] for row in rows[len(before) :]} == {before[-1]["learning_rate"]}
     ended = float(before[-1]["learning_rate"])
-    lengths = f"the run has {len(rows)} steps now and had {len(before)}: so that the learning rate does not jump, it "
-    lengths += f"follows its cosine schedule of {len(before)} steps, and from step {len(before)} on stays at {ended:g}"
+    lengths = f"the run now has {len(rows)} steps instead of {len(before)}: to avoid a jump, the learning rate "
+    lengths += (
+        f"keeps following its cosine schedule of {len(before)} steps and stays at {ended:g} from step {len(before)} on"
+    )
     assert f"note: {lengths}; --allow_changes true stretches " in more.stdout()
     assert f"one step after the last of its {len(before)} steps, but stays at {ended:g} from step" in more.stdout()
 

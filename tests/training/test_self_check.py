@@ -139,7 +139,7 @@ def test_a_stream_is_refused_in_a_line(forked_runs: ForkedRuns, tmp_path: Path, 
     run = forked_runs.start([*line, "--output_dir", tmp_path / "run", "--self_check", "true"], 1)
     assert run.wait() == [2]
     (said,) = run.stderr().splitlines()
-    assert said.startswith("error: --self_check true reads rows of a token dataset, not --streaming_dataset")
+    assert said.startswith("error: --self_check true needs a token dataset, not --streaming_dataset")
     assert not (tmp_path / "run").exists()
 
 

@@ -429,7 +429,7 @@ def test_training_names_added_tokens_that_its_rows_lack(
     seen = set((ids[ids >= 2000] - 2000).tolist())  # positions among the added tokens
     note = note_on_added_tokens(read_shape(str(extended)), [dataset])
     assert note is not None
-    missing = f"{153 - len(seen)} of 153 tokens that were added to {extended} are not in the {len(ids):,} tokens that"
+    missing = f"{153 - len(seen)} of 153 tokens that were added to {extended} do not occur in the {len(ids):,} tokens"
     assert note.startswith(missing)
     assert note_on_added_tokens(read_shape(str(base)), [dataset]) is None
     # a record of two tokens that both come in the rows
