@@ -50,21 +50,21 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     saved = read_trainer_json(checkpoint)
     saved_base = saved.adapter_base
     if saved_base is None:
-        raise InputError(f"{checkpoint}: trainer.json names no base of its adapter; use another checkpoint")
+        raise InputError(f"{checkpoint}: trainer.json does not name the base of its adapter; use another checkpoint")
     is_missing = os.path.isabs(saved_base.place) and not Path(saved_base.place).is_dir()
     # the run's former --model_name, if it is no folder now, is no new place either
     is_former_name = name == saved.arguments["model_name"] and not Path(str(name)).is_dir()
     names_new_folder = name is not None and not is_former_name
     if is_missing and not names_new_folder:
-        alternative = f", or give the folder where it is now by {option}" if option else ""
+        alternative = f", or give its current folder with {option}" if option else ""
         raise InputError(
-            f"{checkpoint}: its base {saved_base.place} is gone; put it or a link to it back there{alternative}"
+            f"{checkpoint}: its base {saved_base.place} no longer exists; restore it or a link to it{alternative}"
         )
     base = _base_at(str(name) if is_missing else saved_base.place)
 
     # compare the weights, once on each machine
     if saved_base.fingerprint is None:
-        note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} is not compared")
+        note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} cannot be checked")
         return base
     if not is_first_on_machine():
         return base
@@ -73,10 +73,10 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
         return compared_base
     if is_missing:
         raise InputError(
-            f"{checkpoint}: its base {saved_base.place} is gone, and {base.place} has other weights; "
-            f"give the model that it was trained on by {option}"
+            f"{checkpoint}: its base {saved_base.place} no longer exists, and {base.place} has different weights; "
+            f"give the model that it was trained on with {option}"
         )
-    raise InputError(f"{checkpoint}: its base {base.place} has other weights; put back the weights")
+    raise InputError(f"{checkpoint}: the weights of its base {base.place} have changed; restore them")
 
 
 def _base_at(name: str) -> AdapterBase:
@@ -103,7 +103,7 @@ def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
     base_name = read_json(adapter_dir / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(base_name, str) or _is_same_model(base_name, base.place):
         return None
-    return f"--init_adapter {adapter_dir}: it names {base_name} as its base, and this run puts it on {base.place}"
+    return f"--init_adapter {adapter_dir}: it names {base_name} as its base, but this run uses it with {base.place}"
 
 
 def _is_same_model(base_name: str, model_name: str) -> bool:
@@ -129,7 +129,9 @@ def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaM
     tied_config.tie_word_embeddings = True
     tied_model = _open_model(replace(base_shape, config=tied_config), dtype)
     if tied_model.weights is None:
-        raise InputError(f"{base.place}: its weights cannot be read in parts; save it again with save_pretrained")
+        raise InputError(
+            f"{base.place}: its weights cannot be read tensor by tensor; save the model again with save_pretrained"
+        )
     return MetaModel(build_on_meta(base_shape, dtype), _RenamedWeights(tied_model.weights, tied_names))
 
 
@@ -173,7 +175,10 @@ def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> Met
     if shape.adapter is None or not shape.adapter.base_weights:
         return opened
     if opened.weights is None:
-        raise InputError(f"--base_weights nf4: the weights of {base.place} cannot be read in parts; save it again")
+        raise InputError(
+            f"--base_weights nf4: the weights of {base.place} cannot be read tensor by tensor; save the model again "
+            "with save_pretrained"
+        )
     layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
     quantize_layers(layers, dtype, shape.adapter.train_also)
     return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))

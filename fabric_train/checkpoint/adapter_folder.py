@@ -63,8 +63,8 @@ def check_keeps_documents_apart(folder: Path) -> None:
     """
     if depends_on_documents(read_json(folder / CONFIG, dict, SAVE_ADVICE)):
         raise InputError(
-            f"{folder / CONFIG}: alora_invocation_tokens is not supported here: a row has several documents; "
-            "evaluate that adapter with peft"
+            f"{folder / CONFIG}: alora_invocation_tokens is not supported, because a row has several documents; "
+            "evaluate this adapter with peft"
         )
 
 
@@ -83,7 +83,7 @@ def read_base_name(folder: Path) -> str:
     """Return the name or folder of the model that an adapter was trained on; raise an InputError if it names none."""
     name = read_json(folder / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise InputError(f"{folder / CONFIG}: it names no base model; give it by --base_model")
+        raise InputError(f"{folder / CONFIG}: it does not name a base model; give it with --base_model")
     return name
 
 
@@ -219,8 +219,8 @@ def choose_adapter(arguments: "AdapterArguments") -> Adapter | None:
     for name, value, saved_value in settings:
         if value is not None and value != saved_value:
             faults.append(
-                f"--{name} {value}: the adapter of --init_adapter {arguments.init_adapter} has {saved_value}; "
-                "leave it out"
+                f"--{name} {value} differs from the adapter of --init_adapter {arguments.init_adapter}, which has "
+                f"{saved_value}; leave it out"
             )
     if faults:
         raise InputError(*faults)
@@ -244,9 +244,9 @@ def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: P
     if mismatched_names:
         name = mismatched_names[0]
         raise InputError(
-            f"{folder}: {len(mismatched_names)} tensors of this adapter do not fit, {name} first: "
-            f"{_format_shape(stored_shapes.get(name))} there, {_format_shape(trained.get(name))} here; "
-            "give the arguments and the base that it was trained with"
+            f"{folder}: {len(mismatched_names)} tensors of this adapter do not fit; the first is {name}, "
+            f"{_format_shape(stored_shapes.get(name))} there and {_format_shape(trained.get(name))} here; give the "
+            "arguments and the base that it was trained with"
         )
 
 

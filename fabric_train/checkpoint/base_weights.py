@@ -121,7 +121,7 @@ def open_base_weights(model_name: str) -> StoredTensors:
         return open_weights(Path(model_name))
     stored = open_stored(model_name)
     if stored is None:
-        raise InputError(f"{model_name}: no weights in it (model.safetensors); fetch the model again")
+        raise InputError(f"{model_name}: it has no weights (model.safetensors); download the model again")
     return stored
 
 
@@ -175,7 +175,7 @@ def hashed_or_noted(base: AdapterBase) -> AdapterBase:
         return hashed(base)
     except (InputError, OSError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else error
-        note(f"checkpoints have no hash of the base {base.place}, so a later change of it is not found: {reason}")
+        note(f"checkpoints store no hash of the base {base.place}, so later changes to it go unnoticed: {reason}")
         return base
 
 

@@ -63,7 +63,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
             names = [checkpoint.name for checkpoint in checkpoints.values()]
             if len(names) > _MAX_LISTED:
                 names = [names[0], "…", *names[-3:]]
-            raise InputError(f"{path}: the run has no such checkpoint; it has {', '.join(names)}")
+            raise InputError(f"{path}: the run does not have this checkpoint; it has {', '.join(names)}")
         _check_usable(checkpoints[step], damages)
         return checkpoints[step]
 
@@ -82,7 +82,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
         raise InputError(*damaged_lines)
     if name == "best" and _list_checkpoints(run):
         raise InputError(f"{path}: no checkpoint of the run has a validation loss; use {run / 'latest'}")
-    reason = "neither a complete checkpoint nor a run folder with one" if run.is_dir() else missing_folder(path)
+    reason = "neither a complete checkpoint nor a run folder that has one" if run.is_dir() else missing_folder(path)
     raise InputError(
         f"{path}: {reason}; checkpoints are RUN/checkpoints/step-... (docs/reference/errors.md#no-checkpoint)"
     )
@@ -172,7 +172,7 @@ def describe_choice(path: Path, checkpoint: Path) -> str | None:
         kind = "the newest complete checkpoint"
     else:
         kind = "the checkpoint of that step"
-    return f"{path}: {kind}, {checkpoint.name}, is used"
+    return f"{path}: using {kind}, {checkpoint.name}"
 
 
 def deciding_loss(saved: TrainerJson) -> str:
@@ -222,7 +222,7 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
         if fault is None:
             yield checkpoint
         else:
-            print(f"note: {checkpoint} {fault}; it is left out", file=sys.stderr)
+            print(f"note: {checkpoint} {fault}; it is skipped", file=sys.stderr)
 
 
 def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
@@ -238,7 +238,7 @@ def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
     )
     undamaged = sorted(progress, key=_step_of)
     if not undamaged:
-        raise InputError(f"{path}: the run has no undamaged checkpoint; use another run")
+        raise InputError(f"{path}: the run has no intact checkpoint; use another run")
     damaged = [checkpoint for checkpoint in checkpoints if checkpoint not in undamaged]
     return undamaged, damaged
 
@@ -279,15 +279,15 @@ def choose_checkpoint(
             raise InputError(*damaged_lines)
         if (run / "metrics.csv").exists() and not resume:
             raise InputError(
-                f"--output_dir {run} has a run that has not saved a checkpoint; --resume true starts it again, "
-                "else give another --output_dir"
+                f"--output_dir {run} already has a run, which has not saved a checkpoint; give --resume true to "
+                "start it again, or another --output_dir"
             )
         return checkpoint
     starts_at_newest = checkpoint is not None and _real_path(checkpoint) == _real_path(newest)
     if weights_only or not starts_at_newest:
         raise InputError(
-            f"--output_dir {run} has a run up to {newest.name}; --resume true continues it, "
-            "else give another --output_dir"
+            f"--output_dir {run} already has a run up to {newest.name}; give --resume true to continue it, or "
+            "another --output_dir"
         )
     return checkpoint
 
@@ -331,7 +331,7 @@ def lowest_loss(run: Path, source: str, last_step: int) -> float:
 
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
     """Return a line for each damaged checkpoint of a run that would have been used instead of ``used``."""
-    remedy = f"{used.name} is used" if used else "there is no undamaged one; use another checkpoint"
+    remedy = f"using {used.name} instead" if used else "the run has no intact checkpoint; use another checkpoint"
     lines = []
     for checkpoint in _list_checkpoints(run):
         is_known_damage = _real_path(checkpoint) in (damages or {})

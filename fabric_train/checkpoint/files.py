@@ -177,7 +177,7 @@ def _find_piece_fault(path: Path, name: str, piece: FilePiece) -> str | None:
         raise_reached_limit(error)
         return f"{name} cannot be read ({error.strerror})"
     if hasher.hexdigest() != piece.hash:
-        return f"the bytes {piece.begin:,} to {piece.end:,} of {name} are not those that were written"
+        return f"bytes {piece.begin:,} to {piece.end:,} of {name} have changed since they were written"
     return None
 
 

@@ -274,7 +274,7 @@ class CheckpointManager:
         if self._fabric.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             if free_bytes(self.folder) < pending.num_bytes:
-                message = self._describe_failure(pending, "the disk is too full for it; make room on it")
+                message = self._describe_failure(pending, "the disk is too full; free some space")
             else:
                 if os.path.lexists(pending.temporary):  # a link of this name would lead the ranks elsewhere
                     remove(pending.temporary)
@@ -288,8 +288,8 @@ class CheckpointManager:
         needed_gb = pending.num_bytes / 1e9
         free_gb = free_bytes(self.folder) / 1e9
         return (
-            f"{pending.target} could not be saved: {reason}; it needs {needed_gb:.3g} GB, {free_gb:.3g} GB are free "
-            "there; earlier checkpoints are complete: --resume true continues from the newest"
+            f"{pending.target} could not be saved: {reason}; it needs {needed_gb:.3g} GB, and {free_gb:.3g} GB are "
+            "free there; earlier checkpoints are complete, so --resume true continues from the newest"
         )
 
     def _begin_next_stage(self) -> None:

@@ -78,11 +78,11 @@ def read_lora_config(folder: Path) -> LoraConfig:
     file = folder / CONFIG
     config = read_json(file, LoraConfig, SAVE_ADVICE)
     if config.peft_type != "LORA":
-        raise InputError(f"{file}: it is of a {config.peft_type} adapter; give one of LORA")
+        raise InputError(f"{file}: this is a {config.peft_type} adapter; give a LORA adapter")
     unsupported_settings = uncomputed_settings(config.model_extra or {})
     if unsupported_settings:
         settings = ", ".join(unsupported_settings)
-        raise InputError(f"{file}: {settings} is not supported here; merge that adapter with peft")
+        raise InputError(f"{file}: {settings} is not supported; merge this adapter with peft")
     check_weights(folder)
     return config
 
@@ -93,7 +93,7 @@ def check_weights(folder: Path) -> None:
         return
     has_pickle = any(folder.glob("*.bin"))
     pickle_note = " (adapter_model.bin is a pickle, which is never read)" if has_pickle else ""
-    raise InputError(f"{folder}: no {WEIGHTS} in it{pickle_note}; {SAVE_ADVICE}")
+    raise InputError(f"{folder}: it has no {WEIGHTS}{pickle_note}; {SAVE_ADVICE}")
 
 
 def uncomputed_settings(config: Mapping[str, Any]) -> list[str]:

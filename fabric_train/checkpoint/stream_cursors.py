@@ -26,10 +26,10 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     order = read_trainer_json(checkpoint).stream
     cursors = read_json(file, _StreamJson, ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:
-        raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {ADVICE}")
+        raise InputError(f"{file}: damaged ({len(cursors)} cursors instead of one for each row of a step); {ADVICE}")
     for cursor in cursors:
         # numbers 6 and 7 are the halves of a hash, which may be negative
         nonnegative_numbers = (*cursor[:6], *cursor[8:])
         if min(nonnegative_numbers) < 0:
-            raise InputError(f"{file}: damaged (a number below 0); {ADVICE}")
+            raise InputError(f"{file}: damaged (negative number); {ADVICE}")
     return [LaneCursor.from_numbers(numbers) for numbers in cursors]

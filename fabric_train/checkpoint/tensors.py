@@ -558,8 +558,8 @@ def _read_state(
     stored_shape = tensors.shape(name)
     if stored_shape != expected_shape:
         raise InputError(
-            f"the checkpoint's {name} has shape {tuple(stored_shape)}, the model's {tuple(expected_shape)}; use "
-            "another checkpoint"
+            f"{name} has shape {tuple(stored_shape)} in the checkpoint, but {tuple(expected_shape)} in the model; "
+            "use another checkpoint"
         )
     if state.shape is not None:
         return tensors.read(name).to(parameter.device, state.dtype)

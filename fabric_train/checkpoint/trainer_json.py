@@ -330,7 +330,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     file_format = content.get("format")
     if file_format != FORMAT:
         raise InputError(
-            f"{checkpoint}: format {file_format!r} is not format {FORMAT}, which this version reads; {ADVICE}"
+            f"{checkpoint}: it has format {file_format!r}, but this version reads format {FORMAT}; {ADVICE}"
         )
 
     # the fields, each with its type

@@ -85,17 +85,18 @@ _MESSAGES = {
     "text_column": "--text_column differs",
     "shares": "--shares differ",
     "shuffle_buffer": "--shuffle_buffer differs",
-    "files_of_places": "--streaming_dataset has other numbers of files in its places",
+    "files_of_places": "the sources of --streaming_dataset have other numbers of files",
     "max_length": "--max_length differs",
     "tokenizer": "the tokenizer differs",
     "chat_template": "the chat template differs, or there were no chats",
     "special_text_is_plain": "the kind of the tokenizer differs",
     "fingerprint": "--train_data_dir is another token dataset",
     "num_rows": "--train_data_dir has another number of rows",
-    "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
+    "rows_per_window": "the number of rows per optimizer step differs (keep it with --total_batch_size)",
     "seed": "--seed differs",
-    "version": "the version of the order differs (2 is for --shares and several --train_data_dir, 3 for many rows)",
-    "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
+    "version": "the version of the data order differs (2 is for --shares and several --train_data_dir, 3 for many "
+    "rows)",
+    "rows_per_epoch": "an epoch has other numbers of rows per source (--shares, --token_shares)",
     "phases": "--phases differs in a phase that has begun",
 }
 """What the user has changed if a field of the order differs, for messages."""

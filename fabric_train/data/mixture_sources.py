@@ -69,7 +69,7 @@ def list_sources(
         for source, option in named_sources[index].items():
             if source not in ranges_by_source:
                 names = ", ".join(ranges_by_source)
-                raise InputError(f"{option}: {folder} has no rows of a source {source}; it has {names}")
+                raise InputError(f"{option}: {folder} has no rows from a source {source}; it has {names}")
             ranges = tuple(SplitRange(index, rows) for rows in ranges_by_source.pop(source))
             yield ListedSource(folder, source, ranges)
         if ranges_by_source:
@@ -101,7 +101,7 @@ def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
     index = dataset.train.index
     if dataset.manifest is None or index is None:
         raise InputError(
-            f"{dataset.folder} has no document index, so the rows of its sources are not known; tokenize again with "
+            f"{dataset.folder} has no document index, so the rows of its sources are unknown; tokenize again with "
             "fabric-train tokenize"
         )
     split = dataset.train.split
@@ -111,8 +111,8 @@ def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
         ranges_by_source = rows_of_sources(index, dataset.manifest)
     if ranges_by_source is None:
         raise InputError(
-            f"{dataset.folder} was tokenized with --weights, which mixes the sources in its rows; tokenize again "
-            "without --weights"
+            f"{dataset.folder} was tokenized with --weights, which mixes sources within rows; tokenize again without "
+            "--weights"
         )
     return ranges_by_source
 
@@ -136,8 +136,8 @@ def rows_per_epoch(shares: Shares, sources: Sequence[ListedSource], folders: Seq
     for source, share, num_taken in zip(sources, share_of_source, rows, strict=True):
         if share and not num_taken:
             faults.append(
-                f"{shares.option} takes no row of {source.name} in an epoch, which has {source.num_rows:,}; give it "
-                "more, or leave it out"
+                f"{shares.option} takes no rows of {source.name}, which has {source.num_rows:,}, in an epoch; give "
+                "it a larger share, or leave it out"
             )
     if faults:
         raise InputError(*faults)
@@ -163,7 +163,9 @@ def _resolve_shares(shares: Shares, sources: Sequence[ListedSource], folders: Se
             names = f"{', '.join(source.remaining_sources)} of {source.folder}"
             missing.append(names if source.remaining_sources else source.name)
     if missing:
-        raise InputError(f"{shares.option} has no number for {'; '.join(missing)}: give each one, 0 to leave it out")
+        raise InputError(
+            f"{shares.option} has no number for {'; '.join(missing)}; give one for each, or 0 to leave it out"
+        )
 
     resolved = []
     for source in sources:

@@ -233,7 +233,7 @@ class WorkerLoader(DataLoader):
             if error.errno != errno.ENOSPC:
                 raise
             fix = "make it larger (docker run --shm-size 1g), or give --num_workers 0"
-            raise RunError(f"/dev/shm is full, where data workers have their semaphores; {fix}") from None
+            raise RunError(f"/dev/shm is full, but data workers need it for their semaphores; {fix}") from None
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
         raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
     if "train" not in splits:
         raise InputError(
-            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with fabric-train tokenize"
+            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; write one with fabric-train tokenize"
         )
     train = splits["train"]
     validation: datasets.Dataset | None = None
@@ -103,7 +103,7 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
                 f"--train_data_dir {folder}: {name} has {fault}; tokenize again with fabric-train tokenize"
             )
     if len(train) == 0:
-        raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
+        raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize more documents")
     return train, validation
 
 
@@ -118,14 +118,14 @@ def _fault_of_columns(split: "datasets.Dataset") -> str | None:
             contents = "positions" if name == "document_starts" else "token ids"
             return f"a column {name} of {column.type}, not of lists of {contents}"
         if not is_sound(column, full=False):
-            return f"a damaged column {name}: lists outside of their values"
+            return f"a damaged column {name} (lists outside their values)"
         if any(chunk.null_count or chunk.flatten().null_count for chunk in column.chunks):
-            return f"gaps (nulls) in its column {name}"
+            return f"nulls in its column {name}"
 
     if "labels" in column_names:
         differs = np.atleast_1d(_row_lengths(split, "labels") != _row_lengths(split, "input_ids"))
         if differs.any():
-            return f"rows whose labels are not as many as their input_ids, row {int(differs.argmax())} first"
+            return f"rows with a different number of labels than input_ids, first row {int(differs.argmax())}"
     return None
 
 

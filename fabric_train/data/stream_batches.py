@@ -124,8 +124,8 @@ def deal(read: Callable[[int], Iterable[Document]], num_lanes: int, epoch: int) 
             num_documents += 1
         if num_documents < num_lanes:
             raise InputError(
-                f"--streaming_dataset: {num_documents} documents with text, fewer than the {num_lanes} rows of a step; "
-                "give more documents, or a smaller --total_batch_size"
+                f"--streaming_dataset has {num_documents} documents with text, fewer than the {num_lanes} rows of a "
+                "step; give more documents, or a smaller --total_batch_size"
             )
 
 
@@ -336,9 +336,9 @@ class StreamBatches:
                 saved = self.cursors[lane]
                 if reader.next_row(lane).cursor != saved:
                     raise InputError(
-                        f"--streaming_dataset: row {lane} of the last step before the checkpoint is not the one that "
-                        "was trained on: texts up to it have changed; resume with the original texts, or take only "
-                        "the checkpoint's weights with --weights_only true"
+                        f"--streaming_dataset: row {lane} of the checkpoint's last step differs from the row that "
+                        "was trained on, because earlier texts have changed; resume with the original texts, or load "
+                        "only the checkpoint's weights with --weights_only true"
                     )
                 # tokens are counted from the first row of the run on, or not at all
                 is_counted = len(saved.tokens_read) == self.num_sources

@@ -234,7 +234,7 @@ class StreamedSource:
         worker = get_worker_info()
         if global_rank() == 0 and (worker is None or worker.id == 0):
             names = ", ".join(sorted(new_columns))
-            print(f"note: {locate()}: columns not used, from here on: {names}", file=sys.stderr)
+            print(f"note: {locate()}: columns not used from here on: {names}", file=sys.stderr)
         self.unused_columns.update(new_columns)
 
     def identities(self) -> Iterator[str]:

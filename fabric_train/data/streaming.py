@@ -123,7 +123,7 @@ class Stream:
         """The SHA-256 of everything that decides the ids, including BOS and EOS."""
         tokenizer = self.tokenizer
         if isinstance(tokenizer.source, Path):
-            vocabulary = read_json(tokenizer.source / "tokenizer.json", dict, "fetch the file again")
+            vocabulary = read_json(tokenizer.source / "tokenizer.json", dict, "download the file again")
         else:
             vocabulary = json.loads(tokenizer.source.backend_tokenizer.to_str())
         content = json.dumps(vocabulary, sort_keys=True)  # independent of the formatting
@@ -302,7 +302,7 @@ def _open_documents(data_arguments: "DataArguments", entries: list[str], downloa
     documents = StreamedDocuments(sources, shares, data_arguments.shuffle_buffer, data_arguments.seed)
     if shares is None:
         if not any(_has_documents(source) for source in sources):
-            raise InputError("--streaming_dataset: no document with any text in it; give others")
+            raise InputError("--streaming_dataset has no documents with text; give other sources")
     else:
         faults = []
         for source, share in zip(sources, shares, strict=True):
@@ -338,21 +338,21 @@ def _fault_in_share(source: StreamedSource, share: float, *, is_only_source: boo
     """Return why a source cannot be read with a share, or None if it can."""
     if not is_only_source and not source.size:
         return (
-            f"--shares: the hub does not say how many rows {source.name} has, so it cannot be mixed evenly; download "
-            "it and give its folder, or tokenize it with fabric-train tokenize"
+            f"--shares cannot mix {source.name} evenly, because the hub does not provide its number of rows; "
+            "download it and give its folder, or tokenize it with fabric-train tokenize"
         )
 
     # count the documents of a small source; of a larger one, estimate them from the progress after the first ones
     progress_of_documents = [progress for progress, _ in islice(source.read(0), _COUNTED_DOCUMENTS)]
     if not progress_of_documents:
-        return f"--streaming_dataset {source.name}: no document with any text in it; give others"
+        return f"--streaming_dataset {source.name} has no documents with text; give other sources"
     num_documents: float = len(progress_of_documents)
     if len(progress_of_documents) == _COUNTED_DOCUMENTS and progress_of_documents[-1]:
         num_documents = len(progress_of_documents) / progress_of_documents[-1]
 
     if source.size and 0 < share * num_documents < 1:
         return (
-            f"--shares: a pass takes {share:g} of {source.name}, less than one of its {round(num_documents):,} "
-            f"documents; give at least {1 / num_documents:.2g}, or leave it out"
+            f"--shares: {share:g} of {source.name} is less than one of its {round(num_documents):,} documents per "
+            f"pass; give at least {1 / num_documents:.2g}, or leave it out"
         )
     return None

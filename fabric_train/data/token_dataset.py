@@ -191,7 +191,7 @@ class Rows(IndexedRows):
         for chunk in self._stored.chunks(column, rows):
             if not is_sound(pa.chunked_array([chunk])):
                 file, _ = self._stored.locate(first_row)
-                raise InputError(f"{file}: damaged, {column} has lists outside of their values; tokenize again")
+                raise InputError(f"{file}: damaged ({column} has lists outside their values); tokenize again")
             first_row += len(chunk)
             yield chunk
 
@@ -260,7 +260,7 @@ class Rows(IndexedRows):
     def _describe_altered(self, row: int) -> str:
         file, row_of_file = self._stored.locate(row)
         name = f"row {row}" if row_of_file == row else f"row {row_of_file} ({row} of the split)"
-        return f"{file}: {name} has changed since it was written; copy a sound file in its place, or tokenize again"
+        return f"{file}: {name} has changed since it was written; replace it with an intact copy, or tokenize again"
 
     @functools.cached_property
     def index(self) -> DocumentIndex | None:

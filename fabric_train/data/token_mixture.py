@@ -153,6 +153,6 @@ def unpredicted_tokens(datasets: Sequence[TokenDataset], num_predicted: int) -> 
     if num_supervised <= num_predicted:
         return ""
     return (
-        f"{num_supervised:,} tokens of validation are supervised; {num_supervised - num_predicted:,} of them begin a "
-        "row or a document, so there is nothing to predict them from"
+        f"{num_supervised:,} validation tokens are supervised; {num_supervised - num_predicted:,} of these are the "
+        "first in a row or document, so there is nothing to predict them from"
     )

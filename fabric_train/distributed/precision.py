@@ -108,13 +108,15 @@ class _AutocastPrecision(MixedPrecision):
 def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
     """Check that ``--float8`` can be used, as far as this is known without a device."""
     if accelerator == "cpu":
-        raise InputError("--float8 true needs a GPU (H100, L40S, RTX 4090 or newer); leave it out on CPU")
+        raise InputError("--float8 true needs a GPU (L40S, RTX 4090, H100 or newer); leave it out on CPU")
     if not arguments.model.precision.startswith("bf16"):
         raise InputError(f"--float8 true needs bf16-mixed or bf16-true, not --precision {arguments.model.precision}")
     if isinstance(arguments.fsdp.mlp_tile_size, int):
-        raise InputError(f"--float8 true does not work with --mlp_tile_size {arguments.fsdp.mlp_tile_size}; drop one")
+        raise InputError(
+            f"--float8 true does not work with --mlp_tile_size {arguments.fsdp.mlp_tile_size}; leave one of them out"
+        )
     if not arguments.fsdp.compile:
-        raise InputError("--float8 true is slower than bf16 in layers that are not compiled; add --compile true")
+        raise InputError("--float8 true is slower than bf16 without compiled layers; add --compile true")
     check_package("torchao", "--float8 true")
 
 

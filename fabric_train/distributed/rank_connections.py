@@ -153,7 +153,8 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: Conn
                 missing_ranks = number_ranges(rank for rank in range(1, num_ranks) if rank not in ranks)
                 raise RunError(
                     f"rank {missing_ranks} did not connect to rank 0 ({rank_0.host}, port {server.getsockname()[1]}) "
-                    f"within {_JOIN_SECONDS:g} s; see that no firewall is between the machines, and start the run again"
+                    f"within {_JOIN_SECONDS:g} s; check that no firewall blocks the machines from each other, and "
+                    "start the run again"
                 )
             for key, _ in events:
                 if key.fileobj is server:
@@ -261,7 +262,7 @@ def allow_connections(num_ranks: int) -> None:
         return
     if hard_limit != resource.RLIM_INFINITY and hard_limit < needed_files:
         raise InputError(
-            f"{num_ranks} ranks need {needed_files:,} open files in a process, and the hard limit here is "
+            f"{num_ranks} ranks need {needed_files:,} open files in a process, but the hard limit here is "
             f"{hard_limit:,}; raise it (LimitNOFILE of the service that starts the ranks, docker run --ulimit "
             "nofile=65536, or nofile in /etc/security/limits.conf)"
         )

@@ -116,7 +116,7 @@ class StopSignals:
         if self.received and now - self._received_at < _REPEAT_SECONDS:
             return  # a repetition of the first signal
         if self.received:
-            again = f"{_name(signal_number)} again: ended at once, without saving; continue with --resume true"
+            again = f"{_name(signal_number)} again: ended immediately without saving; continue with --resume true"
             end_run(128 + signal_number, again)
         self._received_at = now
         self.received = signal_number
@@ -130,7 +130,7 @@ stop_signals = StopSignals()
 def describe_signal(signal_number: int) -> str:
     """Return a signal's name; for SIGHUP, add that the launcher may have ended."""
     if signal_number == signal.SIGHUP:
-        return "SIGHUP (or its launcher's end)"
+        return "SIGHUP (or the end of its launcher)"
     return _name(signal_number)
 
 

@@ -223,11 +223,16 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
 
     # the device
     if (parallelism == "xla") != (accelerator == "tpu"):
-        raise InputError(f"--parallelism {parallelism}: xla and --accelerator tpu need each other; change one of them")
+        raise InputError(
+            f"--parallelism {parallelism}: xla only works with --accelerator tpu, and --accelerator tpu only with "
+            "xla; change one of them"
+        )
     if parallelism == "xla":
         check_xla_arguments(arguments, num_processes)
     if parallelism == "single" and num_processes > 1:
-        raise InputError(f"--parallelism single takes one device, not {num_processes}; use fsdp, fsdp2 or ddp")
+        raise InputError(
+            f"--parallelism single only works with one device, not {num_processes}; use fsdp, fsdp2 or ddp"
+        )
 
     # precision and offload
     if precision == "16-mixed" and accelerator == "cpu":
@@ -237,17 +242,17 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
     if accelerator == "cpu":
         for name in ("cpu_offload", "activation_offload"):
             if getattr(fsdp, name):
-                raise InputError(f"--{name} true: there is nothing to offload from on CPU; leave it out")
+                raise InputError(f"--{name} true has nothing to offload on CPU; leave it out")
     if fsdp.cpu_offload and parallelism == "single":
         raise InputError("--cpu_offload true needs FSDP on several devices; leave it out")
     if fsdp.cpu_offload and precision == "16-mixed":
         # torch's GradScaler copies the scale to the host without waiting for the copy, and uses it at once
-        raise InputError("--precision 16-mixed: --cpu_offload true gives wrong gradients with it; use bf16-mixed")
+        raise InputError("--precision 16-mixed gives wrong gradients with --cpu_offload true; use bf16-mixed")
     if fsdp.cpu_offload and parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
         # torch's FSDP1 keeps the gradient of the last micro-batch only
         raise InputError(
-            "--gradient_reduction micro_batch: fsdp cannot add gradients that --cpu_offload true keeps in host memory; "
-            "use --parallelism fsdp2, or leave one of them out"
+            "--gradient_reduction micro_batch does not work with --cpu_offload true in fsdp, which cannot accumulate "
+            "gradients in host memory; use --parallelism fsdp2, or leave one of them out"
         )
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD" and precision.endswith("-mixed"):
         # torch's FSDP1 gives fp32 weights gradients in 16 bits then, which torch refuses in the second micro-batch
@@ -259,8 +264,8 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
     if needs_compilation and obstacle:
         option = "float8" if arguments.model.float8 else "compile"
         raise InputError(
-            f"--{option} true: fsdp cannot compile layers with {obstacle}; use --parallelism fsdp2, or leave one of "
-            "them out"
+            f"--{option} true does not work with fsdp, which cannot compile layers with {obstacle}; use "
+            "--parallelism fsdp2, or leave one of them out"
         )
 
     # the optimizer
@@ -282,7 +287,7 @@ def _check_whole_matrices(parallelism: str, arguments: "TrainArguments") -> None
     optimizer = f"--optimizer {arguments.training.optimizer}"
     if parallelism == "fsdp":
         raise InputError(
-            f"{optimizer} does not work with --parallelism fsdp, whose shards are parts of rows; use fsdp2 or ddp"
+            f"{optimizer} does not work with --parallelism fsdp, which splits matrix rows; use fsdp2 or ddp"
         )
     if fsdp.tensor_parallel_size > 1:
         raise InputError(
@@ -292,8 +297,7 @@ def _check_whole_matrices(parallelism: str, arguments: "TrainArguments") -> None
         raise InputError(f"{optimizer} does not work with --cpu_offload true; leave one of them out")
     if arguments.adapter.is_given:
         raise InputError(
-            f"{optimizer} does not work with an adapter, whose matrices are factors of the change; use --optimizer "
-            "adamw"
+            f"{optimizer} does not work with an adapter, since its matrices are low-rank factors; use --optimizer adamw"
         )
 
 
@@ -423,8 +427,8 @@ def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
             continue
         alternatives = "32-true" if parallelism == "fsdp2" else "16-mixed or 32-true"
         raise InputError(
-            f"--precision {precision}: {torch.cuda.get_device_name(index)} does not support bf16 "
-            f"(compute capability {major}.{minor}, it needs 8.0); use {alternatives}"
+            f"--precision {precision}: {torch.cuda.get_device_name(index)} does not support bf16, which needs "
+            f"compute capability 8.0 and not {major}.{minor}; use {alternatives}"
         )
 
 
@@ -432,7 +436,8 @@ def count_planned_devices(devices: int | str) -> int:
     """Return the number of processes on a machine that ``--devices`` asks for, without checking this machine."""
     if str(devices) in ("auto", "-1"):
         raise InputError(
-            f"--devices {devices} counts this machine's, and --device_memory plans for another machine; give a number"
+            f"--devices {devices} counts the devices of this machine, but --device_memory plans for another one; "
+            "give a number"
         )
     if "," in str(devices):  # indices
         return len(str(devices).split(","))
@@ -446,8 +451,8 @@ def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
     if num_used >= num_available:
         return None
     return (
-        f"{num_used} of this machine's {num_available} GPUs are used; fabric run uses one unless given "
-        f"--devices {num_available}"
+        f"only {num_used} of this machine's {num_available} GPUs are used; give fabric run --devices {num_available} "
+        "to use all"
     )
 
 

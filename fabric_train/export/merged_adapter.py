@@ -51,7 +51,9 @@ def open_unmerged(
     shape = hf_model.read_shape(str(checkpoint), adapter=read_adapter(checkpoint))
     opened = open_adapted(shape, base, dtype, 0, checkpoint)
     if opened.weights is None:
-        raise InputError(f"{base.place}: its weights cannot be read in parts; save it again with save_pretrained")
+        raise InputError(
+            f"{base.place}: its weights cannot be read tensor by tensor; save the model again with save_pretrained"
+        )
     if base_weights == "dequantized":
         # quantized from the type of the training, as the training did
         training_dtype = getattr(torch, read_trainer_json(checkpoint).content["weights_dtype"])

@@ -174,7 +174,7 @@ def _is_scheduled(checkpoint: Path) -> bool:
     is_scheduled = bool(read_trainer_json(checkpoint).scheduled)
     if not is_scheduled:
         print(
-            f"note: {checkpoint} was saved for a signal or a loss, not at an interval; it is left out", file=sys.stderr
+            f"note: {checkpoint} was saved for a signal or a loss, not at an interval; it is skipped", file=sys.stderr
         )
     return is_scheduled
 

@@ -224,7 +224,7 @@ def check_weight_files(folder: Path) -> None:
     pickle_index = folder / "pytorch_model.bin.index.json"
     files = safetensors_files(folder)
     if not files and not pickle.is_file() and not pickle_index.is_file():
-        raise InputError(f"{folder}: no weights in it (model.safetensors); fetch the model again")
+        raise InputError(f"{folder}: it has no weights (model.safetensors); download the model again")
     for file in files:
         _open_file(file, "fetch the model again")
     if pickle_index.is_file():

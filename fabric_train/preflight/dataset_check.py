@@ -509,5 +509,5 @@ def _read_template(source: str) -> str | None:
     config_path = _find_tokenizer_file(source, "tokenizer_config.json")
     if config_path is None:
         return None
-    template = read_json(config_path, dict, "fetch the file again").get("chat_template")
+    template = read_json(config_path, dict, "download the file again").get("chat_template")
     return template if isinstance(template, str) else None

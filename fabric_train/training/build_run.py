@@ -155,7 +155,7 @@ def _restore_optimizer(
     # An adapter on the weights of a checkpoint that trained all of them.
     if run.adapter_base and not is_adapter(checkpoint):
         if fabric.is_global_zero:
-            note("the optimizer starts from zero: the checkpoint has states of weights that are frozen now")
+            note("the optimizer starts from zero: the checkpoint has states of weights that are now frozen")
         return
     # Another optimizer, which has other states.
     saved_optimizer = saved.component("optimizer")
@@ -168,7 +168,7 @@ def _restore_optimizer(
     progress.info("loading the optimizer's state")
     new_names = run.model.trained.keys() - _saved_trained_names(run.model, saved)
     if new_names and fabric.is_global_zero:
-        note(f"the optimizer starts from zero for {counted(len(new_names), 'weight')}, frozen up to this step")
+        note(f"the optimizer starts from zero for {counted(len(new_names), 'weight')}, frozen until this step")
     restore_optimizer(checkpoint, fabric, model, optimizer, new_names)
 
 
@@ -191,7 +191,7 @@ def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
     if fault is None:
         note("AdamW: one Triton kernel updates all parameters")
     else:
-        note(f"AdamW: parameters are updated one by one, not by Triton: {fault}")
+        note(f"AdamW: parameters are updated one by one, not by the Triton kernel: {fault}")
 
 
 def build_validation(

@@ -68,8 +68,8 @@ def component(components: tuple[Component, ...], kind: str) -> Component:
 def describe_other_component(checkpoint: Path, saved_part: Component, current_part: Component, consequence: str) -> str:
     """Return the fault of a run whose part differs from that of the checkpoint that it starts from."""
     return (
-        f"{checkpoint} is of a run with the {saved_part}, and this one has the {current_part}: {saved_part.advice}, "
-        f"or accept {consequence} with --allow_changes true (docs/reference/errors.md#resume-refused)"
+        f"{checkpoint} was saved with the {saved_part}, but this run has the {current_part}; {saved_part.advice}, or "
+        f"accept {consequence} with --allow_changes true (docs/reference/errors.md#resume-refused)"
     )
 
 
@@ -81,11 +81,7 @@ def notes_on_components(saved: "TrainerJson", components: tuple[Component, ...],
         current_part = current_parts.get((saved_part.kind, saved_part.name))
         if current_part is None:
             if saved_part.kind not in _DECIDING_KINDS:
-                notes.append(
-                    f"{saved_part}, which the run had at {checkpoint.name}, is missing now; {saved_part.advice}"
-                )
+                notes.append(f"{saved_part}, which the run used at {checkpoint.name}, is missing; {saved_part.advice}")
         elif saved_part.source and current_part.source and saved_part.source != current_part.source:
-            notes.append(
-                f"the file of the {saved_part} has changed since {checkpoint.name}: what it computes may differ"
-            )
+            notes.append(f"the file of the {saved_part} has changed since {checkpoint.name}, so its results may differ")
     return notes

@@ -23,7 +23,7 @@ def describe_mixture(run: PreparedRun, rows_seen: Sequence[int] | None = None) -
         return []
 
     planned_rows = plan.mixture.rows_until(plan.last_step - plan.data_starts_after)
-    columns = ["tokens", "share", "epochs", "tokens of the run"]
+    columns = ["tokens", "share", "epochs", "tokens in the run"]
     if rows_seen:
         columns.append("tokens seen")
     read_rows = rows_seen or planned_rows  # the rows whose shares and epochs are shown

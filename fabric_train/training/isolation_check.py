@@ -63,7 +63,7 @@ def check_isolation(fabric: Fabric, model: _FabricModule, source: str, longest_r
     fault = _find_fault(fabric, model, longest_row, dtype)
     if fault:
         raise InputError(
-            f"--isolate_documents true: {source} ({model.config.model_type}) cannot keep the documents of a row apart: "
+            f"--isolate_documents true: {source} ({model.config.model_type}) cannot isolate the documents of a row: "
             f"{fault}; give --isolate_documents false"
         )
 
@@ -71,20 +71,20 @@ def check_isolation(fabric: Fabric, model: _FabricModule, source: str, longest_r
 def _find_fault(fabric: Fabric, model: _FabricModule, longest_row: int, dtype: torch.dtype) -> str | None:
     """Return why a model does not keep documents apart; None if it does."""
     if "position_ids" not in inspect.signature(model.module.forward).parameters:
-        return "it takes no positions"
+        return "it does not accept position ids"
     if longest_row < _MIN_ROW_LENGTH:
         return None
     differences = _measure(fabric, model, checked_length(model.config, longest_row))
     loss_rounding = _MAX_LOSS_UNITS * torch.finfo(torch.float32).eps * differences.loss
     is_encoder = getattr(model.config, "is_decoder", True) is False
     if is_encoder and differences.rounding > loss_rounding:
-        return "its tokens see the tokens after them; a model like BERT needs is_decoder true in its config.json"
+        return "its tokens attend to later tokens (a model like BERT needs is_decoder true in its config.json)"
     if differences.leak > max(loss_rounding, _MAX_TIMES_ROUNDING * differences.rounding):
-        return f"the loss of a document depends on the document before it, by {differences.leak:.2g} nats a token"
+        return f"the loss of a document depends on the document before it, by {differences.leak:.2g} nats per token"
     # Half of the digits: at another place in the row, the same sums have another order, in many layers.
     max_offset = torch.finfo(dtype).eps ** 0.5
     if differences.offset > max_offset:
-        return f"the loss of a document depends on its place in the row, by {differences.offset:.2g} nats a token"
+        return f"the loss of a document depends on its position in the row, by {differences.offset:.2g} nats per token"
     return None
 
 

@@ -114,12 +114,14 @@ class GuardedLogger(_ForwardingLogger):
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
             failed_logger = self.logger
             self.logger = Logger()
-            warn(f"{self._name}: {_describe_error(error)}; the run goes on without it, and metrics.csv has every step")
+            warn(
+                f"{self._name}: {_describe_error(error)}; the run continues without it, and metrics.csv has every step"
+            )
             try:
                 failed_logger.abandon()
             except (Exception, SystemExit) as abandon_error:  # noqa: BLE001 - the same
                 reason = _describe_error(abandon_error)
-                warn(f"{self._name}: not all that it has started could be stopped: {reason}")
+                warn(f"{self._name}: could not stop everything that it started: {reason}")
 
 
 def _describe_error(error: BaseException) -> str:

@@ -337,16 +337,16 @@ class Loop:
         """Warn that a step is left out; with ``--on_nonfinite stop``, end the run instead."""
         if self.run.arguments.training.on_nonfinite == "stop":
             self._stop_at_fault(fault, point)
-        warn(f"{fault}; the step is left out")
+        warn(f"{fault}; the step is skipped")
 
     def _stop_at_fault(self, fault: str, point: TrainingPoint) -> NoReturn:
         """Save the state before a step with a fault, and end the run."""
         checkpoint = self._save_unless_saved(point)
         if checkpoint is None:
-            raise RunError(f"{fault}; no step was taken before it, so nothing is saved")
+            raise RunError(f"{fault}; no step was taken before it, so nothing was saved")
         raise RunError(
-            f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
-            "--resume true --on_nonfinite skip continues without such steps (docs/reference/errors.md#not-finite)"
+            f"{fault}; the step was not taken, and the state before it is saved in {checkpoint}; to continue and "
+            "skip such steps, give --resume true --on_nonfinite skip (docs/reference/errors.md#not-finite)"
         )
 
 

@@ -47,9 +47,9 @@ _SINGLE_CURVES = (
     _single_curve("grad_norm", "Gradient norm", "norm before clipping"),
     _single_curve("tokens_per_second", "Speed", "tokens/s"),
     _single_curve("mfu", "MFU", "share of the peak FLOP/s"),
-    _single_curve("data_wait", "Waiting for data", "share of the step's time"),
-    _single_curve("step_time", "Time of a step", "seconds"),
-    _single_curve("rank_lag", "Lag of the slowest rank", "seconds a step above the median"),
+    _single_curve("data_wait", "Waiting for data", "share of the step time"),
+    _single_curve("step_time", "Step time", "seconds"),
+    _single_curve("rank_lag", "Lag of the slowest rank", "seconds per step above the median"),
     _single_curve("peak_memory_gb", "Peak memory of rank 0", "10⁹ bytes"),
 )
 
@@ -161,7 +161,7 @@ def _describe_smoothing(series: Sequence[Series], tables: Sequence[MetricsTable]
     if all(curve.smooth is None for curve in series):
         return ""
     width = _smoothing_width(max(len(table.steps) for table in tables))
-    return f"Smooth curves are means of about {width:,} logged steps; of the faint ones all extremes are kept."
+    return f"Smooth curves are means over about {width:,} logged steps; the faint curves keep all extremes."
 
 
 def _select_marks(marks: Sequence[Mark], series: Sequence[Series]) -> tuple[Mark, ...]:

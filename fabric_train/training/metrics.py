@@ -195,7 +195,7 @@ def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
     """Return the columns of metrics.csv and its rows up to ``last_step``; see :func:`read_metrics`."""
     if not path.exists():
         return [], []
-    fix = "put the file of this run back, or move this one away to go on without its rows"
+    fix = "restore this run's file, or move this file away to continue without its rows"
     if not path.is_file():
         raise InputError(f"{path}: not a file; {fix}")
 
@@ -207,7 +207,7 @@ def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
     # The header.
     names = _next_row(table) or []
     if not are_columns(names) or len(set(names)) < len(names):
-        raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(COLUMNS)}; {fix}")
+        raise InputError(f"{path}: its first line is not the metrics.csv header {','.join(COLUMNS)}; {fix}")
 
     # The rows, whose steps must rise.
     rows: list[Metrics] = []
@@ -218,7 +218,9 @@ def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
             break
         row = _parse_row(names, cells)
         if row is None or row.step <= previous_step:
-            raise InputError(f"{path}, line {table.line_num}: not the row of a step after the one before it; {fix}")
+            raise InputError(
+                f"{path}, line {table.line_num}: not a row with a later step than the row before it; {fix}"
+            )
         if row.step > last_step:
             break
         rows.append(row)
@@ -244,8 +246,8 @@ def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> s
     if state.step - last_step < log_step_interval:
         return None
     return (
-        f"{path}: rows are lost: it ends at step {last_step}, and the run resumes after step {state.step}; the "
-        "steps between are missing from every logger that is filled from it"
+        f"{path}: rows are lost: it ends at step {last_step}, but the run resumes after step {state.step}; the steps "
+        "in between will be missing from all loggers that are restored from it"
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fabric_train.checkpoint import BranchPoint
 
 _MAX_STEP = 1e18  # fits int64
-_ADVICE = "put the file of this run back, or move this one away"
+_ADVICE = "restore this run's file, or move this file away"
 _MAX_AXIS_ROWS = 500
 _SECONDS_PER_HOUR = 3600
 
@@ -102,7 +102,7 @@ def read_metrics_table(path: Path) -> MetricsTable:
     try:
         names = csv.read_csv(io.BytesIO(header + b"\n")).column_names
         if not are_columns(names) or len(set(names)) < len(names):
-            raise InputError(f"{path}: its first line is not the header of a metrics.csv; {_ADVICE}")
+            raise InputError(f"{path}: its first line is not the metrics.csv header; {_ADVICE}")
         numeric_names = [name for name in names if name != "rows_hash"]
         columns = _read_columns(content, numeric_names) if rows else {name: np.empty(0) for name in numeric_names}
     except pyarrow.ArrowInvalid as error:

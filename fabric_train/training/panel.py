@@ -209,7 +209,7 @@ class Panel:
 
     def _bar_line(self, width: int, moment: Moment) -> Line:
         """Return the bar of the steps, with the time left and the time since the start."""
-        times = f" {self._time_left(moment)} left, {_format_clock(moment.now - self.started)} gone"
+        times = f" {self._time_left(moment)} left, {_format_clock(moment.now - self.started)} elapsed"
         full, empty = ("█", "░") if self.is_unicode else ("#", "-")
         bar_width = width - len(times)
         num_full = bar_width * self.metrics.step // self.num_steps
@@ -272,7 +272,7 @@ class Panel:
         if metrics.slowest_rank is not None:
             machine = self.machines.get(metrics.slowest_rank, "")
             name = f"{machine} rank {metrics.slowest_rank}".strip()
-            slowest_rank = f"{name}, {_format_value(metrics.rank_lag, '+.3f')} s a step"
+            slowest_rank = f"{name}, {_format_value(metrics.rank_lag, '+.3f')} s per step"
         facts = [
             _Fact("now", moment.position),
             _Fact("tokens/s", _format_value(metrics.tokens_per_second, ",.0f")),
@@ -464,7 +464,7 @@ def _describe_stop(moment: Moment) -> str:
     if not moment.stop_signal:
         return ""
     name = "Ctrl-C" if moment.stop_signal == signal.SIGINT else describe_signal(moment.stop_signal)
-    return f"{name}: stopping and saving ({moment.position}); once more, after 2 s, ends at once without saving"
+    return f"{name}: stopping and saving ({moment.position}); again after 2 s: end immediately without saving"
 
 
 def _describe_evaluation(metrics: Metrics) -> str:

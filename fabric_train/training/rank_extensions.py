@@ -44,7 +44,7 @@ def note_on_unused_parts(arguments: "TrainArguments") -> str | None:
         unused += [f"--{table.kind} {name}" for name in table.registered if (table, name) not in used]
     if not unused:
         return None
-    return f"registered and not used: {', '.join(unused)}; give the arguments to use them"
+    return f"registered but not used: {', '.join(unused)}; select them with their arguments to use them"
 
 
 def arguments_for_ranks(arguments: "TrainArguments") -> "TrainArguments":
@@ -60,9 +60,9 @@ def arguments_for_ranks(arguments: "TrainArguments") -> "TrainArguments":
             missing.append(f"{table.kind} {name}")
     if missing:
         raise InputError(
-            f"--devices {arguments.device.devices}: the ranks are other processes, which do not have what this script "
-            f"has registered ({', '.join(missing)}); register it where a module is imported and give "
-            "extensions=['MODULE'], start your script with torchrun or fabric run, or give --devices 1"
+            f"--devices {arguments.device.devices}: the ranks are separate processes, which do not know what this "
+            f"script registered ({', '.join(missing)}); register it in a module and give extensions=['MODULE'], "
+            "start your script with torchrun or fabric run, or give --devices 1"
         )
     modules = dict.fromkeys(arguments.extensions.extensions or [])
     modules |= dict.fromkeys(table.module_of(name) for table, name in used)

@@ -123,7 +123,7 @@ def _describe_inputs(run: PreparedRun, dataset: TokenDataset, reference: Referen
         "model": reference.fingerprint,
         "dtype": dtype,
         "attention": run.model.config._attn_implementation,
-        "kind of weights": " ".join(kinds),
+        "weight type": " ".join(kinds),
     }
 
 
@@ -153,7 +153,7 @@ def _set_up_reference(fabric: Fabric, run: PreparedRun, reference: ReferenceMode
     model_run = reference_run(run, reference.place)
     if is_saved and hash_reference(fabric, model_run, reference.place) != reference.fingerprint:
         raise InputError(
-            f"the reference model {reference.place} has other weights than when the run began; put them back"
+            f"the weights of the reference model {reference.place} have changed since the run began; restore them"
         )
     model, _ = set_up_model(fabric, model_run, shows_notes=False)
     return model.eval()

@@ -68,12 +68,12 @@ def find_files(
 def _find_missing(folder: Path, content: ReferenceContent, splits: Mapping[str, Rows]) -> list[str]:
     """Return the splits without a file; raise an InputError if a file belongs to something else, or is damaged."""
     file = folder / _FILE_NAME
-    fix = f"remove {folder}, and it is computed again"
+    fix = f"remove {folder} to compute it again"
     saved = read_json(file, ReferenceContent, fix)
     for name, value in content.made_of.items():
         if saved.made_of.get(name) != value:
             model = content.model or "this run"
-            raise InputError(f"{file}: of another {name} ({saved.model}) than {model}; {fix}")
+            raise InputError(f"{file}: computed with a different {name} ({saved.model}) than {model}; {fix}")
     missing = []
     for name, rows in splits.items():
         array = folder / f"{name}.npy"
@@ -82,7 +82,7 @@ def _find_missing(folder: Path, content: ReferenceContent, splits: Mapping[str, 
             continue
         is_damaged = hash_file(array) != saved.files[name]
         if is_damaged or len(np.load(array, mmap_mode="r")) != count_pairs(rows):
-            raise InputError(f"{array}: damaged, its content has changed since it was written; {fix}")
+            raise InputError(f"{array}: damaged (its content has changed since it was written); {fix}")
     return missing
 
 

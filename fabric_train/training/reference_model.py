@@ -50,14 +50,14 @@ def check_reference(run: PreparedRun) -> None:
             check_readable(shape.source)
     if shape.vocab_size != run.model.vocab_size:
         raise InputError(
-            f"--reference {reference}: it has {shape.vocab_size} tokens and {run.model.source} has "
-            f"{run.model.vocab_size}; give a model of the same tokenizer"
+            f"--reference {reference}: it has {shape.vocab_size} tokens, but {run.model.source} has "
+            f"{run.model.vocab_size}; give a model with the same tokenizer"
         )
     row_length = run.plan.tokens_per_row
     if (shape.max_positions or math.inf) < row_length:
         raise InputError(
-            f"--reference {reference}: it takes {shape.max_positions} tokens and the rows have {row_length}; "
-            "give another reference, or tokenize with a smaller --max_length"
+            f"--reference {reference}: it has {shape.max_positions} positions, but the rows have {row_length} "
+            "tokens; give another reference model, or tokenize with a smaller --max_length"
         )
     tensor_parallel_size = run.arguments.fsdp.tensor_parallel_size
     if shape.adapter and tensor_parallel_size > 1:
@@ -142,7 +142,7 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
     if path.startswith("/") and not model_dir.is_dir():
         if is_given:
             raise InputError(f"--reference {path}: no such folder; give a hub name, folder, checkpoint or run")
-        raise InputError(f"the reference model {path} is gone; put it back, or give --reference")
+        raise InputError(f"the reference model {path} no longer exists; restore it, or give --reference")
 
     is_checkpoint = bool(path) and (model_dir / "trainer.json").is_file()
     start = StartingPoint(read_trainer_json(model_dir) if is_checkpoint else None, TrainerState())
@@ -236,7 +236,7 @@ def _list_model_files(path: str) -> Iterator[Path]:
 def hash_file(file: Path) -> str:
     """Return the XXH3-128 of a file in hexadecimal."""
     digest = xxhash.xxh3_128()
-    with open_regular(file, "put the file back") as opened:
+    with open_regular(file, "restore the file") as opened:
         while content := opened.read(_READ_BYTES):
             digest.update(content)
     return digest.hexdigest()

@@ -59,7 +59,7 @@ class RunLayout:
         differences = []
         for name, run_value in run_values.items():
             if run_value != replay_values[name]:
-                differences.append(f"{name} {run_value} there, {replay_values[name]} here")
+                differences.append(f"{name} {run_value} in the run, {replay_values[name]} in the replay")
         return differences
 
     def __str__(self) -> str:
@@ -138,12 +138,12 @@ class Replay:
             listed = ", ".join(str(step) for step in steps[:_MAX_SHOWN_STEPS])
             if len(steps) > _MAX_SHOWN_STEPS:
                 listed += ", …"
-            lines.append(f"validation losses of step {listed}, which no checkpoint has")
+            lines.append(f"validation losses of step {listed}, which are in no checkpoint")
         # Steps after that are split otherwise than in the run, and the rounding of these figures then differs.
         if self.has_pairs and math.isfinite(self.same_until):
             lines.append(f"after step {self.same_until}: {', '.join(_CANCELLING_COLUMNS)}")
         if _source_values(self.logged, "val_"):
-            lines.append("losses of single sources in evaluations")
+            lines.append("validation losses of individual sources")
         missing = [name for name in (*_EXACT_COLUMNS, *_FIGURE_COLUMNS) if name not in self.compared]
         if missing:
             lines.append(f"{', '.join(missing)}: not in metrics.csv")
@@ -191,12 +191,15 @@ class ReplayComparison:
         for layout in replay.run_layouts:
             reasons |= dict.fromkeys(replay.replay_layout.differences(layout))
         if not reasons:
-            return "bit for bit: the same number and kind of devices, split in the same way"
+            return "bit-identical: same number and kind of devices, same parallelism"
         first_step = replay.run.start.state.step + 1
         exact = ""
         if replay.same_until >= first_step:
-            exact = f"bit for bit up to step {replay.same_until}, after it "
-        return f"{exact}to {replay.tolerance(replay.steps[1]):.1e} relative: {'; '.join(reasons)}"
+            exact = f"bit-identical up to step {replay.same_until}, then "
+        return (
+            f"{exact}equal within a relative difference of {replay.tolerance(replay.steps[1]):.1e}: "
+            f"{'; '.join(reasons)}"
+        )
 
     @property
     def largest_differences(self) -> dict[str, float]:
@@ -213,7 +216,7 @@ class ReplayComparison:
         for name, text in self._facts().items():
             facts.add_row(name, text)
         if self.holds:
-            verdict = Text("holds: every compared figure is reproduced", "bold green")
+            verdict = Text("passed: every compared value is reproduced", "bold green")
         else:
             lines = ["differs:", *self.faults[:_MAX_SHOWN_FAULTS]]
             num_hidden = len(self.faults) - _MAX_SHOWN_FAULTS
@@ -226,7 +229,7 @@ class ReplayComparison:
 
     def _step_table(self) -> Table:
         """Return the table of the first steps that differ, or of the last ones if none does."""
-        columns = ("step", "loss there", "loss here", "gradient norm there", "here", "largest difference")
+        columns = ("step", "loss in run", "in replay", "gradient norm in run", "in replay", "largest difference")
         table = Table(*columns, title="Replay", title_justify="left", title_style="bold", box=None, pad_edge=False)
         steps = [step for step in self.steps if step.faults][:_MAX_SHOWN_STEPS]
         if not steps:
@@ -254,8 +257,8 @@ class ReplayComparison:
         first_step, last_step = replay.steps
         facts = {
             "steps": f"{first_step} to {last_step}, {origin}, {len(self.steps)} logged steps compared",
-            "there": _describe_layouts(replay.run_layouts),
-            "here": f"{replay.replay_layout}",
+            "run": _describe_layouts(replay.run_layouts),
+            "replay": f"{replay.replay_layout}",
             "figures": self.rule,
             "compared": ", ".join(replay.compared),
             "not compared": "; ".join(replay.not_compared),
@@ -279,7 +282,7 @@ def compare(replay: Replay, repeated_rows: Sequence[Metrics]) -> ReplayCompariso
 def _compare_step(replay: Replay, logged: Metrics, repeated: Metrics | None) -> _ComparedStep:
     """Compare a row of metrics.csv with the same step of the replay."""
     if repeated is None:
-        return _ComparedStep(logged, None, {}, [f"step {logged.step}: not reached here"])
+        return _ComparedStep(logged, None, {}, [f"step {logged.step}: not reached in the replay"])
     # How far each figure is from the logged one.
     tolerance = replay.tolerance(logged.step)
     logged_values = _exact_values(logged) | _figures(logged)

@@ -209,7 +209,7 @@ def _write_report(loop: Loop, write_report: ReportWriter) -> list[str]:
             return []
         loop.outputs.log_report(report.page, report.markdown.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - a folder, a disk, a library, a bug
-        warn(f"no report: {first_line(error)}; later: fabric-train report {run_dir}")
+        warn(f"no report: {first_line(error)}; write it later with fabric-train report {run_dir}")
         return []
     return report.lines
 

@@ -185,7 +185,7 @@ class _FileHandler(logging.FileHandler):
             raise  # a bug
         self.setLevel(_NEVER)
         reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
-        print(f"warning: {self.baseFilename}: {reason}; nothing more is written to it", file=sys.stderr)
+        print(f"warning: {self.baseFilename}: {reason}; no more lines will be written to it", file=sys.stderr)
 
 
 class _LogFormatter(logging.Formatter):

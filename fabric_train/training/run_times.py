@@ -234,11 +234,11 @@ def read_times(run_dir: Path) -> RunTimes | None:
     attempts: list[list[TimesLine]] = []  # the lines of each start
     for line_number, line in enumerate(read_json_lines(file, TimesLine, _ADVICE), 1):
         if not _is_possible(line):
-            raise InputError(f"{file}, line {line_number}: damaged (a number that no run has); {_ADVICE}")
+            raise InputError(f"{file}, line {line_number}: damaged (impossible number); {_ADVICE}")
         if line.event == "start":
             attempts.append([])
         elif not attempts:
-            raise InputError(f"{file}: damaged (its first line is no start); {_ADVICE}")
+            raise InputError(f"{file}: damaged (its first line is not a start); {_ADVICE}")
         attempts[-1].append(line)
     return _sum_attempts(attempts) if attempts else None
 

@@ -192,7 +192,7 @@ def check_splits(
     if num_supervised == 0:
         row_numbers = ", ".join(str(index) for index in indices)
         raise InputError(
-            f"--self_check true: no token of rows {row_numbers} is supervised; another --seed takes other rows"
+            f"--self_check true: no token of rows {row_numbers} is supervised; give another --seed to check other rows"
         )
 
     # Compute the splits, without dropout.
@@ -273,7 +273,7 @@ def _list_splits(rows: list[_Row], micro_batch_size: int, *, isolates: bool, has
     sizes = {1, 2, min(micro_batch_size, max_size), max_size}
     for size in sorted(sizes):
         plural = "s" if size > 1 else ""
-        yield _Split(f"{size} row{plural} a micro-batch", rows, size)
+        yield _Split(f"{size} row{plural} per micro-batch", rows, size)
 
     # The first ranks get the rows with the most labels.
     by_num_labels = sorted(rows, key=lambda row: -row.num_supervised)
@@ -398,10 +398,11 @@ def _disagreements(results: list[SplitResult], tolerance: float) -> list[str]:
     for result in results:
         loss_difference, norm_difference = result.differences(reference)
         if not loss_difference <= tolerance:  # NaN does not agree either
-            faults.append(f"{result.cut}: loss {result.loss:.8g}, where {reference.cut} give {reference.loss:.8g}")
+            faults.append(f"{result.cut}: loss {result.loss:.8g}, but {reference.cut} gives {reference.loss:.8g}")
         if not norm_difference <= tolerance:
             faults.append(
-                f"{result.cut}: gradient norm {result.grad_norm:.8g}, {reference.cut}: {reference.grad_norm:.8g}"
+                f"{result.cut}: gradient norm {result.grad_norm:.8g}, but {reference.cut} gives "
+                f"{reference.grad_norm:.8g}"
             )
     return faults
 

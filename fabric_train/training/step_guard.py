@@ -99,8 +99,8 @@ class StepGuard:
         # A gradient that overflows has no rows of its own: the window is named.
         if not math.isfinite(norm) and self._scaler is None:
             fault = (
-                f"step {window.step}: the gradient norm is {norm} and every loss finite; "
-                f"the window is {self._describe_window(window)}"
+                f"step {window.step}: the gradient norm is {norm}, although every loss is finite; the window is "
+                f"{self._describe_window(window)}"
             )
             return StepCheck(mean_loss, norm, fault)
 
@@ -112,7 +112,7 @@ class StepGuard:
             rank, micro_batch = divmod(int(means.argmax()), means.shape[1])
             highest = self._describe_rows(window, [(rank, micro_batch)])
             self._warn(
-                f"step {window.step}: loss {mean_loss:.4f}, where the last steps' median is {median:.4f}; "
+                f"step {window.step}: loss {mean_loss:.4f}, while the median of the last steps is {median:.4f}; "
                 f"highest in {highest}; the window is {self._describe_window(window)}"
                 + self._worst(window, piece_losses)
             )

@@ -47,7 +47,7 @@ def describe_start(run: PreparedRun) -> Group:
 
     # model
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
-    trained = "" if model.num_trained == model.num_parameters else f", {model.num_trained:,} train"
+    trained = "" if model.num_trained == model.num_parameters else f", {model.num_trained:,} trained"
     layers = ", ".join(sorted(layer_class.__name__ for layer_class in model.layer_classes))
     table.add_row("model", f"{name}: {model.num_parameters:,} parameters{trained}, layers {layers}")
     for description, modules in describe_parts(run.model, changes=run.models.change):
@@ -70,12 +70,12 @@ def describe_start(run: PreparedRun) -> Group:
     )
     steps = f"{plan.num_steps:,}"
     if plan.windows_per_epoch and not arguments.data.phases:
-        steps += f"; {plan.windows_per_epoch:,} an epoch"
+        steps += f"; {plan.windows_per_epoch:,} per epoch"
     table.add_row("steps", steps)
     table.add_row("learning rate", _describe_learning_rate(run.schedules.run_schedule, plan.num_steps))
     rates = arguments.training.rates_of_parts
     if rates:
-        table.add_row("rates of parts", ", ".join(f"{pattern} {rate:g}" for pattern, rate in rates.items()))
+        table.add_row("rates by part", ", ".join(f"{pattern} {rate:g}" for pattern, rate in rates.items()))
     # outputs, and tables of the sources
     table.add_row("output", arguments.save.output_dir)
     if not arguments.evaluation.only_reads:
@@ -95,7 +95,7 @@ def describe_parts(model: ModelShape, *, changes: bool) -> list[tuple[str, str]]
     """
     if not model.frozen:
         return []
-    hint = " (at first, see the phases)" if changes else ""
+    hint = " (at first; see the phases)" if changes else ""
     return [(f"trained{hint}", model.describe_trained()), ("frozen", model.describe_frozen())]
 
 
@@ -103,14 +103,14 @@ def describe_border(run: PreparedRun) -> str:
     """Return what a run reads or trains from its next step on, after the border between two phases."""
     step = run.start.state.step
     if step == run.plan.data_starts_after:
-        return f"from step {step + 1} on {_describe_reading(run)}"
-    return f"from step {step + 1} on {run.model.describe_trained()} train"
+        return f"from step {step + 1} on: {_describe_reading(run)}"
+    return f"from step {step + 1} on: training {run.model.describe_trained()}"
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
     """Return how the MFU is computed, or why it is not."""
     if peak_flops is None:
-        return f"mfu: empty, since this device's peak FLOP/s is not known; a token costs {flops}"
+        return f"mfu: not computed, because this device's peak FLOP/s is unknown; a token takes {flops}"
     return f"mfu: ({flops}) × tokens/s / {peak_flops / 1e12:,.1f} TFLOP/s of all devices"
 
 
@@ -126,16 +126,17 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     table.add_row("steps", f"{state.step:,}, the last one in {_describe_epoch(state, run.plan)}")
     table.add_row(
         "tokens",
-        f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
+        f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} per second over {seconds:,.0f} s, including evaluation "
+        "and saves",
     )
     times = _describe_times(run.folder)
     if times:
         table.add_row("goodput", times)
     if state.skipped_steps:
-        table.add_row("left out", f"{counted(state.skipped_steps, 'step')}, whose loss or gradient was not finite")
+        table.add_row("left out", f"{counted(state.skipped_steps, 'step')} with a loss or gradient that was not finite")
     if state.steps_without_targets:
         num_steps = counted(state.steps_without_targets, "step")
-        table.add_row("not taken", f"{num_steps}, whose rows had nothing to predict")
+        table.add_row("not taken", f"{num_steps} with nothing to predict")
 
     # losses
     if state.train_loss is not None:
@@ -172,7 +173,7 @@ def _describe_times(run_dir: Path) -> str | None:
     try:
         times = read_times(run_dir)
     except (InputError, OSError) as error:
-        return f"not known: {error}"
+        return f"unknown: {error}"
     return times.describe() if times else None
 
 
@@ -184,8 +185,8 @@ def describe_step_without_targets(step: int, objective: Objective) -> str:
     elif counts_pieces(objective):
         lacking = "no preference pair"
     return (
-        f"step {step}: its rows have {lacking}, so the optimizer takes no step and the loss is empty; later such steps "
-        "are counted, and the end of the run has their number"
+        f"step {step}: its rows have {lacking}, so the optimizer takes no step and the loss is empty; the summary at "
+        "the end of the run counts such steps"
     )
 
 
@@ -210,7 +211,7 @@ def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | N
     table = figures_table("Validation", columns)
     if first_evaluation and first_evaluation.follows_other_rows:
         step = first_evaluation.step
-        table.caption = f"before step {step:,} other rows were evaluated, whose losses cannot be compared"
+        table.caption = f"before step {step:,}, other rows were evaluated; their losses are not comparable"
 
     for name, first_loss, loss in checkpoints.compare_evaluations(first_evaluation or evaluation, evaluation):
         cells = []
@@ -271,8 +272,8 @@ def warn_of_displacement(state: TrainerState) -> str | None:
         return None
     return (
         f"the log-probability of the chosen answers fell by {rise:.3f} nats per token since step "
-        f"{first_evaluation.step}, more than {DISPLACED_NATS}: their likelihood moves to other answers (likelihood "
-        "displacement); a larger --dpo_beta, a smaller --lr or --sft_weight 0.2 keeps it"
+        f"{first_evaluation.step}, more than {DISPLACED_NATS}: probability moves to other answers (likelihood "
+        "displacement); to prevent this, use a larger --dpo_beta, a smaller --lr or --sft_weight 0.2"
     )
 
 
@@ -280,7 +281,7 @@ def describe_stop(end: "End", num_steps: int) -> str:
     """Return the line for a run that a signal stopped: after which step, and where the step is saved."""
     cause = describe_signal(end.stopped_by)
     if end.checkpoint is None:
-        return f"stopped by {cause} before the first step was taken, with nothing to save; start it again"
+        return f"stopped by {cause} before the first step, with nothing to save; start the run again"
     return (
         f"stopped by {cause} after step {end.state.step} of {num_steps}, saved in {end.checkpoint}; "
         "continue with --resume true"
@@ -299,14 +300,14 @@ def describe_self_check(check: "SelfCheck") -> Group:
         table.add_row(*cells)
     description = (
         f"{len(check.rows)} rows of {check.tokens_per_row} tokens, {check.num_supervised:,} supervised, "
-        f"{counted(check.world_size, 'rank')}, {check.seconds:.0f} s; in {check.precision} the figures may differ by "
+        f"{counted(check.world_size, 'rank')}, {check.seconds:.0f} s; in {check.precision}, values may differ by "
         f"{check.tolerance:.1e}"
     )
     if check.holds:
-        agreement = "holds: loss and gradient are the same, every parameter is finite and gets a gradient"
+        agreement = "passed: loss and gradient agree, and every parameter is finite and gets a gradient"
         verdict = Text(agreement, "bold green")
     else:
-        verdict = Text("\n".join(["fails:", *check.faults]), "bold red")
+        verdict = Text("\n".join(["failed:", *check.faults]), "bold red")
     return Group(table, Text(description, "dim"), verdict)
 
 
@@ -351,7 +352,7 @@ def _describe_start_weights(run: PreparedRun) -> str:
     if run.start.checkpoint:
         kind = "branch of " if run.start.branches else ""
         return f"{kind}{run.start.checkpoint}, step {run.start.state.step}"
-    weights = "random" if run.model.is_new else "the pretrained"
+    weights = "random" if run.model.is_new else "pretrained"
     return f"{weights} weights, step 0"
 
 
@@ -365,9 +366,9 @@ def _describe_data(run: PreparedRun) -> str:
     folders = ", ".join(arguments.data_dirs)
     if run.plan.mixture and arguments.phases:
         return f"{folders}: {sum(run.plan.mixture.num_rows):,} {rows}"
-    epoch = " an epoch" if arguments.mixes else ""
+    epoch = " per epoch" if arguments.mixes else ""
     return f"{folders}: {run.plan.num_rows:,} {rows}{epoch}"
 
 
 def _describe_reading(run: PreparedRun) -> str:
-    return f"{_describe_data(run)}; {run.plan.rows_per_window} in a step"
+    return f"{_describe_data(run)}; {run.plan.rows_per_window} per step"

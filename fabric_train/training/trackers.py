@@ -248,7 +248,9 @@ def _read_run_id(file: Path, create: Callable[[], str] = _random_id) -> str:
     run_id = file.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
         name = file.name.removesuffix("_run_id")
-        raise InputError(f"{file}: damaged; write the id of the run's {name} run into it, or remove it for a new one")
+        raise InputError(
+            f"{file}: damaged; write the id of this run's {name} run into it, or remove it to create a new run"
+        )
     return run_id
 
 

@@ -88,7 +88,7 @@ class Extension:
             faults = [fault.replace("--model_name", "--model") for fault in error.faults]
             raise InputError(*(fault.replace("--tokenizer_name", "--model") for fault in faults)) from None
         if stored is None:
-            raise InputError(f"--model {model}: no weights in it (model.safetensors); fetch the model again")
+            raise InputError(f"--model {model}: it has no weights (model.safetensors); download the model again")
         self.tensors: StoredTensors = stored
         self.tokenizer = ExtendableTokenizer(tokenizer, folder, _find_sentencepiece(model))
         self.first_id = self.tokenizer.first_id

@@ -84,7 +84,7 @@ def test_changed_or_missing_base_is_one_line_before_anything_is_written(
     for use in uses(checkpoint, base, tiny_tokens_dir):
         with pytest.raises(InputError) as refused:
             use()
-        assert [fault.count(f"its base {base} has other weights") for fault in refused.value.faults] == [1]
+        assert [fault.count(f"the weights of its base {base} have changed") for fault in refused.value.faults] == [1]
     change_a_middle_byte(weights)  # it is as it was
     uses(checkpoint, base, tiny_tokens_dir)[0]()
     moved = base.rename(tmp_path / "moved")
@@ -148,7 +148,7 @@ def test_an_adapter_that_begins_on_another_base_is_noted(
 
     assert notes(checkpoint, base) == notes(of_peft, base) == []
     assert notes(checkpoint, other) == []  # a copy
-    assert f"it names {base} as its base, and this run puts it on {other}" in notes(of_peft, other)[0]
+    assert f"it names {base} as its base, but this run uses it with {other}" in notes(of_peft, other)[0]
     change_a_middle_byte(other / "model.safetensors")
     assert f"it was trained on the weights of {base}, not of {other}" in notes(checkpoint, other)[0]
     change_a_middle_byte(base / "model.safetensors")

@@ -59,9 +59,9 @@ def break_checksums(checkpoint: Path) -> None:
 DAMAGES: dict[Callable[[Path], None], str] = {
     cut: "instead of",
     lose_a_shard: "optimizer/shard-00002-model-00001-of-00001.safetensors is missing",
-    flip_a_byte: "of optimizer/shard-00002-model-00001-of-00001.safetensors are not those that were written",
+    flip_a_byte: "of optimizer/shard-00002-model-00001-of-00001.safetensors have changed since they were written",
     lose_trainer_json: "trainer.json is missing",
-    break_trainer_json: "of trainer.json are not those that were written",
+    break_trainer_json: "of trainer.json have changed since they were written",
     lose_checksums: "checksums.json is missing",
     break_checksums: "checksums.json is damaged",
 }
@@ -108,7 +108,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert len(lines) == 1
     assert f"note: {newest} is damaged: " in lines[0]
     assert DAMAGES[damage] in lines[0]
-    assert lines[0].endswith("; step-00000002 is used")
+    assert lines[0].endswith("; using step-00000002 instead")
     assert checkpoints(damaged) == named(2, *range(4, last + 1))
     assert find_damage(newest) is None  # it was written again
     assert find_wrong_content(newest) is None
@@ -147,7 +147,7 @@ def test_generate_uses_the_checkpoint_before_a_damaged_one_too(damaged: Path, fo
     generated = forked_runs.start(words, 1, program="fabric_train.programs.generate")
     generated.finish()
     assert f"note: {newest} is damaged: " in generated.stderr(0)
-    assert "; step-00000002 is used" in generated.stderr(0)
+    assert "; using step-00000002 instead" in generated.stderr(0)
 
 
 def test_run_is_refused_where_no_checkpoint_is_intact(

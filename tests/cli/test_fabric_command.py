@@ -87,7 +87,10 @@ def test_wrong_paths_and_runs_are_found_without_torch(
     faults = {
         ("lr", "x"): "--lr: expected a number above 0, got 'x'",
         ("train_data_dir", "empty"): "--train_data_dir empty: the folder has no dataset_dict.json; make one with",
-        ("output_dir", "run"): "--output_dir run has a run that has not saved a checkpoint; --resume true",
+        (
+            "output_dir",
+            "run",
+        ): "--output_dir run already has a run, which has not saved a checkpoint; give --resume true",
         ("output_dir", "file"): "--output_dir file: file is a file; give another folder",
         ("model_name", "./nowhere"): "--model_name ./nowhere: no such folder",
         ("model_name", "empty"): "--model_name empty: the folder has no config.json; give a Hugging Face model",
@@ -98,7 +101,7 @@ def test_wrong_paths_and_runs_are_found_without_torch(
         ("sample_prompts", "nowhere.txt"): "nowhere.txt: No such file or directory; give a .txt file",
         ("sample_prompts", "bad.jsonl"): "bad.jsonl, line 1: give either",
         ("init_adapter", "nowhere"): "nowhere/adapter_config.json",
-        ("init_adapter", "adapter"): "adapter/adapter_config.json: it is of a IA3 adapter; give one of LORA",
+        ("init_adapter", "adapter"): "adapter/adapter_config.json: this is a IA3 adapter; give a LORA adapter",
         ("seed", 1): "nothing",
         ("objective", "dpo"): "nothing",
         ("optimizer", "adamw"): "nothing",

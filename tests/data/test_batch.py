@@ -369,7 +369,7 @@ def test_a_row_that_has_changed_ends_training_and_evaluation(
         read[split]()
     traceback.clear_frames(ended.tb)  # ends the worker: torch waits 10 s for workers of a collected iterator
     (file,) = (folder / split).glob("*.arrow")
-    advice = "copy a sound file in its place, or tokenize again"
+    advice = "replace it with an intact copy, or tokenize again"
     assert str(ended.value) == f"{file}: row 3 has changed since it was written; {advice}"
 
 
@@ -458,8 +458,8 @@ def test_columns_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
         assert refusal(save(tmp_path / name, train=wrong)).startswith("train has a column input_ids of ")
     labelled = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3, 4]]})
     assert refusal(save(tmp_path / "labels", train=labelled)) == (
-        "train has rows whose labels are not as many as their input_ids, row 1 first; "
-        "tokenize again with fabric-train tokenize"
+        "train has rows with a different number of labels than input_ids, first row 1; tokenize again with "
+        "fabric-train tokenize"
     )
 
 
@@ -490,4 +490,6 @@ def test_a_full_dev_shm_is_named(forked_runs: ForkedRuns) -> None:
     if code == 77:
         pytest.skip("mounting is not permitted here")
     assert code == 1
-    assert done.stderr().startswith("error: /dev/shm is full, where data workers have their semaphores; make it larger")
+    assert done.stderr().startswith(
+        "error: /dev/shm is full, but data workers need it for their semaphores; make it larger"
+    )

@@ -121,10 +121,14 @@ def mixed_shares(folder: Path) -> Shares:
         (
             ("concat",),
             ("@concat:es=1",),
-            "--shares has no number for va, en of @concat: give each one, 0 to leave it out",
+            "--shares has no number for va, en of @concat; give one for each, or 0 to leave it out",
         ),
-        (("concat", "other"), ("@concat=1",), "--shares has no number for @other: give each one, 0 to leave it out"),
-        (("concat",), ("@concat=1", "@concat:eu=1"), "@concat has no rows of a source eu; it has va, es, en"),
+        (
+            ("concat", "other"),
+            ("@concat=1",),
+            "--shares has no number for @other; give one for each, or 0 to leave it out",
+        ),
+        (("concat",), ("@concat=1", "@concat:eu=1"), "@concat has no rows from a source eu; it has va, es, en"),
         (
             ("concat",),
             ("@concat=1", "@other:es=1"),
@@ -134,14 +138,14 @@ def mixed_shares(folder: Path) -> Shares:
         (
             ("concat",),
             ("@concat=1", "@concat:en=0.0001"),
-            "--shares takes no row of @concat:en in an epoch, which has ",
+            "--shares takes no rows of @concat:en, which has ",
         ),
         (
             ("concat",),
             ("@concat=x",),
             "--shares: expected numbers above 0, one for each folder, or NAME=NUMBER such as ",
         ),
-        (("weighted",), ("@weighted=1", "@weighted:es=1"), "@weighted was tokenized with --weights, which mixes the "),
+        (("weighted",), ("@weighted=1", "@weighted:es=1"), "@weighted was tokenized with --weights, which mixes "),
         (
             ("merged-weighted",),
             ("@merged-weighted:es=1",),
@@ -163,5 +167,5 @@ def test_a_dataset_without_index_has_no_shares_of_sources(folder: Path, tmp_path
     dataset = open_dataset(str(tmp_path / "older"))
     assert dataset.manifest is not None
     object.__setattr__(dataset.manifest, "has_index", False)
-    with pytest.raises(InputError, match="has no document index, so the rows of its sources are not known; tokenize"):
+    with pytest.raises(InputError, match="has no document index, so the rows of its sources are unknown; tokenize"):
         find_source_rows(dataset)

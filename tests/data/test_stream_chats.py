@@ -129,7 +129,7 @@ def test_chats_that_cannot_be_used_are_refused_with_their_place(
     bad.write_text("\n".join([*lines, json.dumps({"messages": [{"role": "bot", "content": "Hi"}]})]))
     fault = fault_of(bad, chatml_dir)
     assert fault.startswith(f'{bad}, line 3: role "bot" of turn 1 is not one of system, user, ')
-    assert fault.endswith("; fix it, or leave such rows out with fabric-train tokenize --on_bad_rows skip")
+    assert fault.endswith("; fix it, or skip such rows with fabric-train tokenize --on_bad_rows skip")
     tools = {"messages": [user("Hi"), assistant("Hello")], "tools": [{"type": "function"}]}
     bad.write_text("\n".join([*lines, json.dumps(tools)]))  # found when it is encoded, not when it is read
     assert fault_of(bad, chatml_dir).startswith(f"{bad}, line 3: the chat template leaves out its tools; ")
@@ -163,4 +163,4 @@ def test_columns_that_come_later_are_named_when_they_are_read(
         notes = [*stream.notes, *(stream.chat_template.notes if stream.chat_template else ())]
         assert f"{file}: columns not used (in its first rows): id" in notes
         list(stream.documents.read(0))
-        assert capsys.readouterr().err.splitlines() == [f"note: {file}, line 31: columns not used, from here on: topic"]
+        assert capsys.readouterr().err.splitlines() == [f"note: {file}, line 31: columns not used from here on: topic"]

@@ -297,8 +297,8 @@ def test_a_share_of_less_than_a_document_is_refused(folder: Path, tiny_model_dir
     num_documents = len(texts.splitlines())
     places = [f"a={folder / name}", f"b={folder / 'a.jsonl'}"]
     fault = refusal(places, tiny_model_dir, shares=["a=1e-9", "b=1"])
-    assert fault.startswith("--shares: a pass takes 1e-09 of a, less than one of its ")
-    estimated_documents = int(fault.split()[12].replace(",", ""))
+    assert fault.startswith("--shares: 1e-09 of a is less than one of its ")
+    estimated_documents = int(fault.split()[10].replace(",", ""))
     assert 0.5 * num_documents < estimated_documents < 2 * num_documents
     refusal(places, tiny_model_dir, shares=[1.0, 0.2 / num_documents])
 
@@ -307,7 +307,7 @@ def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, 
     blank = write_lines(tmp_path / "blank.jsonl", [" "])
     places = [f"es={blank}", str(folder / "a.jsonl")]
     fault = refusal(places, tiny_model_dir, shares=[1.0, 2.0])
-    assert fault == "--streaming_dataset es: no document with any text in it; give others"
+    assert fault == "--streaming_dataset es has no documents with text; give other sources"
     stream = open_stream(DataArguments(streaming_dataset=places), str(tiny_model_dir), None, tmp_path, None)
     assert stream.source_names == ("es", str(folder / "a.jsonl"))
     fault = refusal(places, tiny_model_dir, shares=["va=2"])

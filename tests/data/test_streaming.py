@@ -220,9 +220,7 @@ def test_texts_that_have_changed_since_are_refused_before_a_row_is_made(num_work
     _, after = all_ranks(texts, 2, 2, 1, 1)
     beyond = [*texts[:3], "MNOP"]  # the row that is compared ends before it
     assert len(list(batches_of(beyond, order, after[0], num_workers).windows(1, 2))) == 1
-    with pytest.raises(
-        InputError, match=r"^--streaming_dataset: row 1 of the last step before the checkpoint"
-    ) as error:
+    with pytest.raises(InputError, match=r"^--streaming_dataset: row 1 of the checkpoint's last step differs") as error:
         list(batches_of(["abcd", "efgX", *texts[2:]], order, after[0], num_workers).windows(1, 2))
     end_workers(error)
     assert "\n" not in str(error.value)

@@ -180,7 +180,7 @@ def test_offload_is_refused_where_nothing_is_kept_that_it_could_move() -> None:
         with pytest.raises(InputError, match="--activation_offload true needs --activation_checkpointing full"):
             parse(TrainArguments, [*options, "--activation_checkpointing", kept])
     arguments = parse(TrainArguments, [*options, "--activation_checkpointing", "full"])
-    with pytest.raises(InputError, match="nothing to offload from on CPU"):
+    with pytest.raises(InputError, match="nothing to offload on CPU"):
         resolve_parallelism(arguments, 1, "cpu")
 
 

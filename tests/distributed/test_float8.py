@@ -111,7 +111,7 @@ def test_compiled_float8_layers_take_no_product_for_frozen_weights(tiny_model_di
         (
             "--compile false",
             "cuda",
-            "--float8 true is slower than bf16 in layers that are not compiled; add --compile true",
+            "--float8 true is slower than bf16 without compiled layers; add --compile true",
         ),
     ],
 )

@@ -263,7 +263,7 @@ def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path:
     run = forked_runs.start(arguments(tmp_path / "run"), env={"FABRIC_TRAIN_LAUNCHER": "999999"})
     codes = run.wait(60)
     assert codes == [75, 75], run.report()
-    assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
+    assert "stopped by SIGHUP (or the end of its launcher)" in run.stdout() + run.stderr()
 
 
 @pytest.mark.launchers

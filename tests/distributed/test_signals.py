@@ -128,7 +128,7 @@ building._open_model = load_and_be_stopped
 """
     stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
-    how = "stopped by SIGTERM outside of training, with nothing to save"
+    how = "stopped by SIGTERM outside training, with nothing to save"
     assert said(stopped) == [f"{how}; continue with --resume true"]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -152,7 +152,7 @@ RankWriter.run = write_and_be_stopped
 """
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
-    assert said(stopped) == ["SIGTERM again: ended at once, without saving; continue with --resume true"]
+    assert said(stopped) == ["SIGTERM again: ended immediately without saving; continue with --resume true"]
     assert saved_steps(run) == [2]  # step 3 was evaluated, and would have been the best so far
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
@@ -207,7 +207,7 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
     stopped = forked_runs.start(arguments(run, **REPLICAS), before=gone)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     (line,) = said(stopped)
-    assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 1 ")
+    assert line.startswith("stopped by SIGHUP (or the end of its launcher) after step 1 ")
     assert saved_steps(run) == [1]
 
 
@@ -238,8 +238,8 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(
     stops = at_point(f"os.kill(os.getpid(), signal.SIGINT); {HEARD}", 1, "COMPUTING", 0, (0,))
     stopped = forked_runs.start(arguments(tmp_path / "run", **REPLICAS), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
-    how = "stopped by SIGINT before the first step was taken, with nothing to save"
-    assert said(stopped) == [f"{how}; start it again"]
+    how = "stopped by SIGINT before the first step, with nothing to save"
+    assert said(stopped) == [f"{how}; start the run again"]
     assert saved_steps(tmp_path / "run") == []
 
 

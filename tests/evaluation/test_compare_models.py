@@ -176,7 +176,7 @@ def test_the_loss_of_a_runs_own_validation_is_its_val_loss(
     assert num_tokens == expected.whole.num_tokens
     num_supervised = manifest_of(tiny_tokens_dir).ledger.splits["validation"].tokens_supervised
     num_left_out = num_supervised - num_tokens
-    assert f"{num_supervised:,} tokens of validation are supervised; {num_left_out:,} of them" in reason
+    assert f"{num_supervised:,} validation tokens are supervised; {num_left_out:,} of these" in reason
     assert figures["loss"] == pytest.approx(expected.whole.loss, abs=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(expected.whole.bits_per_byte, abs=1e-6)
 

@@ -172,7 +172,7 @@ def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
     program.finish()
     assert program.stdout() == PROMPT + _generate(loaded).text + "\n"
     note, speed = program.stderr().splitlines()
-    assert note == f"note: {run}: the newest complete checkpoint, step-00000002, is used"
+    assert note == f"note: {run}: using the newest complete checkpoint, step-00000002"
     assert speed.startswith("20 tokens in ")
 
 

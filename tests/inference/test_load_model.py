@@ -56,9 +56,9 @@ def _adapter(folder: Path, base: object, **more: Any) -> Path:
 
 def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     nameless = _adapter(tmp_path / "nameless", None)
-    with pytest.raises(InputError, match="it names no base model; give it by --base_model"):
+    with pytest.raises(InputError, match="it does not name a base model; give it with --base_model"):
         load_for_inference(str(nameless))
-    with pytest.raises(InputError, match=r"no adapter_model\.safetensors in it; save the adapter again"):
+    with pytest.raises(InputError, match=r"it has no adapter_model\.safetensors; save the adapter again"):
         load_for_inference(str(nameless), base_model=str(tiny_model_dir))
     pickled = _adapter(tmp_path / "pickled", str(tiny_model_dir))
     (pickled / "adapter_model.bin").write_bytes(b"")

@@ -53,5 +53,7 @@ def test_gloo_listens_on_the_interface_between_the_machines(tmp_path: Path) -> N
     assert here.startswith("v")
     assert on_one_machine == "None"
     assert by_name_with_another.startswith("localhost resolves to a loopback address here, which the other machines")
-    assert by_name_with_another.endswith(f"set GLOO_SOCKET_IFNAME to the one between the machines: va, {here}")
+    assert by_name_with_another.endswith(
+        f"set GLOO_SOCKET_IFNAME to the interface that connects the machines: va, {here}"
+    )
     assert given == "lo"

@@ -99,7 +99,7 @@ def test_a_name_that_means_each_machine_itself_is_refused(start: Start) -> None:
     assert second.process.wait(200) == 1, second.output()
     lines = [line for line in second.output().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, second.output()
-    assert "means this machine itself" in lines[0]
+    assert "resolves to this machine itself" in lines[0]
     assert lines[0].endswith("give torchrun --local-addr ADDRESS on rank 0's machine")
 
 

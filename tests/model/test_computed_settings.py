@@ -117,7 +117,7 @@ def test_a_model_whose_tokens_see_those_after_them_is_refused(
     tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, settings: dict[str, object], shown: str, isolates: str
 ) -> None:
     model = with_settings(tiny_model_dir, tmp_path / "model", **settings)
-    with pytest.raises(InputError, match=rf"see the tokens after them.*\({shown} in config.json\)"):
+    with pytest.raises(InputError, match=rf"attend to later tokens.*\({shown} in config.json\)"):
         plan(model, tiny_tokens_dir, tmp_path / "run", "--isolate_documents", isolates)
 
 

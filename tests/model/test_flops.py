@@ -112,4 +112,4 @@ def test_a_run_counts_real_tokens_of_all_ranks_and_prints_what_one_costs(
         assert float(row["samples_per_second"]) * float(row["step_time"]) == pytest.approx(num_rows)
         assert float(row["tokens_per_second"]) * float(row["step_time"]) == pytest.approx(LENGTH * num_rows)
         assert row["mfu"] == ""
-    assert "peak FLOP/s is not known; a token costs 6 × 28,192 parameters + 12 × 2 layers × 32" in run.stdout()
+    assert "peak FLOP/s is unknown; a token takes 6 × 28,192 parameters + 12 × 2 layers × 32" in run.stdout()

@@ -442,8 +442,8 @@ ROWS_OF_RUN = 200
         (Qwen2Config(**LLAMA), None),
         (GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2), None),
         (OPTConfig(**SMALL, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32), "document before it"),
-        (BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2), "takes no positions"),
-        (MambaConfig(**SMALL), "takes no positions"),
+        (BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2), "does not accept position ids"),
+        (MambaConfig(**SMALL), "does not accept position ids"),
         (Lfm2Config(**HYBRID), "document before it"),
         (JambaConfig(**LLAMA, **JAMBA), "document before it"),
         (BertConfig(**SMALL, intermediate_size=32, num_attention_heads=2), "attend to later tokens"),
@@ -488,7 +488,7 @@ def test_position_that_restarts_only_with_long_documents_is_found() -> None:
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     check_isolation(fabric, model, "model", 40, torch.float32)
-    with pytest.raises(InputError, match="place in the row"):
+    with pytest.raises(InputError, match="position in the row"):
         check_isolation(fabric, model, "model", ROWS_OF_RUN, torch.float32)
 
 

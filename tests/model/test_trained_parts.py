@@ -281,7 +281,7 @@ def test_parts_of_an_adapter_take_rates_of_their_own(forked_runs: ForkedRuns, fo
     line = argv(folder / "model", folder / "tokens", tmp_path / "run", **given)
     run = forked_runs.start([*line, "--lr_of", "lora_B=5e-3", "layers.1.*lora_B=7e-3"], 1)
     run.finish()
-    assert "rates of parts  lora_B 0.005, layers.1.*lora_B 0.007" in run.lines()
+    assert "rates by part  lora_B 0.005, layers.1.*lora_B 0.007" in run.lines()
     weights = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "adapter_model.safetensors")
     for name, weight in weights.items():
         if "lora_B" in name:

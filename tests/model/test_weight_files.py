@@ -71,5 +71,5 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no weights in it"):
+    with pytest.raises(InputError, match="it has no weights"):
         open_weights(tmp_path)

@@ -304,7 +304,7 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(
     for changed, expected in (
         (
             {"optimizer": "adamw", "muon_lr": None},
-            "is of a run with the optimizer muon, and this one has the optimizer adamw",
+            "was saved with the optimizer muon, but this run has the optimizer adamw",
         ),
         ({"muon_momentum": 0.9}, "muon_momentum: 0.95 -> 0.9 since"),
     ):
@@ -338,13 +338,13 @@ def test_arguments_that_muon_does_not_know_are_refused(options: Mapping[str, Any
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "--parallelism fsdp, whose shards are parts of rows; use fsdp2 or ddp"),
-        ({"parallelism": "fsdp"}, "--parallelism fsdp, whose shards are parts of rows; use fsdp2 or ddp"),
+        ({}, "--parallelism fsdp, which splits matrix rows; use fsdp2 or ddp"),
+        ({"parallelism": "fsdp"}, "--parallelism fsdp, which splits matrix rows; use fsdp2 or ddp"),
         ({"parallelism": "fsdp2", "tensor_parallel_size": 2}, "--tensor_parallel_size 2; leave one of them out"),
         ({"parallelism": "fsdp2", "cpu_offload": "true"}, "--cpu_offload true; leave one of them out"),
         (
             {"parallelism": "fsdp2", "adapter": "lora"},
-            "an adapter, whose matrices are factors of the change; use --optimizer adamw",
+            "an adapter, since its matrices are low-rank factors; use --optimizer adamw",
         ),
     ],
 )

@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
     "one device and several": Case(
         "train",
         "--parallelism single --devices 2",
-        "--parallelism single takes one device, not 2; use fsdp, fsdp2 or ddp",
+        "--parallelism single only works with one device, not 2; use fsdp, fsdp2 or ddp",
         process=True,
     ),
     "min_lr above lr": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
     "offloading from CPU": Case(
         "train",
         "--cpu_offload true",
-        "--cpu_offload true: there is nothing to offload from on CPU; leave it out",
+        "--cpu_offload true has nothing to offload on CPU; leave it out",
     ),
     "a layer class that the model does not have": Case(
         "train",
@@ -260,7 +260,10 @@ CASES: dict[str, Case] = {
         "--accelerator tpu: torch-xla is not in this environment; make install-xla …",
     ),
     "XLA on a CPU": Case(
-        "train", "--parallelism xla", "--parallelism xla: xla and --accelerator tpu need each other; change one of them"
+        "train",
+        "--parallelism xla",
+        "--parallelism xla: xla only works with --accelerator tpu, and --accelerator tpu only with xla; change "
+        "one of them",
     ),
     "too many processes": Case("train", "--devices 5000", "--devices 5000 is too many for …; give …"),
     "several machines without a launcher": Case(
@@ -392,7 +395,7 @@ CASES: dict[str, Case] = {
     "a model without weights": Case(
         "train",
         "--model_name models/no-weights",
-        "models/no-weights: no weights in it (model.safetensors); fetch the model again",
+        "models/no-weights: it has no weights (model.safetensors); download the model again",
         num_ranks=2,
     ),
     "truncated weights": Case(
@@ -458,10 +461,12 @@ CASES: dict[str, Case] = {
         "--train_data_dir datasets/texts: train has no column input_ids, only text; tokenize again with …",
     ),
     "nulls in the rows": Case(
-        "train", "--train_data_dir datasets/nulls", "… train has gaps (nulls) in its column input_ids; …"
+        "train", "--train_data_dir datasets/nulls", "… train has nulls in its column input_ids; …"
     ),
     "fewer labels than tokens": Case(
-        "train", "--train_data_dir datasets/fewer-labels", "… labels are not as many as their input_ids, row 0 first; …"
+        "train",
+        "--train_data_dir datasets/fewer-labels",
+        "… with a different number of labels than input_ids, first row 0; …",
     ),
     "labels that are not tokens": Case(
         "train",
@@ -640,7 +645,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--dataset saved-cut", "--dataset saved-cut: not a whole save_to_disk folder: …; …"
     ),
     "a stream without text": Case(
-        "train", f"{STREAM} texts/blank.txt", "--streaming_dataset: no document with any text in it; give others"
+        "train", f"{STREAM} texts/blank.txt", "--streaming_dataset has no documents with text; give other sources"
     ),
     "a stream of binary data": Case(
         "train",
@@ -668,7 +673,7 @@ CASES: dict[str, Case] = {
     "a truncated tokenizer": Case(
         "tokenize",
         "--tokenizer_name tokenizers/cut-json",
-        "…tokenizer.json is not a tokenizer: …; fetch the file again",
+        "…tokenizer.json is not a tokenizer: …; download the file again",
     ),
     "a tokenizer that is a Git LFS pointer": Case(
         "tokenize", "--tokenizer_name tokenizers/pointer", "…tokenizer.json is a Git LFS pointer and …"
@@ -676,7 +681,7 @@ CASES: dict[str, Case] = {
     "a tokenizer_config.json that is not an object": Case(
         "tokenize",
         "--tokenizer_name tokenizers/config-list",
-        "tokenizers/config-list/tokenizer_config.json: damaged (no JSON object); fetch the file again",
+        "tokenizers/config-list/tokenizer_config.json: damaged (no JSON object); download the file again",
     ),
     "a tokenizer without EOS": Case(
         "tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …", process=True
@@ -693,7 +698,7 @@ CASES: dict[str, Case] = {
     "a checkpoint without trainer.json": Case(
         "convert",
         "--checkpoint runs/no-trainer",
-        "…step-00000007 is damaged: trainer.json is missing; there is no undamaged one; use another checkpoint",
+        "…step-00000007 is damaged: trainer.json is missing; the run has no intact checkpoint; use another checkpoint",
         process=True,
     ),
     "a truncated trainer.json": Case(
@@ -733,13 +738,13 @@ CASES: dict[str, Case] = {
     "a folder with a run": Case(
         "train",
         "--output_dir runs/good",
-        "--output_dir runs/good has a run up to step-00000007; --resume true …, …",
+        "--output_dir runs/good already has a run up to step-00000007; give --resume true …, …",
         process=True,
     ),
     "a folder with a run that has saved nothing": Case(
         "train",
         "--output_dir runs/unsaved",
-        "--output_dir runs/unsaved has a run that has not saved a checkpoint; --resume true …, …",
+        "--output_dir runs/unsaved already has a run, which has not saved a checkpoint; give --resume true …, …",
     ),
     "a folder that is not empty": Case(
         "tokenize",

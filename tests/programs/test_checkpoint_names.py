@@ -79,7 +79,7 @@ def test_a_run_from_the_weights_of_a_checkpoint_can_be_resumed(
     first = forked_runs.start(words, 1)
     first.finish()
     wanted = checkpoint_of(run, "best")
-    assert f"{run / 'best'}: the checkpoint with the lowest validation loss, {wanted.name}, is used" in first.stdout()
+    assert f"{run / 'best'}: using the checkpoint with the lowest validation loss, {wanted.name}" in first.stdout()
     saved = tmp_path / "new" / "checkpoints" / "step-00000001"
     assert read_trainer_json(saved).base_model == read_trainer_json(wanted).base_model
     assert read_trainer_json(saved).arguments["checkpoint"] == str(run / "best")
@@ -92,4 +92,4 @@ def test_a_run_from_the_weights_of_a_checkpoint_can_be_resumed(
 def test_a_replay_of_a_checkpoints_name_is_that_of_its_run(run: Path, forked_runs: ForkedRuns) -> None:
     replay = forked_runs.start([run / "best", "--steps", "2:3"], 1, program="fabric_train.replay")
     replay.finish()
-    assert "holds: every compared figure is reproduced" in replay.stdout()
+    assert "passed: every compared value is reproduced" in replay.stdout()

@@ -191,7 +191,7 @@ def test_a_circle_of_links_among_the_checkpoints_is_passed_over(place: Path, sta
     ):
         run = start(program, line)
         assert run.codes() == [0], run.report()
-        assert "step-00000009 is damaged: checksums.json is missing; step-00000004 is used" in run.report()
+        assert "step-00000009 is damaged: checksums.json is missing; using step-00000004 instead" in run.report()
     assert (checkpoints / "step-00000006" / "trainer.json").is_file()
     assert "no such folder" in fault(start("convert", "--checkpoint run/checkpoints/step-00000009 --output_dir out"))
 
@@ -261,7 +261,9 @@ def test_a_billion_steps_are_not_replayed(place: Path, start: Start) -> None:
     forge(checkpoint, lambda content: content.update(step=10**9))
     run = start("train", train(RESUMED))
     assert run.codes() == [0], run.report()
-    assert "trainer.json: damaged (step 1000000000, but its run had 4 steps); step-00000002 is used" in run.stdout()
+    assert (
+        "trainer.json: damaged (step 1000000000, but its run had 4 steps); using step-00000002 instead" in run.stdout()
+    )
     for place_of_run in ("run/step-4", "run/checkpoints/step-00000004"):
         forge(checkpoint, lambda content: content.update(step=10**9))
         line = f"--checkpoint {place_of_run} --output_dir out"
@@ -351,11 +353,11 @@ def test_names_of_checkpoints_are_understood_by_every_program(place: Path, start
     for step, loss in ((2, 3.0), (4, 3.5)):
         forge(place / "run" / "checkpoints" / f"step-{step:08d}", partial(dict.update, val_loss=loss))
     used = {
-        "run": "the newest complete checkpoint, step-00000004, is used",
-        "run/latest": "the newest complete checkpoint, step-00000004, is used",
-        "run/best": "the checkpoint with the lowest validation loss, step-00000002, is used",
-        "run/step-2": "the checkpoint of that step, step-00000002, is used",
-        "run/checkpoints/step-2": "the checkpoint of that step, step-00000002, is used",
+        "run": "using the newest complete checkpoint, step-00000004",
+        "run/latest": "using the newest complete checkpoint, step-00000004",
+        "run/best": "using the checkpoint with the lowest validation loss, step-00000002",
+        "run/step-2": "using the checkpoint of that step, step-00000002",
+        "run/checkpoints/step-2": "using the checkpoint of that step, step-00000002",
     }
     for name, note in used.items():
         generated = start("generate", f"--model_name {name} --prompt Hello --num_tokens 1")
@@ -365,7 +367,7 @@ def test_names_of_checkpoints_are_understood_by_every_program(place: Path, start
     exported = start("convert", "--checkpoint run/best run/latest --output_dir out", before=VERIFY_IN_PROCESS)
     assert exported.codes() == [0], exported.report()
     assert sorted(os.listdir(place / "out")) == ["step-00000002", "step-00000004"]
-    assert "run/step-3: the run has no such checkpoint; it has step-00000002, step-00000004" in fault(
+    assert "run/step-3: the run does not have this checkpoint; it has step-00000002, step-00000004" in fault(
         start("convert", "--checkpoint run/step-3 --output_dir new")
     )
 

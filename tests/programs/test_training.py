@@ -273,7 +273,7 @@ def test_other_data_than_the_checkpoints_are_named(trainer: Trainer, uninterrupt
     assert run.wait() == [2]
     output = run.stdout() + run.stderr()
     assert "--seed differs: 0 there, 1 here" in output
-    assert "the rows of one optimizer step differ" in output
+    assert "the number of rows per optimizer step differs" in output
     assert "Traceback" not in output
     assert not (trainer.folder / "other").exists()
 
@@ -292,7 +292,7 @@ def test_eval_only_gives_the_loss_of_the_run_at_that_checkpoint(trainer: Trainer
     # every row once, its 63 predictions less the ones of a document's first token from another's last
     assert result["num_tokens"] == len(dataset.validation) * 63 - len(starts)
     supervised = len(dataset.validation) * 64
-    said = f"{supervised:,} tokens of validation are supervised; {supervised - result['num_tokens']:,} of them begin"
+    said = f"{supervised:,} validation tokens are supervised; {supervised - result['num_tokens']:,} of these are"
     assert (started.stdout() + started.stderr()).count(said) == 1
 
 

@@ -478,7 +478,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     run.finish()
     (line,) = (line for line in run.lines() if "no report" in line)
     assert "report.html" in line
-    assert "later: fabric-train report " in line
+    assert "write it later with fabric-train report " in line
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
 
 

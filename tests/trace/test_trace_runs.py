@@ -256,7 +256,7 @@ def test_ranks_that_split_a_model_read_the_same_rows() -> None:
     [
         ("trunk --step 7", "--step 7: the run of .*trunk/checkpoints/step-00000006 ends at step 6"),
         ("trunk --step 2 --rank 2", "--rank 2: step 2 has the ranks 0 to 1, as "),
-        ("nothing --step 2", "nothing: neither a complete checkpoint nor a run folder with one|no such folder"),
+        ("nothing --step 2", "nothing: neither a complete checkpoint nor a run folder that has one|no such folder"),
         (
             "trunk --document b.jsonl:1",
             "no token dataset of the run has a file b.jsonl; they have .*/es.jsonl, .*/va.jsonl",

@@ -147,7 +147,7 @@ def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, 
 @pytest.mark.parametrize(
     ("branch", "output", "fault"),
     [
-        ("trunk@7", "new", "trunk/step-7: the run has no such checkpoint; it has step-00000003, "),
+        ("trunk@7", "new", "trunk/step-7: the run does not have this checkpoint; it has step-00000003, "),
         ("trunk", "new", "--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN/best; got "),
         ("nothing@6", "new", "nothing: no such folder; give the folder of a run"),
         ("trunk@6", "trunk", "trunk is that run; give another --output_dir"),

@@ -306,7 +306,7 @@ def test_replay_imports_only_modules_that_its_command_names(
     assert "--extensions parts" in refused.stderr(0)
     replay = forked_runs.start([*words, "--extensions", "parts"], 1, cwd=folder, program="fabric_train.replay")
     replay.finish()
-    assert "holds: every compared figure is reproduced" in replay.stdout()
+    assert "passed: every compared value is reproduced" in replay.stdout()
 
 
 @pytest.mark.parametrize(

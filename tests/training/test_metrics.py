@@ -206,19 +206,19 @@ def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path:
 
 HEADER = ",".join(COLUMNS)
 DAMAGES = {
-    "semicolons": (f"{HEADER}\n".replace(",", ";") + "1;0;2.5\n", "its first line is not the header"),
-    "another header": ("iteration,loss\n1,2.5\n", "its first line is not the header"),
-    "a column of another program": (f"{HEADER},extra\n", "its first line is not the header"),
-    "a source's column of another program": (f"{HEADER},accuracy/es\n", "its first line is not the header"),
-    "a quote without its end": ('step,epoch\n1,0\n"2,0\n3,0\n', "line 4: not the row"),
-    "a column twice": (f"{HEADER},epoch\n", "its first line is not the header"),
-    "binary": ("\x89PNG\x00\x01", "its first line is not the header"),
-    "words": ("step,epoch\n1,0\ntwo,0\n", "line 3: not the row of a step after the one before it"),
-    "a cell too few": ("step,epoch\n1,0\n2\n3,0\n", "line 3: not the row"),
-    "a cell too many": ("step,epoch\n1,0\n2,0,7\n", "line 3: not the row"),
-    "no step": ("step,epoch\n,0\n", "line 2: not the row"),
-    "a step twice": ("step,epoch\n1,0\n1,0\n", "line 3: not the row"),
-    "a huge number": (f"step,epoch\n{'9' * 5000},0\n", "line 2: not the row"),
+    "semicolons": (f"{HEADER}\n".replace(",", ";") + "1;0;2.5\n", "its first line is not the metrics.csv header"),
+    "another header": ("iteration,loss\n1,2.5\n", "its first line is not the metrics.csv header"),
+    "a column of another program": (f"{HEADER},extra\n", "its first line is not the metrics.csv header"),
+    "a source's column of another program": (f"{HEADER},accuracy/es\n", "its first line is not the metrics.csv header"),
+    "a quote without its end": ('step,epoch\n1,0\n"2,0\n3,0\n', "line 4: not a row"),
+    "a column twice": (f"{HEADER},epoch\n", "its first line is not the metrics.csv header"),
+    "binary": ("\x89PNG\x00\x01", "its first line is not the metrics.csv header"),
+    "words": ("step,epoch\n1,0\ntwo,0\n", "line 3: not a row with a later step than the row before it"),
+    "a cell too few": ("step,epoch\n1,0\n2\n3,0\n", "line 3: not a row"),
+    "a cell too many": ("step,epoch\n1,0\n2,0,7\n", "line 3: not a row"),
+    "no step": ("step,epoch\n,0\n", "line 2: not a row"),
+    "a step twice": ("step,epoch\n1,0\n1,0\n", "line 3: not a row"),
+    "a huge number": (f"step,epoch\n{'9' * 5000},0\n", "line 2: not a row"),
 }
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_metrics_csv_is_named_and_left_as_it_is(tmp_path: Path, damage
         CSVLogger(path, 7)
     assert str(error.value).startswith(str(path))
     assert fault in str(error.value)
-    assert str(error.value).endswith("put the file of this run back, or move this one away to go on without its rows")
+    assert str(error.value).endswith("restore this run's file, or move this file away to continue without its rows")
     assert path.read_text() == text
 
 
@@ -280,7 +280,7 @@ def test_lost_rows_are_reported(tmp_path: Path) -> None:
     assert find_lost_rows(path, TrainerState(step=5), 1) is None
     line = find_lost_rows(path, TrainerState(step=8), 1)
     assert line is not None
-    assert line.startswith(f"{path}: rows are lost: it ends at step 5, and the run resumes after step 8; ")
+    assert line.startswith(f"{path}: rows are lost: it ends at step 5, but the run resumes after step 8; ")
     assert find_lost_rows(path, TrainerState(step=8), 10) is None  # not every step is logged
     assert find_lost_rows(path, TrainerState(step=8, unlogged={"step": 8}), 1) is None
     assert find_lost_rows(path, TrainerState(), 1) is None
@@ -405,7 +405,7 @@ def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCap
         getattr(logger, method)(*arguments[method])
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("warning: --loggers tensorboard: No space left on device: events; ")
-    assert line.endswith("; the run goes on without it, and metrics.csv has every step")
+    assert line.endswith("; the run continues without it, and metrics.csv has every step")
 
 
 def test_loggers_that_cannot_be_opened_leave_metrics_csv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,8 +103,8 @@ def test_at_the_first_step_there_is_nothing_to_save(forked_runs: ForkedRuns, tmp
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", max_step=2), 1)
     assert run.wait() == [1]
     assert run.stderr().splitlines() == [
-        f"error: step 1: the loss is nan, from rows {rows[0]} (rank 0) of {tokens / 'train'}; "
-        "no step was taken before it, so nothing is saved"
+        f"error: step 1: the loss is nan, from rows {rows[0]} (rank 0) of {tokens / 'train'}; no step was taken "
+        "before it, so nothing was saved"
     ]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -118,7 +118,10 @@ def test_a_gradient_alone_that_is_not_finite_names_the_windows_rows(
     assert run.wait() == [1]
     (line,) = run.stderr().splitlines()
     rows = ", ".join(map(str, window(2)))
-    expected = f"error: step 2: the gradient norm is nan and every loss finite; the window is rows {rows} (rank 0) of "
+    expected = (
+        f"error: step 2: the gradient norm is nan, although every loss is finite; the window is rows {rows} (rank 0) "
+        "of "
+    )
     assert line.startswith(expected)
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
 
@@ -140,8 +143,8 @@ def test_skipped_step_changes_no_weight_and_resumes_exactly(
     state = json.loads((whole / "checkpoints" / "step-00000004" / "trainer.json").read_text())
     assert (state["step"], state["skipped_steps"]) == (4, 1)
     (warning,) = [line for line in run.lines() if line.startswith("warning: step 3: the loss is nan")]
-    assert warning.endswith("the step is left out")
-    assert "1 step, whose loss" in " ".join(run.stdout().split())
+    assert warning.endswith("the step is skipped")
+    assert "1 step with a loss" in " ".join(run.stdout().split())
 
     # resumed after it, the last step is the same
     checkpoint = whole / "checkpoints" / "step-00000003"
@@ -168,7 +171,7 @@ def test_loss_spike_is_reported_with_its_rows_and_changes_nothing(forked_runs: F
     run.finish()
     (warning,) = [line for line in run.lines() if line.startswith("warning:")]
     loss = float(metrics(tmp_path / "run")[44]["train_loss"])
-    assert warning.startswith(f"warning: step 45: loss {loss:.4f}, where the last steps' median is ")
+    assert warning.startswith(f"warning: step 45: loss {loss:.4f}, while the median of the last steps is ")
     assert f"highest in rows {strange_row} (rank 1) of {tokens / 'train'}" in warning
     assert [row["step"] for row in metrics(tmp_path / "run")] == [str(step) for step in range(1, 49)]
     assert metrics(tmp_path / "run")[-1]["skipped_steps"] == "0"

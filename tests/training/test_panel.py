@@ -56,7 +56,7 @@ raise SystemExit
 """
 IN_100 = """
 ── my-run ─ step 20 of 200 (10%), epoch 1 ─────────────────────────────────────────────────────────
-███████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ T left, T gone
+███████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ T left, T elapsed
 loss      train   validation
 all      2.5000 →     2.8000 ↓
 es       2.8000 ↓     3.2500 →
@@ -64,11 +64,11 @@ va       2.2000 ↑     2.5000 →
 now             step 21, forward and backward pass 1              tokens/s        123,456
 learning rate   1.00e-04         gradient norm   1.250            data wait       1.2%
 memory          70.25 GB         skipped steps   3                last save       step 20, 0 s ago
-last evaluation step 20, 0 s ago slowest rank    node-2 rank 1, +0.080 s a step
+last evaluation step 20, 0 s ago slowest rank    node-2 rank 1, +0.080 s per step
 """
 IN_60 = """
 ── my-run ─ step 20 of 200 (10%), epoch 1 ─────────────────
-███░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ T left, T gone
+███░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ T left, T elapsed
 loss      train   validation
 all      2.5000 →     2.8000 ↓
 es       2.8000 ↓     3.2500 →
@@ -79,7 +79,7 @@ gradient norm   1.250        data wait       1.2%
 memory          70.25 GB     skipped steps   3
 last save       step 20, 0 s ago
 last evaluation step 20, 0 s ago
-slowest rank    node-2 rank 1, +0.080 s a step
+slowest rank    node-2 rank 1, +0.080 s per step
 """
 IN_FEW_ROWS = """
 step 20/200 eta T loss 2.5000 lr 1.00e-04 grad 1.250
@@ -235,7 +235,7 @@ raise SystemExit
     assert terminal.wait_for_end(start(forked_runs, terminal, tmp_path, faulty)) == [0]
     first, warning, last = (line for line in terminal.lines() if line)
     assert (first, last) == ("a line", "Done")
-    assert warning.startswith("warning: progress: division by zero; the run goes on without it")
+    assert warning.startswith("warning: progress: division by zero; the run continues without it")
 
 
 # --------------------------------------------------------------------------------------------------------- a real run
@@ -264,17 +264,17 @@ def test_a_run_names_its_slowest_rank_and_acknowledges_ctrl_c(
     given = {"number_epochs": 100, "max_step": 1000, "log_step_interval": 1, "eval_step_interval": 3}
     line = argv(tiny_model_dir, tmp_path / "tokens", tmp_path / "my-run", **given, save_step_interval=1000)
     run = forked_runs.start(line, 2, before=SLOW, terminal=terminal.device, env=terminal.env)
-    name = rf"slowest rank    {re.escape(socket.gethostname())} rank 1, \+0\.\d+ s a step"
+    name = rf"slowest rank    {re.escape(socket.gethostname())} rank 1, \+0\.\d+ s per step"
     text = terminal.wait_for(lambda text: re.search(name, text) and "last evaluation step" in text)
     assert re.search(r"^all +\d\.\d{4} [↓↑] +\d\.\d{4}", text, re.MULTILINE)
     assert re.search(r"^va +\d\.\d{4}", text, re.MULTILINE)
     os.kill(run.pids[0], signal.SIGINT)
-    stops = r"^Ctrl-C: stopping and saving \(step .+\); once more, after 2 s, ends at once without\s+saving$"
+    stops = r"^Ctrl-C: stopping and saving \(step .+\); again after 2 s: end immediately without\s+saving$"
     terminal.wait_for(lambda text: re.search(stops, text, re.MULTILINE))
     assert terminal.wait_for_end(run) == [75, 75]
     text = terminal.text()
     assert re.search(r"^stopped by SIGINT after step \d+ of 1000, saved in ", text, re.MULTILINE)
-    assert not re.search("── my-run|slowest rank|gone|Ctrl-C", text)
+    assert not re.search("── my-run|slowest rank|elapsed|Ctrl-C", text)
     log = (tmp_path / "my-run" / "run.log").read_text()
     assert "SIGINT: stopping and saving; once more ends without saving" in log
     with (tmp_path / "my-run" / "metrics.csv").open(newline="") as file:

@@ -112,9 +112,9 @@ def test_each_phase_changes_its_parts_alone(phased: Phased, whole: ForkedRun) ->
     assert set(differing(after_embedding, after_all)) == start.keys()
     assert differing(after_all, after_norm) == [NORM]
     lines = whole.stdout()
-    assert f"note: the optimizer starts from zero for {len(start) - 1} weights, frozen up to this step" in lines
-    assert "from step 4 on all " in lines
-    assert "from step 6 on model.norm 64 train" in lines
+    assert f"note: the optimizer starts from zero for {len(start) - 1} weights, frozen until this step" in lines
+    assert "from step 4 on: training all " in lines
+    assert "from step 6 on: training model.norm 64" in lines
 
 
 def test_states_are_of_what_trains_and_count_its_own_steps(phased: Phased, whole: ForkedRun) -> None:

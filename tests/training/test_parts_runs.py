@@ -85,7 +85,7 @@ def test_trace_and_replay_read_parts_as_the_full_merge(both: Runs, capsys: pytes
     for name in ("whole", "parts"):
         replayed = both.replay(name)
         assert "16 rows checked, 0 altered" in replayed
-        assert "holds: every compared figure is reproduced" in replayed
+        assert "passed: every compared value is reproduced" in replayed
 
 
 def test_an_order_by_index_is_saved_resumed_and_traced(both: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def are_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_the_rows_and_positions_of_a_phase_are_longer(growing: Growing, whole: ForkedRun) -> None:
     lines = whole.stdout()
     assert "256 positions, theta 10,000 -> 512 positions, llama3 factor 2 from 256 positions, theta 500,000" in lines
-    assert "from step 3 on long: " in lines
+    assert "from step 3 on: long: " in lines
     assert saved_steps(growing.folder / "whole") == [2, 4, 5]  # each phase ends with one
 
     short_config = json.loads((growing.checkpoint("whole", 2) / "config.json").read_text())
@@ -184,7 +184,7 @@ def test_replay_repeats_the_steps_of_either_side(growing: Growing, whole: Forked
     for steps in ("2:2", "3:4"):
         run = replay(steps)
         run.finish()
-        assert "holds: " in run.stdout()
+        assert "passed: " in run.stdout()
     refused = replay("2:3")
     assert refused.wait() == [2, 2]
     assert "after step 2, the run trains other parts of the model or reads other data" in refused.stderr()

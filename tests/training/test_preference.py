@@ -684,10 +684,10 @@ def test_a_wrong_reference_is_refused_before_anything_is_computed(
         ("/nowhere", (), "--reference /nowhere: no such folder"),
         ("some/other", (), "--reference some/other: no such folder, and the hub does not provide it"),
         ("nothing", (), "nothing: the folder has no config.json"),
-        ("empty", (), "empty: no weights in it"),
-        ("wide", (), f"wide: it has {config['vocab_size'] + 1} tokens and {model_dir} has {config['vocab_size']}"),
-        ("short", (), "short: it takes 64 tokens and the rows have"),
-        ("pickled", (), "pickled: no adapter_model.safetensors in it"),
+        ("empty", (), "empty: it has no weights"),
+        ("wide", (), f"wide: it has {config['vocab_size'] + 1} tokens, but {model_dir} has {config['vocab_size']}"),
+        ("short", (), "short: it has 64 positions, but the rows have"),
+        ("pickled", (), "pickled: it has no adapter_model.safetensors"),
         ("peft", two, "--tensor_parallel_size does not work with the adapter --reference"),
     ):
         place = reference if "/" in reference else str(tmp_path / reference)

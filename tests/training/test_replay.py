@@ -52,7 +52,7 @@ def replaying(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, fo
     return Replaying(tmp_path_factory.mktemp("replaying"), tiny_model_dir, forked_runs)
 
 
-FACTS = ("steps", "there", "here", "figures", "compared", "not compared", "content of rows")
+FACTS = ("steps", "run", "replay", "figures", "compared", "not compared", "content of rows")
 
 
 def facts_of(replay: ForkedRun) -> dict[str, str]:
@@ -68,7 +68,7 @@ def facts_of(replay: ForkedRun) -> dict[str, str]:
 def differences_of(replay: ForkedRun) -> list[float]:
     """Return the last column of the table: the largest relative difference of each step."""
     lines = replay.lines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("step  loss there")) + 1
+    start = next(index for index, line in enumerate(lines) if line.startswith("step  loss in run")) + 1
     end = next(index for index, line in enumerate(lines) if line.startswith("steps  "))
     return [float(line.split()[-1]) for line in lines[start:end]]
 
@@ -76,7 +76,7 @@ def differences_of(replay: ForkedRun) -> list[float]:
 def check_holds(replay: ForkedRun) -> dict[str, str]:
     """Check that a replay agrees with the run, and return its facts."""
     assert set(replay.codes()) == {0}, replay.report()
-    assert replay.lines()[-1] == "holds: every compared figure is reproduced"
+    assert replay.lines()[-1] == "passed: every compared value is reproduced"
     return facts_of(replay)
 
 
@@ -101,7 +101,7 @@ def test_the_same_ranks_reproduce_a_run_bit_for_bit(replaying: Replaying) -> Non
     before = files(replaying.run)
     replay = replaying.replay(replaying.run, "5:6", num_ranks=2)
     facts = check_holds(replay)
-    assert facts["figures"] == "bit for bit: the same number and kind of devices, split in the same way"
+    assert facts["figures"] == "bit-identical: same number and kind of devices, same parallelism"
     assert facts["steps"] == "5 to 6, trained from step-00000004, 2 logged steps compared"
     assert facts["content of rows"] == "16 rows checked, 0 altered"
     assert differences_of(replay) == [0.0, 0.0]
@@ -111,7 +111,10 @@ def test_the_same_ranks_reproduce_a_run_bit_for_bit(replaying: Replaying) -> Non
 def test_one_rank_reproduces_two_to_the_fifth_digit_from_the_start(replaying: Replaying) -> None:
     replay = replaying.replay(replaying.run, "1:6")
     facts = check_holds(replay)
-    rule = "to 1.0e-05 relative: devices 2 there, 1 here; parallelism fsdp there, single here"
+    rule = (
+        "equal within a relative difference of 1.0e-05: devices 2 in the run, 1 in the replay; parallelism fsdp in "
+        "the run, single in the replay"
+    )
     assert facts["figures"].startswith(rule)
     assert facts["steps"] == "1 to 6, trained from the beginning, 6 logged steps compared"
     assert 0 < max(differences_of(replay)) < 1e-5
@@ -122,14 +125,17 @@ def test_steps_of_sessions_on_other_devices_are_compared_as_taken(replaying: Rep
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     replaying.train("sessions", 1, "--resume", "true", **OPTIONS)
     reasons = (
-        "devices 1 there, 2 here; parallelism single there, fsdp here; gradient_accumulation_steps 4 there, 2 here"
+        "devices 1 in the run, 2 in the replay; parallelism single in the run, fsdp in the replay; "
+        "gradient_accumulation_steps 4 in the run, 2 in the replay"
     )
     facts = check_holds(replaying.replay(run, "3:6", num_ranks=2))
-    assert facts["figures"] == f"bit for bit up to step 4, after it to 1.0e-05 relative: {reasons}"
-    assert facts["there"].startswith("2 × fsdp, CPU")
-    assert "; from step 5 1 × single, CPU" in facts["there"]
+    assert (
+        facts["figures"] == f"bit-identical up to step 4, then equal within a relative difference of 1.0e-05: {reasons}"
+    )
+    assert facts["run"].startswith("2 × fsdp, CPU")
+    assert "; from step 5 1 × single, CPU" in facts["run"]
     last = check_holds(replaying.replay(run, "5:6"))
-    assert last["figures"].startswith("bit for bit: ")
+    assert last["figures"].startswith("bit-identical: ")
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # the next one is of the session on one rank
     history = RunHistory(run)
     assert [history.ranks_of(step)[0].num_ranks for step in range(1, 7)] == [2, 2, 2, 2, 1, 1]
@@ -160,7 +166,7 @@ def test_a_replay_says_what_was_not_compared(replaying: Replaying) -> None:
     assert saved_steps(replaying.run) == [2, 4, 6]  # step 5 was the best one, and made way for step 6
     facts = check_holds(replaying.replay(replaying.run, "5:6"))
     assert {"val_loss", "train_loss", "grad_norm", "rows_hash"} <= set(facts["compared"].split(", "))
-    assert facts["not compared"] == "validation losses of step 5, which no checkpoint has; times, speeds and memory"
+    assert facts["not compared"] == "validation losses of step 5, which are in no checkpoint; times, speeds and memory"
 
 
 @pytest.mark.parametrize("column", ["train_loss", "rows_hash"])

@@ -324,12 +324,12 @@ def test_damaged_metrics_are_refused_and_lost_rows_are_noted(resumed: Resumed) -
     refused = resumed("rows-lost", 1, options)
     assert refused.wait() == [2]
     (line,) = refused.stderr().splitlines()
-    assert line.startswith(f"error: {table}: its first line is not the header of a metrics.csv")
+    assert line.startswith(f"error: {table}: its first line is not the metrics.csv header")
     assert table.read_text() == whole.replace(",", ";")
     table.write_text("".join(whole.splitlines(keepends=True)[:4]))
     resumes = resumed("rows-lost", 1, options)
     resumes.finish()
-    assert f"note: {table}: rows are lost: it ends at step 3, and the run resumes after step 6; " in resumes.stdout()
+    assert f"note: {table}: rows are lost: it ends at step 3, but the run resumes after step 6; " in resumes.stdout()
     assert [row["step"] for row in metrics(run)] == ["1", "2", "3", "7", "8"]
 
 
@@ -359,7 +359,10 @@ def test_hash_of_the_rows_reveals_another_order(resumed: Resumed) -> None:
 def test_another_seed_and_another_window_are_named(resumed: Resumed) -> None:
     seed, window = sorted(resumed.faults("seeded", {"seed": 1, "total_batch_size": 4}))
     assert "--seed differs: 0 there, 1 here; resume with the same, or take only its weights" in seed + window
-    assert "the rows of one optimizer step differ (--total_batch_size keeps them): 8 there, 4 here" in seed + window
+    assert (
+        "the number of rows per optimizer step differs (keep it with --total_batch_size): 8 there, 4 here"
+        in seed + window
+    )
 
 
 @pytest.mark.parametrize("raised", [{"max_step": 6}, {"number_epochs": 2}])

@@ -112,7 +112,7 @@ def test_run_of_an_earlier_version_has_no_times_and_damage_is_named(tmp_path: Pa
         with pytest.raises(InputError, match="line 1: damaged"):
             read_times(tmp_path)
     write_lines(tmp_path, ("step", 1, 0, 0, 0))
-    with pytest.raises(InputError, match="first line is no start"):
+    with pytest.raises(InputError, match="first line is not a start"):
         read_times(tmp_path)
 
 
@@ -160,7 +160,9 @@ def test_a_full_disk_costs_one_line_and_leaves_what_can_be_read(tmp_path: Path, 
     run.finish()
     assert run.stderr() == ""
     (line,) = run.lines()
-    assert re.fullmatch(r"warning: times\.jsonl: .*; the run goes on without it, and metrics\.csv has every step", line)
+    assert re.fullmatch(
+        r"warning: times\.jsonl: .*; the run continues without it, and metrics\.csv has every step", line
+    )
     times = read_times(tmp_path)
     assert times is not None
     assert 1 <= len(times.stalls) < 9

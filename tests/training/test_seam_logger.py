@@ -98,7 +98,7 @@ def test_no_logger_ends_a_run_or_changes_its_exit_code(
     run.finish()
     assert [row[0] for row in metrics(tmp_path / "run")] == ["1", "2"]
     (line,) = [line for line in run.lines() if line.startswith("warning: --loggers broken: ")]
-    assert line.endswith("; the run goes on without it, and metrics.csv has every step")
+    assert line.endswith("; the run continues without it, and metrics.csv has every step")
 
 
 def test_a_failed_logger_that_cannot_be_stopped_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +115,7 @@ def test_a_failed_logger_that_cannot_be_stopped_ends_no_run(caplog: pytest.LogCa
             guarded.log(Metrics(step=step, epoch=0))
     assert [record.getMessage().split("; ")[0].removeprefix("warning: ") for record in caplog.records] == [
         "broken: no room",
-        "broken: not all that it has started could be stopped: its process is still there",
+        "broken: could not stop everything that it started: its process is still there",
     ]
 
 

@@ -79,7 +79,7 @@ def test_the_check_holds_and_reports_its_figures(
     run.finish()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["self_check.json"]
     check = json.loads((tmp_path / "run" / "self_check.json").read_text())
-    cuts = ["1 row a micro-batch", "2 rows a micro-batch", "4 rows a micro-batch", "4 rows, dealt by their labels"]
+    cuts = ["1 row a micro-batch", "2 rows per micro-batch", "4 rows per micro-batch", "4 rows, dealt by their labels"]
     named = [figure["cut"] for figure in check["figures"]]
     assert named[:4] == cuts
     assert named[4].endswith("documents alone")
@@ -88,7 +88,7 @@ def test_the_check_holds_and_reports_its_figures(
     losses = [figure["loss"] for figure in check["figures"]]
     assert losses == pytest.approx([losses[0]] * 5, rel=tolerance)
     said = " ".join(run.stdout().split())
-    assert "holds: loss and gradient are the same" in said
+    assert "passed: loss and gradient agree" in said
     assert f"{losses[0]:.8g}" in said
 
 
@@ -99,9 +99,9 @@ def test_a_loop_that_weighs_micro_batches_instead_of_tokens_is_found(
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), 2, before=MEAN_OF_MICRO_BATCHES)
     assert run.wait() == [1, 1]
     assert not run.stderr()
-    assert "fails:" in run.stdout()
+    assert "failed:" in run.stdout()
     faults = json.loads((tmp_path / "run" / "self_check.json").read_text())["faults"]
-    assert any(fault.startswith("4 rows a micro-batch: loss ") for fault in faults)
+    assert any(fault.startswith("4 rows per micro-batch: loss ") for fault in faults)
 
 
 def test_a_wrong_loop_is_found_on_rows_with_equal_numbers_of_labels(
@@ -111,7 +111,7 @@ def test_a_wrong_loop_is_found_on_rows_with_equal_numbers_of_labels(
     words = short_runs.argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", self_check="true", loggers=None)
     assert forked_runs.start(words, 1, before=MEAN_OF_MICRO_BATCHES).wait() == [1]
     faults = json.loads((tmp_path / "run" / "self_check.json").read_text())["faults"]
-    assert any(fault.startswith("4 rows a micro-batch: loss ") for fault in faults)
+    assert any(fault.startswith("4 rows per micro-batch: loss ") for fault in faults)
 
 
 @pytest.mark.parametrize(("first", "second"), [(math.nan, math.nan), (math.nan, 2.0), (2.0, math.nan)])

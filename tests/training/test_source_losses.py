@@ -396,7 +396,7 @@ def test_losses_of_other_rows_are_not_compared(runs: Runs, tmp_path: Path) -> No
     assert (state.first_evaluation.step, state.evaluation.step) == (4, 5)
     assert state.first_evaluation.rows == state.evaluation.rows
     table = resumed.stdout().split("Done\n")[1]
-    assert "before step 4 other rows were evaluated, whose losses cannot be compared" in " ".join(table.split())
+    assert "before step 4, other rows were evaluated; their losses are not comparable" in " ".join(table.split())
     write_model_card(read_record(read_trainer_json(saved)), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     assert "after step 4 → after step 5. Before step 4 other rows were evaluated" in card
@@ -418,7 +418,7 @@ def test_signal_in_the_first_evaluation_ends_the_run_and_logs_step_0_once(runs: 
     at_start = at_point(TERMINATE, 0, "VALIDATION", 1)
     stopped = runs.start(name, 2, before=at_start)
     assert set(stopped.wait()) == {75}, stopped.report()
-    assert "stopped by SIGTERM before the first step was taken" in stopped.stdout()
+    assert "stopped by SIGTERM before the first step, with" in stopped.stdout()
     assert saved_steps(runs.folder / name) == []
     assert rows_of(runs.folder / name) == []
     killed = runs.start(name, 1, at_point("os.kill(os.getpid(), signal.SIGKILL)", 2, "DATA"), resume="true")

@@ -142,7 +142,7 @@ def test_such_steps_are_replayed(forked_runs: ForkedRuns, whole: Path) -> None:
     words = [str(whole), "--steps", f"1:{LAST_STEP}", "--devices", "1"]
     replay = forked_runs.start(words, 1, program="fabric_train.replay")
     replay.finish()
-    assert "holds: every compared figure is reproduced" in replay.stdout()
+    assert "passed: every compared value is reproduced" in replay.stdout()
 
 
 @pytest.mark.parametrize("eval_only", ["false", "true"])

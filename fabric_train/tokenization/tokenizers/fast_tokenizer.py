@@ -49,7 +49,7 @@ def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
             tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # noqa: BLE001 - tokenizers raises no narrower type
         reason = str(error).splitlines()[0]
-        raise InputError(f"{tokenizer_file} is not a tokenizer: {reason}; fetch the file again") from None
+        raise InputError(f"{tokenizer_file} is not a tokenizer: {reason}; download the file again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = special_text_is_plain

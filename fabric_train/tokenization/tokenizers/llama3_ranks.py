@@ -46,7 +46,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            fault = "not a base64 token and its rank; fetch the file again"
+            fault = "not a base64 token and its rank; download the file again"
             raise InputError(f"{path}, line {line_number}: {fault}") from None
     has_all_ranks = sorted(ranks.values()) == list(range(NUM_RANKS))
     has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))

@@ -45,7 +45,7 @@ def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreT
         library.LoadFromSerializedProto(content)
     except RuntimeError:
         raise InputError(
-            f"{path} is neither a SentencePiece model nor Llama-3's list of ranks; fetch the file again"
+            f"{path} is neither a SentencePiece model nor Llama-3's list of ranks; download the file again"
         ) from None
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it at import
     model.ParseFromString(content)

@@ -69,7 +69,7 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> tuple[str | No
 
 
 def _read_content(file: Path) -> _Content:
-    content = read_json(file, dict, "fetch the file again")
+    content = read_json(file, dict, "download the file again")
     try:
         model = content["model"]
         vocabulary = model["vocab"]
@@ -90,7 +90,9 @@ def _read_content(file: Path) -> _Content:
         }
         return _Content(ids, added_ids, settings)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is not a tokenizer ({type(error).__name__}: {error}); fetch the file again") from None
+        raise InputError(
+            f"{file} is not a tokenizer ({type(error).__name__}: {error}); download the file again"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
     With ``keep``, the content stays in memory until this file, or a copy of it, is read again: parsing takes a second
     for a large vocabulary, and the content takes memory.
     """
-    with open_regular(file, "fetch the file again") as opened_file:
+    with open_regular(file, "download the file again") as opened_file:
         raw = opened_file.read()
     content = _parse(raw)
     if not keep:

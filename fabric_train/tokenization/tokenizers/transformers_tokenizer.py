@@ -122,5 +122,5 @@ def _find_added_tokens(folder: Path, num_pieces: int) -> list[str]:
         for token_id, token in listed_tokens.items():
             token_ids[token["content"]] = int(token_id)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise InputError(f"{config_file}: damaged (added_tokens_decoder); fetch the file again") from None
+        raise InputError(f"{config_file}: damaged (added_tokens_decoder); download the file again") from None
     return sorted(token for token, token_id in token_ids.items() if token_id >= num_pieces)
