@@ -332,11 +332,14 @@ class ModelArguments:
             return []
         missing = [f"--{name}" for name in _REQUIRED_SIZES if getattr(self, name) is None]
         if missing and self.from_scratch is not None:
-            return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
+            return [f"--from_scratch {self.from_scratch} also needs {', '.join(missing)}"]
         if missing:
             # Without --from_scratch, a size asks for a new model: at least one is given.
             given_size, *_ = self._list_sizes()
-            return [f"{given_size} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
+            return [
+                f"{given_size} creates a new model, which also needs {', '.join(missing)}; add them, or leave "
+                f"{given_size} out"
+            ]
 
         assert self.hidden_width is not None  # nothing in _REQUIRED_SIZES is missing
         assert self.num_heads is not None

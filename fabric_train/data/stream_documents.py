@@ -320,7 +320,7 @@ class StreamedDocuments:
 
 def bad_row_error(message: str) -> InputError:
     """Return the error that ends the run, with a message that names the row and what is wrong with it."""
-    return InputError(f"{message}; fix it, or leave such rows out with fabric-train tokenize --on_bad_rows skip")
+    return InputError(f"{message}; fix it, or skip such rows with fabric-train tokenize --on_bad_rows skip")
 
 
 def _num_rows(info: "DatasetInfo", split: str) -> int:

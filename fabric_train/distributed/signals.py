@@ -136,7 +136,7 @@ def describe_signal(signal_number: int) -> str:
 
 def describe_stop_outside_training(cause: str) -> str:
     """Return the message for a run that ``cause`` stopped when it had nothing to save."""
-    return f"stopped by {cause} outside of training, with nothing to save; continue with --resume true"
+    return f"stopped by {cause} outside training, with nothing to save; continue with --resume true"
 
 
 def ignore_signals_in_worker(_: int) -> None:

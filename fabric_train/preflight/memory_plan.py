@@ -117,7 +117,9 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     if request.on_gpu and forecast.host_bytes > machine_memory():
         needed = show_size(forecast.host_bytes)
         available = show_size(machine_memory())
-        faults.append(f"the ranks of a machine need {needed} of its {available} of memory; give --async_save false")
+        faults.append(
+            f"the ranks of a machine need {needed} of host memory, but it has {available}; give --async_save false"
+        )
     # while a checkpoint is written, all that are kept are still on the disk
     most_checkpoints = request.num_checkpoints() + 1
     faults += faults_of_disk(request, most_checkpoints)
@@ -202,7 +204,7 @@ def _storage_table(forecast: Forecast, num_checkpoints: int) -> Table:
 
 def _traffic_table(forecast: Forecast, interconnect: float | None, network: float | None) -> Table:
     """Return a table of what a rank sends in a step, and the time for it if the bandwidth is given."""
-    table = _number_table("sent a step", "by a rank", "leaving a machine", "at least")
+    table = _number_table("sent per step", "by a rank", "leaving a machine", "at least")
     for collective in forecast.collectives:
         seconds = collective.seconds(interconnect, network)
         if seconds:
