@@ -182,7 +182,7 @@ def _saved_trained_names(model: ModelShape, saved: TrainerJson) -> set[str]:
 
 def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
     """Use the Triton kernel for updates if it works on every rank, and print a note on which update runs."""
-    progress.info("trying the optimizer's kernel")
+    progress.info("testing the optimizer's kernel")
     fault = first_text(fabric, use_triton(optimizer))
     if fault is not None:
         optimizer.launch = None  # all ranks must round in the same way

@@ -218,7 +218,7 @@ def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
 
 def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
     """Return where a run's metrics are, and for each logger the command that shows or uploads them."""
-    lines = [f"{folder / 'metrics.csv'}; after an evaluation, loss_curves.png beside it"]
+    lines = [f"{folder / 'metrics.csv'}; after an evaluation, also loss_curves.png next to it"]
     if "tensorboard" in names:
         lines.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if "wandb" in names:

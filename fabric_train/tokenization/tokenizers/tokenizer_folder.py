@@ -230,4 +230,4 @@ def chat_template_in(folder: Path) -> str | None:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if there is no file; InputError if the file is damaged."""
-    return read_json(file, dict, "fetch the file again") if file.exists() else {}
+    return read_json(file, dict, "download the file again") if file.exists() else {}
