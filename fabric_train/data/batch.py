@@ -226,10 +226,8 @@ class Batch(TensorRecord):
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device; the host does not wait for page-locked memory."""
-        if device.type == "xla":
-            # XLA compiles for each shape, so every position has a target: -100, which cross entropy ignores, where
-            # nothing is supervised
-            targets = Targets(torch.arange(self.labels.numel()), next_token_labels(self.labels).flatten())
+        if device.type == "xla":  # XLA compiles for each shape, so the number of targets must not change
+            targets = targets_everywhere(self.labels)
         else:
             targets = self.targets or find_targets(self.labels)
         return Batch(
@@ -351,6 +349,11 @@ def find_targets(labels: torch.Tensor) -> Targets:
     ids = next_token_labels(labels).flatten()
     positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
     return Targets(positions, ids[positions])
+
+
+def targets_everywhere(labels: torch.Tensor) -> Targets:
+    """Return a target for every position of labels [B, T]: -100, which cross entropy ignores, if none is supervised."""
+    return Targets(torch.arange(labels.numel()), next_token_labels(labels).flatten())
 
 
 def count_supervised(labels: torch.Tensor) -> torch.Tensor:

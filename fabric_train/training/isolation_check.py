@@ -135,7 +135,7 @@ def _measure(fabric: Fabric, model: _FabricModule, length: int) -> _Differences:
 def _compute_losses(
     fabric: Fabric, model: _FabricModule, documents: list[np.ndarray], *, of_last: bool
 ) -> torch.Tensor:
-    """Return the losses of the first and last targets of one of two documents in a row, fp32 [N].
+    """Return the losses of the first and last targets of one of two documents in a row, fp32 [N], on the CPU.
 
     A convolution carries the previous document into the first targets, and a window only matters at the last ones.
     """
@@ -155,7 +155,11 @@ def _compute_losses(
     labels[:, compared] = input_ids[:, compared]
     batch = place_batch(fabric, isolate(input_ids, labels, [np.array([0, border])]))
     _, losses = losses_at_targets(model, batch)
-    return losses.detach().float()
+    losses = losses.detach().float().cpu()
+    # On XLA every position has a target, and the unsupervised ones have a loss of 0.
+    if batch.targets is not None:
+        losses = losses[batch.targets.ids.cpu() != IGNORED_LABEL]
+    return losses
 
 
 def _root_mean_square(values: torch.Tensor) -> float:

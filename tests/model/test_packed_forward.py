@@ -41,7 +41,7 @@ from transformers import (
 
 from fabric_train.arguments import DataArguments, ModelArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate, targets_everywhere
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
 from fabric_train.model.attention import VARLEN, forward
@@ -49,6 +49,7 @@ from fabric_train.model.attention_choice import check_attention, check_counted_f
 from fabric_train.model.hf_model import read_shape, shape_from_config
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import load_model
+from fabric_train.training import isolation_check
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.objective import CrossEntropy
@@ -462,6 +463,22 @@ def test_fresh_model_whose_documents_see_each_other_is_refused(config: Pretraine
         InputError, match=rf"^--isolate_documents true: model \({config.model_type}\) cannot .* {fault}"
     ):
         check_isolation(fabric, model, "model", ROWS_OF_RUN, torch.float32)
+
+
+def test_a_model_passes_where_every_position_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on XLA, whose batches have a target for every position, most of which nothing supervises."""
+
+    def place_as_on_xla(fabric: Fabric, batch: Batch) -> Batch:
+        return replace(batch.to(fabric.device), targets=targets_everywhere(batch.labels))
+
+    monkeypatch.setattr(isolation_check, "place_batch", place_as_on_xla)
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    llama = fabric.setup_module(AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))).train()
+    check_isolation(fabric, llama, "model", ROWS_OF_RUN, torch.float32)
+    hybrid = fabric.setup_module(AutoModelForCausalLM.from_config(Lfm2Config(**HYBRID))).train()
+    with pytest.raises(InputError, match="document before it"):
+        check_isolation(fabric, hybrid, "model", ROWS_OF_RUN, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
