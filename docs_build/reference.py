@@ -72,7 +72,7 @@ _EXPLAINED_IN = {
     "gradient_reduction": "performance#Memory",
     "isolate_documents": "tokenization#Rows",
     "max_length": "training#Without a token dataset",
-    "micro_batch_size": "explanation/memory#What takes it",
+    "micro_batch_size": "explanation/memory#What takes memory",
     "mlp_tile_size": "performance#Memory",
     "network": "performance#The plan",
     "num_nodes": "launch#One run, one launcher",
