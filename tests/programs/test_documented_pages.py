@@ -64,6 +64,7 @@ NOT_RUN = {
     "fabric-train sample-data": "downloads; tests/programs/test_sample_data.py",
     "fabric run fabric_train --devices 8 --extensions my_parts": "eight devices; tests/training/test_extensions.py",
     "fabric run fabric_train --devices 4 --train_data_dir /data/": "reads /data; test_former_command_line.py",
+    "fabric run fabric_train --devices 1 --accelerator cpu --config": "real layers; tests/training/test_parts_runs.py",
     "fabric-train download": "needs the hub; tests/export/test_hub.py",
     "fabric-train vocabulary": "of real tokenizers and models; tests/vocabulary/",
     "fabric-train doctor": "looks at the machine; tests/programs/test_doctor.py",
@@ -105,6 +106,7 @@ NOT_COMPARED = {
     "fabric-train runs": "the runs are stand-ins",
     "fabric run fabric_train --plan true": "the plan is of a stand-in for the model",
     "fabric-train inspect data/chats": "the chats are stand-ins",
+    "fabric-train inspect data/two_chats": "the validation split of STAND_INS gets one of the chats",
     "fabric-train inspect data/pairs": "the pairs are stand-ins",
 }
 """The beginnings of command lines whose output is not compared with the page, and why."""

@@ -1,4 +1,4 @@
-"""The pages about FSDP: their tables are what the plan computes, their lines of code are in examples/minimal.py."""
+"""Pages with plans of an 8B: FSDP, also its lines of examples/minimal.py, and the last layers of a model."""
 
 import re
 import shlex
@@ -121,9 +121,14 @@ def plan_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Return what the page's ``plan`` prints with these arguments, and its error."""
     definition = next(command.line for command in commands_in(ENGLISH) if command.line.startswith(_BEGIN_OF_PLAN))
     shared = shlex.split(definition.removeprefix(_BEGIN_OF_PLAN).removesuffix(_END_OF_PLAN))
+    return printed_by([*shared, *shlex.split(words)], capsys)
+
+
+def printed_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a training command with these words prints, and its error."""
     error = ""
     try:
-        main([*shared, *shlex.split(words)])
+        main(words)
     except InputError as refused:
         error = f"error: {refused}"
     return plain(f"{capsys.readouterr().out}\n{error}")
@@ -140,6 +145,19 @@ def test_plans_print_what_the_page_shows(
         printed = plan_of(command.line.removeprefix("plan "), capsys)
         for line in command.shown:
             assert plain(line.replace("…", "")) in printed
+
+
+@pytest.mark.slow
+def test_the_plan_of_the_last_layers_prints_what_the_page_shows(
+    reader_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(reader_dir)
+    program = "fabric-train train"
+    commands = commands_in((ROOT / "docs/how-to/last_layers.md").read_text(encoding="utf-8"))
+    command = next(command for command in commands if command.line.startswith(program))
+    printed = printed_by(shlex.split(command.line.removeprefix(program)), capsys)
+    for line in command.shown:
+        assert plain(line.replace("…", "")) in printed
 
 
 @pytest.mark.slow
