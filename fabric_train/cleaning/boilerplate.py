@@ -30,7 +30,7 @@ _SHOWN_CHARACTERS = 100
 FORMAT = 1  # of the hashes, the rule, and the files of counts; raise it when one of them changes
 _RECORD = "lines.json"
 _HASHES = "hashes"
-_MAKE_AGAIN = "count the lines again, with --shard and this version, and merge the slices"
+_MAKE_AGAIN = "count the lines again with --shard and this version, and merge the slices"
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,15 @@ def open_boilerplate(switch: int | str, text_column: str) -> Boilerplate:
 def _read_repeated_lines(folder: Path, text_column: str) -> Boilerplate:
     """Read a folder that :func:`write_repeated_lines` has written."""
     if not (folder / _RECORD).is_file():
-        remedy = "give a number of documents, or a folder that a merge of counted slices has written"
-        raise InputError(f"--boilerplate {folder}: no lines.json there; {remedy} (docs/cleaning.md)")
+        remedy = "give a number of documents, or a folder written by a merge of counted slices"
+        raise InputError(f"--boilerplate {folder}: it has no lines.json; {remedy} (docs/cleaning.md)")
     record = read_json(folder / _RECORD, _LinesRecord, _MAKE_AGAIN)
     if record.format != FORMAT:
-        raise InputError(f"{folder / _RECORD} has format {record.format}, this version reads {FORMAT}; {_MAKE_AGAIN}")
+        raise InputError(
+            f"{folder / _RECORD} has format {record.format}, but this version reads {FORMAT}; {_MAKE_AGAIN}"
+        )
     if record.text_column != text_column:
-        fault = f"--boilerplate {folder} has lines of the column {record.text_column!r}, not {text_column!r}"
+        fault = f"--boilerplate {folder} has lines from the column {record.text_column!r}, not {text_column!r}"
         raise InputError(f"{fault}; give --text_column {record.text_column}, or count the lines of {text_column!r}")
     try:
         hashes = (folder / _HASHES).read_bytes()

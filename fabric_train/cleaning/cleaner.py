@@ -24,9 +24,9 @@ _KEYS_WITHOUT_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "t
 _SPEAKERS = ("user", "assistant")
 Conversation = TypeVar("Conversation", bound=Chat | Pair)
 _REASONS_AGAINST_CHATS = {
-    "boilerplate": "a chat cannot lose a line of a turn",
-    "language_by paragraph": "a chat cannot lose a paragraph of a turn",
-    "quality": "its rules are for web pages, and a good answer may be one word",
+    "boilerplate": "it would remove single lines from a turn",
+    "language_by paragraph": "it would remove single paragraphs from a turn",
+    "quality": "its rules are for web pages, but a good answer may be a single word",
 }
 """The switches that cannot be used if a source has chats, with the reason."""
 
@@ -161,8 +161,10 @@ def _check_switches_for_chats(arguments: CleaningArguments, data_formats: Sequen
     faults = []
     for switch, reason in _REASONS_AGAINST_CHATS.items():
         if is_used[switch]:
-            remedy = f"tokenize it without --{switch}, then merge"
-            faults.append(f"--{switch}: {reason}, and a source has {chat_formats[0]}; {remedy}")
+            remedy = f"tokenize that source without --{switch}, then merge"
+            faults.append(
+                f"--{switch} does not work with chats ({reason}), but a source has {chat_formats[0]}; {remedy}"
+            )
     if faults:
         raise InputError(*faults)
 

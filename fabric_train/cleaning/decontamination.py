@@ -97,7 +97,7 @@ def _read_task_file(path: Path) -> TaskFile:
     reader = FileReader(FilePart(listed_file, listed_file.size), ("text",))
     items = tuple(dict.fromkeys(_read_items(reader, default_task)))
     if not items:
-        raise InputError(f"{path}: no text in it; give a file with an evaluation task's items as JSON lines")
+        raise InputError(f"{path}: it has no text; give a file with an evaluation task's items as JSON lines")
     return TaskFile(path.name, sha256(path), items)
 
 
@@ -105,7 +105,7 @@ def _read_items(reader: FileReader, default_task: str) -> Iterator[TaskItem]:
     """Yield the items of a file, except those without text."""
     for row_number, row in reader:
         if isinstance(row, BadRowError):
-            raise InputError(f"{row}; fix the line, or remove it")
+            raise InputError(f"{row}; fix or remove the line")
         texts = tuple(dict.fromkeys(_texts_in(_item_content(row))))
         if not texts:
             continue
@@ -478,7 +478,7 @@ def open_decontamination(paths: Sequence[str], action: Literal["drop", "mark"]) 
         items |= dict.fromkeys(file.items)
     index = index_tasks(list(items))
     if not index.tables:
-        raise InputError(f"--decontaminate: no text of an item has {SHORTEST} words; give the items with their texts")
+        raise InputError(f"--decontaminate: no item has a text of {SHORTEST} words; give the items with their texts")
     description = {
         "contaminated": action,
         "rules": _RULES,

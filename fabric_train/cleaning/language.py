@@ -224,7 +224,7 @@ def open_language_filter(switch: str, by: Literal["document", "paragraph"]) -> L
     unknown = [code for code in languages if code not in (*identifier_languages, "va")]
     if unknown:
         raise InputError(
-            f"--language: py3langid does not know {', '.join(unknown)}; "
-            f"it knows {' '.join(identifier_languages)}, and va"
+            f"--language: py3langid does not support {', '.join(unknown)}; it supports "
+            f"{' '.join(identifier_languages)}, and va"
         )
     return LanguageFilter(languages, float(threshold or DEFAULT_THRESHOLD), by)

@@ -67,8 +67,8 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     code = DONE
     try:
         if sys.flags.optimize > 1:
-            without = "leave -OO and PYTHONOPTIMIZE out"
-            raise InputError(f"Python runs without docstrings, which transformers and --help need; {without}")
+            without = "leave out -OO and PYTHONOPTIMIZE"
+            raise InputError(f"Python runs without docstrings, but transformers and --help need them; {without}")
         main()
     except InputError as error:
         _fail(INPUT_ERROR, *error.faults)
@@ -134,7 +134,7 @@ class ProgramState:
     """The ranks that this process has started, which end with it."""
     end_display: Callable[[], None] | None = None
     """A function that removes the progress display before errors are printed; None if there is no display."""
-    memory_advice: str = "use a machine with more memory, or end other programs on this one"
+    memory_advice: str = "use a machine with more memory, or stop other programs on this one"
     """The advice for a program that runs out of memory."""
     told_notes: set[str] = field(default_factory=set)
     """The lines that :func:`note` has already printed, because each is printed once."""
@@ -248,15 +248,15 @@ def raise_reached_limit(error: BaseException) -> None:
 
 _FIXES = {
     errno.ENOSPC: "free some space there, or choose a folder on another disk (docs/reference/errors.md#disk-full)",
-    errno.EDQUOT: "your quota on that disk is used up: free some space, or choose a folder on another disk",
-    errno.EFBIG: "the file is too large for the limit there (ulimit -f, or the file system's)",
-    errno.EACCES: "give this user permission, or choose another place",
-    errno.EROFS: "that disk is read-only: choose another place",
+    errno.EDQUOT: "your quota on that disk is used up; free some space, or choose a folder on another disk",
+    errno.EFBIG: "the file is larger than the limit (ulimit -f, or the file system's)",
+    errno.EACCES: "give this user permission, or choose another path",
+    errno.EROFS: "that disk is read-only; choose another path",
     errno.ENAMETOOLONG: "give a shorter name",
-    errno.ELOOP: "the links there form a circle: give another place",
+    errno.ELOOP: "the links form a loop; choose another path",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "end other programs on this machine, or raise its limit (sysctl fs.file-max)",
-    errno.ENOMEM: "end other programs on this machine, or raise the limit of memory (ulimit -v, or the container's)",
+    errno.ENFILE: "stop other programs on this machine, or raise its limit (sysctl fs.file-max)",
+    errno.ENOMEM: "stop other programs on this machine, or raise the memory limit (ulimit -v, or the container's)",
 }
 
 
@@ -267,9 +267,9 @@ def describe_failure(error: Exception) -> str:
 
     # The machine's limits. torch.OutOfMemoryError is recognised by its name, since torch may not be imported.
     if "can't start new thread" in message:
-        return f"{message}: the limit of processes and threads is reached; raise it (ulimit -u, or the container's)"
+        return f"{message}: the limit on processes and threads is reached; raise it (ulimit -u, or the container's)"
     if isinstance(error, MemoryError) or error_name == "OutOfMemoryError" or "can't allocate" in message:
-        return f"memory ran out: {message}; {program.memory_advice}"
+        return f"out of memory: {message}; {program.memory_advice}"
 
     # A bug: the innermost frame that is not a library's, or the innermost of all.
     frames = traceback.extract_tb(error.__traceback__)
@@ -277,9 +277,7 @@ def describe_failure(error: Exception) -> str:
     frame = (project_frames or frames)[-1]
     location = f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
     text = message if message == error_name else f"{error_name}: {message}"
-    return (
-        f"{text} {location}; this is a bug, or an input that the program does not expect: --debug shows the traceback"
-    )
+    return f"{text} {location}; this is a bug, or unexpected input; --debug shows the traceback"
 
 
 def is_debug(argv: Sequence[str]) -> bool:

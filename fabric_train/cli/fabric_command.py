@@ -81,8 +81,10 @@ def _run_without_program(command: str, words: Sequence[str]) -> None:
     usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
     if command in _HELP:
         print(f"usage: {usage}")
-        print("fabric-train NAME --help shows the arguments of a program, and fabric-train --help WORD those of all")
-        print("programs that have the word in their name or text")
+        print(
+            "fabric-train NAME --help shows a program's arguments; fabric-train --help WORD shows all arguments whose"
+        )
+        print("name or help text contains the word, for all programs")
         return
     print_errors(f"error: fabric-train {command}: no such program{nearest_name(command, PROGRAMS)}; write {usage}")
     raise SystemExit(INPUT_ERROR)
@@ -132,7 +134,8 @@ def _run(words: list[str], script_index: int) -> NoReturn:
     uses_tpu = "--accelerator=tpu" in words or "--accelerator tpu" in " ".join(words)
     if uses_tpu:  # Lightning would show a traceback
         print_errors(
-            "error: fabric run --accelerator tpu: one process uses a TPU; start python -m fabric_train --tpu true"
+            "error: fabric run --accelerator tpu: a TPU is used by a single process; start python -m fabric_train "
+            "--tpu true"
         )
         raise SystemExit(INPUT_ERROR)
     options, program_words = _parse_run_words(words)
@@ -202,7 +205,7 @@ def _launch() -> int:
 def _port_failure(error: OSError | OverflowError, port: object) -> SystemExit:
     """Print that the ranks cannot connect through a port, and return the exit to raise."""
     reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
-    fault = f"error: the ranks cannot connect by port {port}: {reason.lower()}"
+    fault = f"error: the ranks cannot connect on port {port}: {reason.lower()}"
     print_errors(f"{fault}; give a free port with --main-port")
     # A number that is no port is wrong input. A busy port is not: the same command may work a minute later.
     return SystemExit(INPUT_ERROR if isinstance(error, OverflowError) else FAILURE)

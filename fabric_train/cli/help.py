@@ -36,9 +36,9 @@ Sections: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 _COMMON_SECTION = "Every program"
 _SWITCH = {"choices": ("true", "false"), "metavar": "true|false", "nargs": "?"}
 _COMMON_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "config": {"metavar": "FILE.yaml", "help": "A YAML file of arguments; the command line overrides it."},
+    "config": {"metavar": "FILE.yaml", "help": "YAML file of arguments; the command line overrides it."},
     "debug": {**_SWITCH, "help": "Show the traceback of an error that ends the program."},
-    "help": {"metavar": "WORD", "nargs": "?", "help": "Show only the arguments that have WORD in their name or text."},
+    "help": {"metavar": "WORD", "nargs": "?", "help": "Show only the arguments whose name or help text contains WORD."},
     "version": {"action": "store_true", "help": "Show the version."},
 }
 
@@ -62,7 +62,9 @@ def print_help(arguments: type, words: Sequence[str] = (), program: str | None =
     """
     sections = _build_sections(arguments, words)
     if not any(sections.values()):
-        raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
+        raise InputError(
+            f"--help {' '.join(words)}: no argument's name or help text contains it; --help lists all arguments"
+        )
     program = program or program_name()
     introduction = ""
     if not words:
@@ -87,7 +89,7 @@ def search_help(programs: Mapping[str, type], words: Sequence[str]) -> None:
             print()
             has_match = True
     if not has_match:
-        raise InputError(f"--help {' '.join(words)}: no program has an argument with it in its name or text")
+        raise InputError(f"--help {' '.join(words)}: no argument's name or help text contains it in any program")
 
 
 def complete_words(arguments: type, program: str | None = None) -> None:

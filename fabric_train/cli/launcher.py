@@ -61,7 +61,9 @@ TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *_OF_TORCHRUN, options
 OPEN_MPI = Launcher("mpiexec (Open MPI)", ("OMPI_COMM_WORLD_SIZE",), *_OF_OPEN_MPI)
 MPICH = Launcher("mpiexec (MPICH)", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_OF_MPICH)
 SRUN = Launcher("srun", ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), *_OF_SRUN, options=("--ntasks-per-node", "--nodes"))
-BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE")  # Fabric's own launcher too
+BY_HAND = Launcher(
+    "the program that set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE"
+)  # Fabric's own launcher too
 MPI = (OPEN_MPI, MPICH)
 # the innermost first: torchrun and mpiexec can run inside a Slurm job
 _LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, BY_HAND)
@@ -163,8 +165,8 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
     for rank, size in _RANK_BELOW_SIZE:
         if rank in environment and size in environment and int(environment[rank]) >= int(environment[size]):
             faults.append(
-                f"{rank}={environment[rank]} in the environment is not below {size}={environment[size]}: ranks count "
-                "from 0; unset both, or start with a launcher that sets them"
+                f"{rank}={environment[rank]} in the environment is not below {size}={environment[size]}, but ranks "
+                "count from 0; unset both, or start with a launcher that sets them"
             )
     if faults:
         return faults
@@ -185,13 +187,13 @@ def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
             verb = "is" if len(missing) == 1 else "are"
             return (
                 f"{launcher.name} has started this process ({launcher.evidence} in the environment), but "
-                f"{', '.join(missing)} {verb} not set: pass on all of the launcher's variables, or unset them all"
+                f"{', '.join(missing)} {verb} not set; pass on all of the launcher's variables, or unset all of them"
             )
     if launcher in MPI and int(environment[launcher.size]) > 1 and importlib.util.find_spec("mpi4py") is None:
         return (
-            f"{launcher.name} has started {environment[launcher.size]} processes ({launcher.size}), which find each "
-            "other by mpi4py, and it is not installed: pip install mpi4py, or start one process with python -m "
-            "fabric_train --devices N"
+            f"{launcher.name} has started {environment[launcher.size]} processes ({launcher.size}), which need "
+            "mpi4py to find each other, but it is not installed; run pip install mpi4py, or start one process with "
+            "python -m fabric_train --devices N"
         )
     if launcher == SRUN and not _num_processes_per_machine(launcher, environment):
         return (
@@ -213,14 +215,14 @@ def _find_launch_without_launcher(environment: Mapping[str, str]) -> str | None:
     for size in _SIZES_OF_UNKNOWN_LAUNCHERS:
         if environment.get(size, "1") != "1":
             return (
-                f"{size}={environment[size]} in the environment: a launcher that this program does not know has "
-                "started the processes, and each would train alone; take torchrun, srun or mpiexec of MPICH or Open MPI"
+                f"{size}={environment[size]} in the environment: an unknown launcher has started the processes, and "
+                "each would train alone; use torchrun, srun, or mpiexec from MPICH or Open MPI"
             )
     num_tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environment and int(num_tasks) > 1:
         return (
             f"this Slurm job has {num_tasks} tasks (SLURM_NTASKS), but srun has not started this process (no "
-            "SLURM_STEP_ID): put srun before the command, or give the job one task on each node"
+            "SLURM_STEP_ID); put srun before the command, or give the job one task per node"
         )
     return None
 
@@ -257,8 +259,8 @@ def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str,
     elif "SLURM_JOB_ID" in environment:
         scheduler_note = ", which Slurm does only with srun (no SLURM_STEP_ID)"
     return (
-        f"--num_nodes {num_nodes}: start the run on every machine{scheduler_note}, with torchrun --nnodes {num_nodes}, "
-        f"srun, or fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
+        f"--num_nodes {num_nodes}: start the run on every machine{scheduler_note}, with torchrun --nnodes "
+        f"{num_nodes}, srun, or fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
     )
 
 
@@ -286,7 +288,7 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValu
     lightning_variables = [_lt(name) for name in _FABRIC_OPTIONS if _lt(name) in environment]
     if lightning_variables:
         names = ", ".join(lightning_variables)
-        raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
+        raise ValueError(f"{names} set in the environment, but fabric run did not start this process; unset it")
 
     # Other launchers set only the numbers of processes and machines.
     launcher = find_launcher(environment)
@@ -314,7 +316,8 @@ def _parse_fabric_options(environment: Mapping[str, str]) -> GivenValues:
         if name == "strategy":
             if value not in _STRATEGIES:
                 raise ValueError(
-                    f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+                    f"{where} {value} is not supported; leave it out and give --parallelism auto, fsdp, fsdp2, ddp "
+                    "or single"
                 )
             if value != "auto":
                 arguments["parallelism"] = GivenValue(value, where)

@@ -188,9 +188,9 @@ def _merge(
 def _describe_contradiction(name: str, user_value: GivenValue, launcher_value: GivenValue) -> str:
     contradiction = f"{user_value.where} {user_value.value} contradicts {launcher_value.where} {launcher_value.value}"
     if not launcher_value.is_default:
-        return f"{contradiction}: leave one of them out"
+        return f"{contradiction}; leave one of them out"
     option = launcher_value.where.split()[-1]
-    return f"{contradiction} (its default): give the launcher {option} {user_value.value}, or leave {name} out"
+    return f"{contradiction} (its default); give the launcher {option} {user_value.value}, or leave {name} out"
 
 
 def _convert_values(
@@ -325,7 +325,7 @@ def _parse_command_line(
         elif flag:
             flag.words.append(word)
         else:
-            faults.append(f"{_shortened(repr(word))} belongs to no argument: write --argument value")
+            faults.append(f"{_shortened(repr(word))} does not belong to an argument; write --argument value")
 
     # Take the last value of each argument.
     line_values: GivenValues = {}
@@ -333,7 +333,9 @@ def _parse_command_line(
         option = f"--{argument_types.shown_name(argument.name)}"
         previous = line_values.get(argument.name)
         if previous is not None and not global_rank():
-            both_values = f"{_format_words(previous.value)}, then {_format_words(argument.value)}, which is used"
+            both_values = (
+                f"{_format_words(previous.value)}, then {_format_words(argument.value)}; the last value is used"
+            )
             print_errors(_in_one_line(f"note: {option} is given twice: {both_values}"))
         line_values[argument.name] = GivenValue(argument.value, option)
     return line_values

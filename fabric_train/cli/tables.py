@@ -87,7 +87,9 @@ class Table(MutableMapping[str, T]):
     def __setitem__(self, name: str, component: T) -> None:
         """Register a component from a script or a module; it may replace an earlier registration."""
         if name in self._project_components:
-            raise InputError(f"{self.kind} {name}: this project has one of that name; register yours under another")
+            raise InputError(
+                f"{self.kind} {name}: this name is taken by a built-in one; register yours under another name"
+            )
         if not isinstance(name, str) or not re.fullmatch(_NAME, name):
             raise InputError(f"{self.kind} {name!r}: expected a name of letters, digits, _, - and . to register it by")
         self._registered[name] = component
@@ -265,7 +267,7 @@ def resolve_settings(table: Table[Any], name: str, changes: Mapping[str, Any] | 
     if table.module_of(name) == PROJECT:
         if changes:
             raise InputError(
-                f"{option} is of an {table.kind} that was registered, not of --{table.kind} {name}; leave it out"
+                f"{option} only applies to a registered {table.kind}, not to --{table.kind} {name}; leave it out"
             )
         return {}
     defaults = settings_of(table[name])
@@ -273,9 +275,11 @@ def resolve_settings(table: Table[Any], name: str, changes: Mapping[str, Any] | 
     for setting, value in (changes or {}).items():
         if setting not in defaults:
             names = f"it has {', '.join(defaults)}" if defaults else "it has none"
-            faults.append(f"{option}: {name} has no setting {setting}, {names}{nearest_name(setting, defaults)}")
+            faults.append(f"{option}: {name} has no setting {setting}; {names}{nearest_name(setting, defaults)}")
         elif not _has_type_of(defaults[setting], value):
-            faults.append(f"{option}: {setting} is {defaults[setting]!r} by default; got {value!r}, of another type")
+            faults.append(
+                f"{option}: {setting} has the wrong type: the default is {defaults[setting]!r}, got {value!r}"
+            )
     if faults:
         raise InputError(*faults)
     return defaults | dict(changes or {})
@@ -306,7 +310,7 @@ def load_extensions(names: Sequence[str]) -> list[str]:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             where = "in the current folder, in PYTHONPATH and among installed packages"
-            faults.append(f"{option}: there is no module {error.name} {where}")
+            faults.append(f"{option}: no module {error.name} {where}")
         except Exception as error:  # noqa: BLE001 - the code of a user may raise anything
             faults.append(f"{option}: importing it failed: {type(error).__name__}: {first_line(error)}")
     return faults

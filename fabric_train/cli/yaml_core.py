@@ -45,7 +45,7 @@ def read_text(path: str) -> str:
         with open(path, "rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
-            raise YamlFault(f"larger than {_MAX_BYTES:,} bytes, so not a file of arguments")
+            raise YamlFault(f"it is larger than {_MAX_BYTES:,} bytes, so it is not a file of arguments")
         return content.decode("utf-8")
     except OSError as error:
         raise YamlFault(error.strerror or str(error)) from error
@@ -154,7 +154,7 @@ def _construct_mapping(node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, value_node in node.value:
         key = _construct(key_node)
         if isinstance(key, list | dict):
-            raise _fault_at(key_node.start_mark, "a list or a mapping cannot be the name of a value")
+            raise _fault_at(key_node.start_mark, "a list or a mapping cannot be a name")
         if key in values:
             raise _fault_at(key_node.start_mark, f"{key} is given twice")
         values[key] = _construct(value_node)

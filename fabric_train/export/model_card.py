@@ -321,7 +321,7 @@ def has_chat_template(tokenizer: Path) -> bool:
     config = tokenizer / "tokenizer_config.json"
     if (tokenizer / "chat_template.jinja").is_file():
         return True
-    return config.is_file() and bool(read_json(config, dict, "fetch it again").get("chat_template"))
+    return config.is_file() and bool(read_json(config, dict, "download it again").get("chat_template"))
 
 
 def _stage_row(stage_number: int, stage: TrainingStage) -> Row:

@@ -69,7 +69,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(hold_lock(path, f"{path}: another process holds it", "end that process"))
+                stack.enter_context(hold_lock(path, f"{path}: another process is using it", "stop that process"))
                 break
             except InputError:
                 if time.monotonic() > deadline:
@@ -118,7 +118,7 @@ def _lock(lock: TextIO, problem: str, advice: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        holder = lock.readline().strip() or "a process that is just starting"
+        holder = lock.readline().strip() or "a process that is starting"
         raise InputError(f"{problem} ({holder}); {advice}") from None
 
 
@@ -140,7 +140,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
         # begin: only one process at a time has the lock
         try:
             lock_path = target.parent / f".{target.name}.lock"
-            problem = f"{target}: another process is writing it"
+            problem = f"{target}: another process is writing to it"
             stack.enter_context(hold_lock(lock_path, problem, "wait for it, or choose another folder"))
             check_not_taken(target)  # again: another process may just have finished it
             _remove_leftovers(target)
@@ -235,14 +235,16 @@ def nearest_existing(path: Path) -> Path:
 def check_not_inside(target: Path, complete: Path) -> None:
     """Raise an InputError if ``target`` is a complete folder, a token dataset or a checkpoint, or is inside one."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(complete)):
-        raise InputError(f"cannot write to {target}: {complete} is complete and stays as it is; choose another folder")
+        raise InputError(
+            f"cannot write to {target}: {complete} is complete and is never changed; choose another folder"
+        )
 
 
 def check_no_dead_link(target: Path) -> None:
     """Raise an InputError if ``target`` or a folder above it is a dead link, where no folder can be created."""
     for path in (target, *target.parents):
         if path.is_symlink() and not path.exists():
-            raise InputError(f"cannot write to {target}: {path} is a link to {os.readlink(path)}, which is not there")
+            raise InputError(f"cannot write to {target}: {path} is a link to {os.readlink(path)}, which does not exist")
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -97,7 +97,7 @@ def _open_without_links(path: str, flags: int) -> int:
 
 
 def _link_error(path: Path) -> InputError:
-    return InputError(f"{path} is a link to {os.readlink(path)}, and no file is written through a link; remove it")
+    return InputError(f"{path} is a link to {os.readlink(path)}, and files are never written through links; remove it")
 
 
 def check_file_name(name: object, listing: Path) -> str:
@@ -115,7 +115,9 @@ def check_file_name(name: object, listing: Path) -> str:
     text = str(name)
     leaves_folder = text in ("", ".", "..") or any(separator in text for separator in "/\\\0")
     if not is_text or leaves_folder:
-        raise InputError(f"{listing}: it names {name!r}, outside its folder: damaged or forged; fetch it again")
+        raise InputError(
+            f"{listing}: it names {name!r}, outside its folder, so it is damaged or forged; download it again"
+        )
     return text
 
 
@@ -124,11 +126,11 @@ def check_links(folder: Path) -> None:
     real_folder = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(real_folder):
-            raise InputError(f"{path}: a link to {os.readlink(path)}, outside its folder; put the file itself there")
+            raise InputError(f"{path}: a link to {os.readlink(path)}, outside its folder; replace it with the file")
         if path.is_file() or path.is_dir():
             continue
-        problem = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "not a file"
-        raise InputError(f"{path}: {problem}; remove it, or put the file itself there")
+        problem = f"a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "not a file"
+        raise InputError(f"{path}: {problem}; remove it, or replace it with the file")
 
 
 def copy_folder(source: Path, target: Path) -> None:
@@ -149,8 +151,6 @@ def copy_folder(source: Path, target: Path) -> None:
 
 def check_not_pointer(file: Path) -> None:
     """Raise an InputError if ``file`` is a Git LFS pointer or not a regular file, an OSError if it cannot be read."""
-    with open_regular(file, "put the file itself there") as opened:
+    with open_regular(file, "replace it with the file") as opened:
         if opened.read(64).startswith(b"version https://git-lfs"):
-            raise InputError(
-                f"{file} is a Git LFS pointer and not the file itself; run `git lfs pull` in its repository"
-            )
+            raise InputError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository")

@@ -32,7 +32,7 @@ def check_package(module: str, needed_by: str) -> None:
     except (ImportError, ValueError):  # a module of a package that is missing, or half removed
         is_installed = False
     if not is_installed:
-        raise InputError(f"{needed_by} needs {_DISTRIBUTIONS.get(module, module)}: {_how_to_install(module)}")
+        raise InputError(f"{needed_by} needs {_DISTRIBUTIONS.get(module, module)}; run {_how_to_install(module)}")
 
 
 def load_package(module: str, needed_by: str) -> ModuleType:
@@ -47,7 +47,8 @@ def load_package(module: str, needed_by: str) -> ModuleType:
     except ImportError as error:
         package = _DISTRIBUTIONS.get(module, module)
         raise InputError(
-            f"{needed_by} needs {package}, which cannot be imported ({first_line(error)}): {_how_to_install(module)}"
+            f"{needed_by} needs {package}, which cannot be imported ({first_line(error)}); run "
+            f"{_how_to_install(module)}"
         ) from error
 
 
@@ -61,7 +62,7 @@ def check_room(target: Path, num_bytes: float, content: str) -> None:
     free = free_bytes(parent)
     if free < num_bytes:
         raise InputError(
-            f"{target}: {content} takes {show_size(num_bytes)}, and {parent} has {show_size(free)} left; choose a "
+            f"{target}: {content} needs {show_size(num_bytes)}, but {parent} has {show_size(free)} left; choose a "
             "folder on another disk"
         )
 
@@ -70,10 +71,10 @@ def check_file_to_write(file: Path, option: str) -> None:
     """Raise an InputError if the folder of a file that an option names is missing, or the file cannot be written."""
     folder = file.absolute().parent
     if not folder.is_dir():
-        raise InputError(f"{option} {file}: no folder {file.parent}; create it first")
+        raise InputError(f"{option} {file}: folder {file.parent} does not exist; create it first")
     written_path = file if file.exists() else folder
     if file.is_dir() or not os.access(written_path, os.W_OK):
-        raise InputError(f"{option} {file}: it cannot be written; give another file")
+        raise InputError(f"{option} {file}: cannot write to it; give another file")
 
 
 def free_bytes(folder: Path) -> int:

@@ -225,8 +225,8 @@ def _why_no_target(model: Any, target: str, linear_names: Collection[str], sourc
     whole_modules = (model.get_output_embeddings(), model.get_input_embeddings())
     for name, module in model.named_modules():
         if module in whole_modules and _ends_with_name(name, target):
-            return f"the embedding and the head train whole; give --train_also {target}"
-    return f"{source} has no linear layer of that name; it has {_leaf_names(linear_names) or 'none'}"
+            return f"the embedding and the head can only be trained in full; give --train_also {target}"
+    return f"{source} has no linear layer with that name; it has {_leaf_names(linear_names) or 'none'}"
 
 
 def _leaf_names(names: Collection[str]) -> str:
@@ -245,11 +245,13 @@ def _check_train_also(model: nn.Module, adapter: Adapter, source: str, targets: 
     for train_also in adapter.train_also:
         matching = [name for name in names if _ends_with_name(name, train_also)]
         if not matching:
-            raise InputError(f"--train_also {train_also}: {source} has no such module; it has {_leaf_names(names)}")
+            raise InputError(
+                f"--train_also {train_also}: {source} has no module with that name; it has {_leaf_names(names)}"
+            )
         for name in matching:
             if name in targets:
-                fault = f"{name} has an adapter by --lora_targets {' '.join(adapter.targets)}"
-                raise InputError(f"--train_also {train_also}: {fault}; leave it out of one of them")
+                fault = f"{name} already has an adapter because of --lora_targets {' '.join(adapter.targets)}"
+                raise InputError(f"--train_also {train_also}: {fault}; remove it from one of them")
 
 
 def materialize(model: nn.Module, device: torch.device) -> list[nn.Parameter]:

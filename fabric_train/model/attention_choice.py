@@ -44,7 +44,7 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
         if requested == "sdpa":
             slice_fault = why_not_sliced(shape)
         else:
-            slice_fault = f"--attention {requested} does not take a part of a row"
+            slice_fault = f"--attention {requested} does not support parts of rows"
         if slice_fault:
             raise InputError(f"--context_parallel_size {num_slices}: {slice_fault}; leave it out")
 
@@ -69,7 +69,7 @@ def _why_no_kernel(shape: "ModelShape", arguments: "TrainArguments") -> str | No
             return "this build of torch has no flash attention"
         capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
         if min(capabilities) < _MIN_CAPABILITY:
-            return "torch's kernel for documents needs an Ampere GPU or a newer one"
+            return "torch's kernel for documents needs an Ampere or newer GPU"
     return why_not_varlen(shape, compute_dtype(arguments.model.precision))
 
 
@@ -114,7 +114,7 @@ def _find_fault_of_attention(shape: "ModelShape", dtype: torch.dtype | None, *, 
         if shape.longest_row is not None:
             choose_frequencies(model, shape.longest_row)  # to choose by the batch, transformers reads its positions
         if not model._supports_flash_attn:
-            return "the masks of this model family have more in them than documents"
+            return "the masks of this model family contain more than document borders"
         rows = np.ones((1, 4), dtype=np.int64)
         batch = isolate(rows, rows.copy(), [np.array([0, 2])]).to(torch.device("meta"))
         forward(model, batch.input_ids, batch.documents)
@@ -149,7 +149,7 @@ def _fault_of_call(
         return "the model does not pass document borders to its attention"
     if arguments.get("dropout"):
         subject = "attention of a part of a row" if takes_slices else "torch's kernel for documents"
-        return f"{subject} has no dropout, and the model's attention has {arguments['dropout']:g}"
+        return f"{subject} does not support dropout, but the model's attention has dropout {arguments['dropout']:g}"
     has_score_terms = any(arguments.get(name) is not None for name in _SCORE_TERMS)
     if has_score_terms or not getattr(module, "is_causal", True):
         return "the model's attention is not plain causal attention"
@@ -160,7 +160,7 @@ def _fault_of_call(
     head_sizes = sorted({heads.shape[3] for heads in (query, key, value)})
     has_unsupported = any(size % 8 or size > _LARGEST_HEAD or size in _NOT_ON_ALL_GPUS for size in head_sizes)
     if len(head_sizes) > 1 or has_unsupported:
-        return f"torch's kernel for documents does not take heads of size {' and '.join(map(str, head_sizes))}"
+        return f"torch's kernel for documents does not support heads of size {' and '.join(map(str, head_sizes))}"
     return None
 
 
@@ -171,8 +171,8 @@ def check_attention(arguments: "TrainArguments", accelerator: str) -> None:
         raise InputError("--attention flash_attention_2 needs a GPU; use --attention sdpa without one")
     if requested == "flash_attention_2" and arguments.model.precision == "32-true":
         raise InputError(
-            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true; "
-            "use --precision bf16-mixed or --attention sdpa"
+            "--attention flash_attention_2 only computes in 16 bits, not in --precision 32-true; use --precision "
+            "bf16-mixed or --attention sdpa"
         )
     if requested == "flex_attention" and accelerator != "cuda" and not arguments.evaluation.eval_only:
         raise InputError(
@@ -201,7 +201,7 @@ def check_counted_from_rows(shape: "ModelShape", longest_row: int) -> None:
     for name, limit in limits.items():
         if longest_row > limit:
             raise InputError(
-                f"--isolate_documents true: rows have {longest_row:,} tokens, and {shape.source} "
-                f"({model_type}) counts its {name} of {limit:,} from the start of a row, not of a document; "
-                f"tokenize with --max_length {limit}, or give --isolate_documents false"
+                f"--isolate_documents true: rows have {longest_row:,} tokens, and {shape.source} ({model_type}) "
+                f"counts its {name} of {limit:,} from the start of the row, not of the document; tokenize with "
+                f"--max_length {limit}, or give --isolate_documents false"
             )

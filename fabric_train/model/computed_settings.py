@@ -38,8 +38,8 @@ def fault_of_quantization(config: PretrainedConfig) -> str | None:
     for name, value in _iterate_settings(config.to_dict()):
         if name in _QUANTIZATION and value is not None:
             return (
-                f"its weights are quantized ({name} in config.json: {_method(value)}), which is not computed here; "
-                "give the original model, or load this one in transformers, call dequantize() and save it again"
+                f"its weights are quantized ({name} in config.json: {_method(value)}), which is not supported; give "
+                "the original model, or load this model in transformers, call dequantize() and save it again"
             )
     return None
 

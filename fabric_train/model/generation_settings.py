@@ -10,7 +10,7 @@ from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.manifest import load_manifest
 
 GENERATION_CONFIG = "generation_config.json"
-_CORRECT_OR_FETCH = "correct the file, or fetch it again"
+_CORRECT_OR_FETCH = "correct the file, or download it again"
 
 
 def read_generation_config(source: str, config: PretrainedConfig) -> GenerationConfig:

@@ -41,7 +41,7 @@ from fabric_train.tokenization.tokenizers.fast_tokenizer import panics_as_errors
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 _MAX_LAYERS = 10_000  # a forged number of layers would take hours to build, also on the meta device
-_FETCH_OR_REPLACE = "fetch it again, or use another"
+_FETCH_OR_REPLACE = "download it again, or use another model"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -151,15 +151,15 @@ def _check_config(config: PretrainedConfig, name: str) -> None:
     """Check that a configuration describes a stack of decoder layers; ``name`` is the model's name in messages."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_type = getattr(config, "model_type", type(config).__name__)
-        raise InputError(f"{name}: a {model_type} is not a causal language model; give one that is")
+        raise InputError(f"{name}: a {model_type} is not a causal language model; give a causal language model")
     try:
         num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     except ValueError:  # it has several models of text, such as MusicGen's encoder and decoder
         num_layers = None
     if num_layers is None:
-        raise InputError(f"{name}: a {config.model_type} is no stack of decoder layers; give another model")
+        raise InputError(f"{name}: a {config.model_type} is not a stack of decoder layers; give another model")
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
-        raise InputError(f"{name}: {num_layers} layers are more than any model has; give fewer than {_MAX_LAYERS}")
+        raise InputError(f"{name}: {num_layers} layers are too many; give fewer than {_MAX_LAYERS}")
 
 
 def _build_from_config(config: PretrainedConfig, name: str, attention: str | None, *, is_new: bool) -> PreTrainedModel:
@@ -171,7 +171,7 @@ def _build_from_config(config: PretrainedConfig, name: str, attention: str | Non
         reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         if is_new:
             raise InputError(f"{name}: cannot build a model from these sizes ({reason}); give other sizes") from error
-        raise InputError(f"{name}: cannot build a model from its config.json ({reason}); fetch it again") from error
+        raise InputError(f"{name}: cannot build a model from its config.json ({reason}); download it again") from error
     except (ImportError, ValueError) as error:
         # the attention: one that transformers does not have for this family, or whose package is missing
         if attention not in (None, "eager") and _builds_with_eager(config, error):
@@ -263,7 +263,7 @@ def _read_config(source: str) -> PretrainedConfig:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".")
         if "trust_remote_code" in str(error):
-            reason = "the model comes with Python code, which is never run here"
+            reason = "the model comes with Python code, which is never run"
         if Path(source).is_dir():
             raise InputError(f"{name}: {reason}; {advice}") from error
         raise InputError(
@@ -276,13 +276,13 @@ def _read_config(source: str) -> PretrainedConfig:
     if leave_code_out(config):
         note(
             f"{name}: its config.json names Python code (auto_map), which is never run; transformers' own "
-            f"{config.model_type} takes its place"
+            f"{config.model_type} is used instead"
         )
     unknown_settings = describe_unknown(config)
     if unknown_settings:
         note(
             f"{name}: its config.json has settings that transformers' {type(config).__name__} does not have, so they "
-            f"change nothing: {unknown_settings}"
+            f"have no effect: {unknown_settings}"
         )
     return config
 
@@ -298,7 +298,9 @@ def _layer_classes(model: PreTrainedModel, layer_class: str, source: str) -> fro
     if layer_class == DEFAULT_LAYER_CLASS:
         return frozenset(classes[name] for name in own_names)
     shown = ", ".join(sorted(set(own_names)))
-    raise InputError(f"--auto_wrap_policy {layer_class}: {source} has no such layer; its decoder layers are {shown}")
+    raise InputError(
+        f"--auto_wrap_policy {layer_class}: {source} has no layer of this class; its decoder layers are {shown}"
+    )
 
 
 def load_hf_tokenizer(source: Path | str) -> Any:

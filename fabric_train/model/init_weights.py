@@ -62,7 +62,7 @@ def new_shape(
         default = AutoConfig.for_model(family)
     except ValueError:
         raise InputError(
-            f"--from_scratch {family}: transformers has no such family; give one such as llama, gpt2, gpt_neox, "
+            f"--from_scratch {family}: transformers has no such family; give a family such as llama, gpt2, gpt_neox, "
             "mistral, mixtral, qwen3 or gemma"
         ) from None
     if getattr(default, "is_heterogeneous", False):  # Gemma 4: such a configuration has no size of all layers
@@ -76,12 +76,12 @@ def new_shape(
     for name in arguments.architecture or {}:
         if name not in config_names:
             hint = nearest_name(name, config_names)
-            raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
+            raise InputError(f"--architecture {name}: the configuration of {family} has no such value{hint}")
     values |= arguments.architecture or {}
     try:
         config = AutoConfig.for_model(family, **values)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InputError(f"--from_scratch {family}: no model can have these sizes: {first_line(error)}") from error
+        raise InputError(f"--from_scratch {family}: invalid sizes: {first_line(error)}") from error
     name = f"--from_scratch {family}"
     return shape_from_config(config, name, layer_class, arguments.attention, is_new=True, adapter=adapter)
 
@@ -97,7 +97,7 @@ def _config_sizes(arguments: "ModelArguments", family: str, default: PretrainedC
             continue
         known_names = [name for name in config_names if hasattr(default, name)]
         if not known_names:
-            raise InputError(f"--{argument} {size}: a {family} has no such size; leave it out")
+            raise InputError(f"--{argument} {size}: {family} has no such size; leave it out")
         values[known_names[0]] = size
     # with latent attention (DeepSeek V3), head_dim is that of the rotary part, and other settings have the heads' sizes
     if hasattr(default, "head_dim") and not hasattr(default, "qk_rope_head_dim"):
@@ -256,7 +256,7 @@ def _record_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
     unknown = recorder.unknown + [name for name, values in recorder.values.items() if not values]
     if unknown:
         raise InputError(
-            f"{source}: cannot initialize {len(unknown)} of its weights, {unknown[0]} first; "
-            "train another family, or start from a pretrained model"
+            f"{source}: cannot initialize {len(unknown)} of its weights, such as {unknown[0]}; train another family, "
+            "or start from a pretrained model"
         )
     return recorder.values

@@ -30,7 +30,7 @@ from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 _progress = logging.getLogger("fabric_train.progress")
-_FETCH_AGAIN = "fetch the model again, or give another"
+_FETCH_AGAIN = "download the model again, or give another"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def open_stored(source: str) -> StoredTensors | None:
     """Open the tensors of a hub name or folder as they are stored; None if there are no files of weights."""
     files = find_safetensors(source)
     if files:
-        return weight_files.CheckpointTensors(files, "fetch the model again")
+        return weight_files.CheckpointTensors(files, "download the model again")
     pickles = find_pickles(source)
     return PickledTensors(pickles) if pickles else None
 
@@ -214,8 +214,8 @@ def check_loaded_weights(source: str, faulty: list[str]) -> None:
     """Check that ``faulty``, the names of a pretrained model's missing or misshapen weights, is empty."""
     if faulty:
         raise InputError(
-            f"--model_name {source}: {len(faulty)} weights are missing or do not have the shape in config.json, "
-            f"{min(faulty)} first; {_FETCH_AGAIN}"
+            f"--model_name {source}: {len(faulty)} weights are missing or do not have the shape in config.json, such "
+            f"as {min(faulty)}; {_FETCH_AGAIN}"
         )
 
 
@@ -226,7 +226,7 @@ def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, tor
     faulty = [name for name, shape in shapes.items() if expected.get(name) != shape]
     faulty += [name for name in expected if name not in shapes and name not in optional]
     if faulty:
-        raise InputError(f"{source}: {len(faulty)} weights do not fit its config.json, {faulty[0]} first")
+        raise InputError(f"{source}: {len(faulty)} weights do not fit its config.json, such as {faulty[0]}")
 
 
 def tied_weight_names(model: PreTrainedModel) -> set[str]:

@@ -117,7 +117,7 @@ def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, skipped: 
                 continue
             if module.in_features % BLOCK:
                 raise InputError(
-                    f"--base_weights nf4: {name} has rows of {module.in_features} numbers, which are no blocks of "
+                    f"--base_weights nf4: {name} has rows of {module.in_features} values, which is not a multiple of "
                     f"{BLOCK}; leave it out"
                 )
             module.__class__ = NF4Linear  # its name, hooks and bias stay

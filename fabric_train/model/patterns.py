@@ -42,7 +42,7 @@ class NamePattern:
             self._whole_name = regex.compile(pattern)
             self._whole_components = regex.compile(rf"(?:^|\.)(?:{pattern})(?:\.|$)")
         except (re.error, regex.error, RecursionError, OverflowError) as error:
-            raise self._fault(f"it is no name and no regular expression ({error})") from None
+            raise self._fault(f"it is neither a name nor a regular expression ({error})") from None
 
     def matching_whole(self, names: Iterable[str]) -> set[str]:
         """Return the names that the pattern matches in full; InputError if this takes too long."""

@@ -68,9 +68,11 @@ def _load(file: Path) -> dict[str, Any]:
     except (OSError, EOFError, ValueError, RuntimeError, LookupError, UnpicklingError) as error:
         raise_reached_limit(error)
         raise InputError(
-            f"{file.parent}: cannot load its weights: {file.name}: {first_line(error).rstrip('.')}; "
-            "fetch the model again, or give another"
+            f"{file.parent}: cannot load its weights: {file.name}: {first_line(error).rstrip('.')}; download the "
+            "model again, or give another"
         ) from error
     if not isinstance(content, dict):
-        raise InputError(f"{file.parent}: cannot load its weights: {file.name} has no tensors by name; give another")
+        raise InputError(
+            f"{file.parent}: cannot load its weights: {file.name} does not map names to tensors; give another model"
+        )
     return content

@@ -200,8 +200,8 @@ def describe_unused(source: str, unused: dict[str, int]) -> str | None:
     if num_hidden:
         shown[-1] += f", and {num_hidden} more"
     return (
-        f"{source}: the model does not take {counted(len(unused), 'tensor')} of its files, which are left out of what "
-        f"is trained, computed and saved: {', '.join(shown)}"
+        f"{source}: the model does not use {counted(len(unused), 'tensor')} in its files; they are not trained, "
+        f"computed or saved: {', '.join(shown)}"
     )
 
 

@@ -58,8 +58,8 @@ class RopeChange:
         if rope is None or shape.max_positions is None:
             argument = "rope_scaling" if self.scaling else "rope_theta"
             raise InputError(
-                f"{self.option_prefix}{argument}: {shape.source} ({shape.config.model_type}) has no rotary positions "
-                "that could change, or several kinds of them; leave it out"
+                f"{self.option_prefix}{argument}: {shape.source} ({shape.config.model_type}) has no rotary "
+                "positions, or several kinds of them; leave it out"
             )
         positions = max(shape.max_positions, longest_row)
         if self.theta is not None:
@@ -75,8 +75,8 @@ class RopeChange:
             if longest_row > positions:
                 sufficient_factor = -(-longest_row // original)
                 raise InputError(
-                    f"{self.option_prefix}rope_scaling {kind}:{factor:g}: {shape.source} had {original:,} positions, "
-                    f"so it takes {positions:,}, and rows have {longest_row:,} tokens; give "
+                    f"{self.option_prefix}rope_scaling {kind}:{factor:g}: {shape.source} originally had {original:,} "
+                    f"positions, so this gives {positions:,}, but rows have {longest_row:,} tokens; give "
                     f"{kind}:{sufficient_factor}"
                 )
         config: Any = copy.deepcopy(shape.config)

@@ -30,7 +30,7 @@ def why_not_tiled(layers: Iterable[nn.Module]) -> str | None:
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
         if mlp is None or not _can_be_tiled(mlp):
-            return f"the MLP of {type(layer).__name__} is not made of linear layers alone"
+            return f"the MLP of {type(layer).__name__} does not consist of linear layers only"
     return None
 
 

@@ -147,6 +147,6 @@ def read_shard_index(folder: Path, advice: str) -> dict[str, ShardedTensor]:
             division = index.divisions[tensor.division]
         # the rows begin with 0, and each piece has a rank
         if division is None or division.first_rows[:1] != [0] or len(division.ranks) != len(division.first_rows):
-            raise InputError(f"{path}: damaged ({name} is not divided from its first row on); {advice}")
+            raise InputError(f"{path}: damaged ({name} is not split from its first row on); {advice}")
         tensors[name] = ShardedTensor(folder, DTYPES[tensor.dtype], torch.Size(tensor.shape), division)
     return tensors

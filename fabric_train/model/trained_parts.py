@@ -59,7 +59,7 @@ class TrainedParts:
         if not trained:
             train_only = f"{self.option} {' '.join(self.train_only)}, " if self.train_only else ""
             raise InputError(
-                f"{train_only}--freeze {' '.join(self.freeze)}: no parameter of {source} would train; freeze fewer"
+                f"{train_only}--freeze {' '.join(self.freeze)}: no parameter of {source} would be trained; freeze fewer"
             )
         return trained
 
@@ -122,9 +122,9 @@ def rates_by_name(rates: Mapping[str, float], names: Names, source: str, trained
             continue
         matched = match_parameters("--lr_of", pattern, names, source)
         if any(name in trained for name in matched):
-            fault = "later patterns match all that it names; give it last"
+            fault = "later patterns match everything that it matches; give it last"
         else:
-            fault = "all that it names is frozen; leave it out"
+            fault = "everything that it matches is frozen; leave it out"
         raise InputError(f"--lr_of {pattern}={rate:g}: {fault}")
 
     rate_by_name: dict[str, float] = {}

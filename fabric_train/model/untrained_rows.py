@@ -26,9 +26,9 @@ def note_on_end_of_turn(meta_model: MetaModel, dataset: TokenDataset) -> str | N
     tokenizer = Tokenizer.from_file(str(dataset.folder / "tokenizer" / "tokenizer.json"))
     token = tokenizer.id_to_token(token_id)
     return (
-        f"{token} (id {token_id}) ends every turn of {dataset.folder}, and this model was never trained on it: it "
-        "learns it here if there are many chats; for few, start from the instruct model, or tokenize with a chat "
-        "template whose end of turn the model knows"
+        f"{token} (id {token_id}) ends every turn of {dataset.folder}, but this model was never trained on it; it "
+        "can learn the token from many chats; for few chats, start from the instruct model, or tokenize with a chat "
+        "template whose end-of-turn token the model knows"
     )
 
 

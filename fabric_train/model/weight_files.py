@@ -95,7 +95,7 @@ class CheckpointTensors(StoredTensors):
             shape = _full_shape(pieces)
             self._shapes[name] = shape
             if sum(math.prod(piece.shape) for piece in pieces) != shape.numel():
-                raise InputError(f"{files[0].parent}: pieces of {name} are missing, so a file was lost; {advice}")
+                raise InputError(f"{files[0].parent}: pieces of {name} are missing, because a file was lost; {advice}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -151,7 +151,7 @@ class CheckpointTensors(StoredTensors):
             while unfilled:  # one call to the kernel reads 2 GiB at most
                 num_read = file.readinto(unfilled)
                 if not num_read:
-                    raise InputError(f"{path}: the file has become shorter; {self._advice}")
+                    raise InputError(f"{path}: the file was truncated; {self._advice}")
                 unfilled = unfilled[num_read:]
 
     def _find_pieces(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> list[Piece]:
@@ -166,7 +166,7 @@ class CheckpointTensors(StoredTensors):
         """Return the position of a piece's first byte in its file."""
         stored = self._header(piece.file).get(name)
         if stored is None or stored.piece != piece:
-            raise InputError(f"{piece.file}: {name} is not as {SHARD_INDEX} says; {self._advice}")
+            raise InputError(f"{piece.file}: {name} differs from {SHARD_INDEX}; {self._advice}")
         return stored.position
 
     def _header(self, path: Path) -> dict[str, _StoredPiece]:
@@ -214,7 +214,7 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
     else:
         files = safetensors_files(checkpoint)
     if not files:
-        raise InputError(f"{checkpoint}: no weights in it (model.safetensors, model-00001-of-….safetensors or model/)")
+        raise InputError(f"{checkpoint}: it has no weights (model.safetensors, model-00001-of-….safetensors or model/)")
     return CheckpointTensors(files)
 
 
@@ -226,14 +226,14 @@ def check_weight_files(folder: Path) -> None:
     if not files and not pickle.is_file() and not pickle_index.is_file():
         raise InputError(f"{folder}: it has no weights (model.safetensors); download the model again")
     for file in files:
-        _open_file(file, "fetch the model again")
+        _open_file(file, "download the model again")
     if pickle_index.is_file():
         shard_names(pickle_index)
 
 
 def shard_names(index: Path) -> list[str]:
     """Return the file names in a ``*.index.json`` of sharded weights."""
-    names = set(read_json(index, _Index, "fetch the folder again").weight_map.values())
+    names = set(read_json(index, _Index, "download the folder again").weight_map.values())
     return sorted(check_file_name(name, index) for name in names)
 
 

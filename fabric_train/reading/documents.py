@@ -19,7 +19,7 @@ TRAINED = "trained"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The keys for the thoughts before an answer; a chat template uses one of these names."""
 _LONGEST_EXCERPT = 200
-TOO_DEEP = "its objects are nested too deeply; leave the row out"
+TOO_DEEP = "its objects are nested too deeply; remove the row"
 
 # rejected_at: where the rejected sequence begins; chosen, rejected: supervised tokens; is_prefix: whether one answer is
 # the beginning of the other; rating_margin: rating of the chosen answer minus the rejected one's, NaN without.
@@ -81,7 +81,7 @@ class BadRowError(ValueError):
 
     def fault(self) -> InputError:
         """Return the error that ends the run with ``--on_bad_rows fail``."""
-        return InputError(f"{self}; --on_bad_rows skip leaves such rows out")
+        return InputError(f"{self}; --on_bad_rows skip skips such rows")
 
 
 def name_in(column: str, names: Container[str]) -> str:
@@ -97,7 +97,7 @@ def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str])
         name = name_in(column, names)
         count = names.count(name)
         if count > 1:
-            raise InputError(f"{place}: {count} columns are called {name!r}; rename all but one of them")
+            raise InputError(f"{place}: {count} columns are named {name!r}; rename all but one of them")
 
 
 def check_text_column(place: str, schema: Any, column: str) -> None:
@@ -165,7 +165,7 @@ def _not_text(column: str, kind: object) -> str:
 def missing_column(place: str, column: str, columns: Any) -> InputError:
     """Return the error for a missing column, which lists the columns there are."""
     names = ", ".join(map(str, columns)) or "none"
-    return InputError(f"{place}: no column {column!r}; there are: {names}; choose one with --text_column")
+    return InputError(f"{place}: no column {column!r}; it has {names}; choose one with --text_column")
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def check_surrogates(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRowError("it has half of a surrogate pair, which is no character; write the file as UTF-8") from None
+        raise BadRowError("it has half a surrogate pair, which is not a character; save the file as UTF-8") from None
 
 
 def excerpt(value: Any) -> str:

@@ -111,8 +111,8 @@ def naming_memory_errors(file_name: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        fix = "let fewer processes read at a time, or split it into smaller files"
-        raise RunError(f"{file_name}: memory ran out while it was read ({first_line(error)}); {fix}") from None
+        fix = "use fewer processes, or split it into smaller files"
+        raise RunError(f"{file_name}: out of memory while reading it ({first_line(error)}); {fix}") from None
 
 
 def is_readable(name: str | Path) -> bool:
@@ -177,7 +177,7 @@ def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
         data = file.read()
     zero_byte = data.find(b"\0")
     if zero_byte >= 0:
-        yield 1, BadRowError(f"{path}: byte {zero_byte} is zero, so it is binary data and not text")
+        yield 1, BadRowError(f"{path}: byte {zero_byte} is zero, so it is binary data, not text")
         return
     reader.position = reader.part.num_bytes
     try:
@@ -373,12 +373,12 @@ def _whole_parquet(path: str) -> Iterator[None]:
     except MemoryError:  # pyarrow's is an ArrowException too
         raise
     except UnicodeDecodeError:
-        raise InputError(f"{path}: a column of text holds bytes that are not UTF-8; write it as UTF-8") from None
+        raise InputError(f"{path}: a text column holds bytes that are not UTF-8; save it as UTF-8") from None
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # the system's, and no fault of the file
             raise
         reason = first_line(error).rstrip(".")
-        raise InputError(f"{path}: not a whole parquet file: {reason}; fetch it again") from None
+        raise InputError(f"{path}: incomplete parquet file: {reason}; download it again") from None
 
 
 def _parse_json(text: str, columns: Sequence[str]) -> Any:
@@ -392,7 +392,7 @@ def _parse_json(text: str, columns: Sequence[str]) -> Any:
                 name = name_in(column, entries)
                 count = keys.count(name)
                 if count > 1:
-                    raise BadRowError(f"{count} values are called {name!r}; keep one of them")
+                    raise BadRowError(f"{count} values are named {name!r}; keep one of them")
         return entries
 
     try:
@@ -405,7 +405,7 @@ def _parse_json(text: str, columns: Sequence[str]) -> Any:
             position = f"line {error.lineno}, {position}"
         raise BadRowError(f"not JSON: {error.msg} at {position}") from None
     except (ValueError, RecursionError) as error:
-        raise BadRowError(f"not JSON that can be read: {error}") from None
+        raise BadRowError(f"cannot read JSON: {error}") from None
 
 
 def _decode(data: bytes, path: str, offset: int) -> str:

@@ -79,17 +79,17 @@ def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False
         cause = error.__cause__
     if message == "Config name is missing.":
         subsets = ", ".join(re.findall(r"'([^']+)'", str(error).splitlines()[1]))
-        return InputError(f"{option} {value}: it has several subsets; give one of them as NAME:SUBSET: {subsets}")
+        return InputError(f"{option} {value}: it has several subsets; give one as NAME:SUBSET; it has {subsets}")
     if is_folder:
         return InputError(f"{option} {value}: {first_line(cause)}")
     is_missing = bool(classes & {"RepositoryNotFoundError", "DatasetNotFoundError"})
     is_unreachable = bool(classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled"})
     if "GatedRepoError" in classes or "is a gated dataset" in message:
-        reason = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
+        reason = "it is gated on the hub; accept its terms there and log in with `hf auth login`"
     elif message.startswith("Revision "):
         reason = f"the hub answers: {message}"
     elif is_missing and "reach" not in message:
-        reason = "the hub has nothing of this name that this login may read"
+        reason = "the hub has nothing of this name that this login can read"
     elif is_unreachable or "DatasetNotFoundError" in classes:  # its message says that the hub was not reached
         reason = (
             "the hub cannot be reached: no network, or HF_HUB_OFFLINE is set (docs/reference/errors.md#no-internet)"
@@ -261,7 +261,7 @@ class RowReader:
         try:
             yield from self._rows.iter(batch_size=256)
         except errors_of_datasets() as error:
-            raise RunError(f"{self._place}: cannot be read to the end: {first_line(error)}") from None
+            raise RunError(f"{self._place}: cannot be read completely: {first_line(error)}") from None
 
     def sha256(self) -> bytes:
         return NO_SHA256
@@ -289,7 +289,7 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise_reached_limit(error)
         raise InputError(
-            f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
+            f"{option} {name}: incomplete save_to_disk folder: {first_line(error)}; save it again"
         ) from None
     if isinstance(loaded, datasets.DatasetDict):
         all_splits = dict(loaded)
@@ -306,7 +306,7 @@ def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> Data
     data_files = builder.config.data_files or {}
     for path in chain.from_iterable(data_files.values()):
         if "://" not in path:
-            raise InputError(f"{option} {name}: its README.md names {path} on this machine; do not use it")
+            raise InputError(f"{option} {name}: its README.md points to {path} on this machine; do not use it")
     try:
         if stream:
             loaded = builder.as_streaming_dataset()
@@ -346,7 +346,7 @@ def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: 
         selected = wanted.split("+")
     for split in selected:
         if split not in splits_by_name:
-            raise InputError(f"{option} {name}: no split {split!r}; there are: {', '.join(splits_by_name)}")
+            raise InputError(f"{option} {name}: no split {split!r}; it has {', '.join(splits_by_name)}")
     return {split: splits_by_name[split] for split in selected}
 
 
@@ -372,5 +372,5 @@ def describe_splits(read_splits: Iterable[str], all_splits: Iterable[str]) -> st
     description = ", ".join(names)
     unread_names = [name for name in all_splits if name not in names]
     if unread_names:
-        description += f"; not read: {', '.join(unread_names)} (NAME::SPLIT reads one)"
+        description += f"; not read: {', '.join(unread_names)} (give NAME::SPLIT to read one)"
     return description

@@ -127,7 +127,7 @@ def list_file(path: str | Path) -> ListedFile:
         raise
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a folder")
-        raise InputError(f"{path}: {kind}, not a file; write its content to a file first, or remove it")
+        raise InputError(f"{path}: {kind}, not a file; write its content to a file, or remove it")
     return ListedFile(os.fspath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -284,7 +284,7 @@ def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     try:
         now = list_file(file.name)
     except FileNotFoundError:
-        raise InputError(f"{file.name}: removed while it was read; restore it, then start again") from None
+        raise InputError(f"{file.name}: removed while it was being read; restore it and start again") from None
     if (now.size, now.mtime_ns) != (file.size, file.mtime_ns):
         raise changed(file)
     if digest is not None and now.ctime_ns != file.ctime_ns and sha256(file.name) != digest.hex():
@@ -293,7 +293,7 @@ def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
 
 def changed(file: ListedFile) -> InputError:
     """Return the error for a file that has changed since it was listed."""
-    return InputError(f"{file.name}: changed while it was read; start again once nothing writes to it")
+    return InputError(f"{file.name}: changed while it was being read; start again when nothing writes to it any more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ def open_decompressed(file: ListedFile, content: bytes | None = None) -> Iterato
             if isinstance(error, OSError) and error.errno:
                 raise
             reason = str(error).strip().splitlines()[0]
-            raise InputError(f"{file.name}: not a whole {compression} file: {reason}; fetch it again") from None
+            raise InputError(f"{file.name}: incomplete {compression} file: {reason}; download it again") from None
 
 
 def _decompress(file: BinaryIO, compression: str) -> Any:

@@ -103,9 +103,15 @@ def split_names(values: Sequence[str], option: str) -> list[tuple[str, str]]:
             name = match[1]
             place = match[2]
             if _is_path_or_pattern(value):
-                faults.append(f"{option} {value}: a path, and also {place} with the name {name}; give ./{value}")
+                faults.append(
+                    f"{option} {value}: ambiguous, since it is a path and could also be {place} with the name "
+                    f"{name}; give ./{value} for the path"
+                )
         if name == "all":
-            faults.append(f"{option} {value}: losses of all sources together have the name all; give NAME={place}")
+            faults.append(
+                f"{option} {value}: the name all is reserved for the losses of all sources together; give another "
+                f"NAME={place}"
+            )
         sources.append((name, place))
     if faults:
         raise InputError(*faults)
@@ -183,7 +189,7 @@ def _open_source(name: str, option: str, stream: bool, downloads: Path) -> Sourc
         listing = listings.list_pattern(os.path.expanduser(name), is_wanted)
         folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
-        return _open_files(name, option, "what this pattern names", root, listing)
+        return _open_files(name, option, "this pattern", root, listing)
 
     check_name(name, option)
     assert parsed_name is not None, "check_name has found it to be a hub name"
@@ -213,23 +219,23 @@ def _open_files(name: str, option: str, description: str, root: Path, listing: l
     num_skipped = listing.others.total()
     if not listing.files:
         raise InputError(
-            f"{option} {name}: no readable file in {description} of {num_skipped} files; "
-            f"readable are {readable_suffixes()}"
+            f"{option} {name}: no readable file among the {num_skipped} files of {description}; readable are "
+            f"{readable_suffixes()}"
         )
     notes: list[str] = []
     if num_skipped:
         kinds = sorted(listing.others)
         counts = ", ".join(f"{listing.others[kind]:,} {kind}" for kind in kinds)
-        note = f"{num_skipped:,} files of other kinds are skipped ({counts})"
+        note = f"skipping {num_skipped:,} files of other kinds ({counts})"
         files_about_data = [kind for kind in kinds if listings.is_about_data(kind)]
         if files_about_data:
-            note += f"; a {files_about_data[0]} is read if {option} names it"
+            note += f"; to read a {files_about_data[0]}, name it in {option}"
         notes.append(note)
     if listing.repeated:
         links = ", ".join(listing.repeated[:_MOST_LINKS_NAMED])
         if len(listing.repeated) > _MOST_LINKS_NAMED:
             links += f" and {len(listing.repeated) - _MOST_LINKS_NAMED} more"
-        notes.append(f"links to folders that are read under another path are skipped: {links}")
+        notes.append(f"skipping links to folders that are already read under another path: {links}")
     return FileSource(name=name, root=root, files=listing.files, notes=tuple(notes))
 
 
@@ -267,7 +273,7 @@ def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetNam
     paths = [Path(path) for path in chain.from_iterable(paths_by_split.values())]
     for path in paths:
         if not path.is_relative_to(folder) or ".." in path.parts:
-            raise InputError(f"{option} {name}: its README.md names {path}, which is not in the folder; correct it")
+            raise InputError(f"{option} {name}: its README.md names {path}, which is not in the folder; fix README.md")
         if not is_readable(path):
             raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
     files = listings.ListedFiles(map(listings.list_file, paths))
@@ -286,7 +292,9 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
     try:
         file_system, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
+        raise InputError(
+            f"{option} {url}: {error}; install the packages with pip install 'fabric-train[remote]'"
+        ) from None
     try:
         # the files that the URL names
         possible_pattern = path
@@ -299,12 +307,12 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
                 paths = [path for path in paths if not listings.is_about_data(path)]
         readable_paths = [path for path in paths if is_readable(_file_name(path))]
         if not readable_paths:
-            raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
+            raise InputError(f"{option} {url}: no readable file; readable are {readable_suffixes()}")
 
         downloads = (_fetch(file_system, path, folder) for path in readable_paths)
         files = listings.ListedFiles(map(listings.list_file, downloads))
     except OSError as error:
-        raise InputError(f"{option} {url}: cannot be fetched: {_reason(error, url)}") from None
+        raise InputError(f"{option} {url}: cannot be downloaded: {_reason(error, url)}") from None
     return FileSource(name=redact(url), root=folder, files=files)
 
 
@@ -325,7 +333,7 @@ def _fetch(file_system: Any, path: str, folder: Path) -> Path:
     with file_system.open(path, "rb") as remote_file, unfinished.open("wb") as local_file:
         while piece := remote_file.read(1 << 22):
             local_file.write(piece)
-            log(f"fetching {redact(path)}: {local_file.tell() / 1e6:,.0f} MB")
+            log(f"downloading {redact(path)}: {local_file.tell() / 1e6:,.0f} MB")
     unfinished.rename(target)
     return target
 
@@ -341,5 +349,5 @@ def _reason(error: BaseException, url: str) -> str:
     if not url.endswith(reason):
         return reason
     if error.__cause__ is None:
-        return "there is no such file"
+        return "no such file"
     return _reason(error.__cause__, url)

@@ -58,8 +58,8 @@ def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowP
     if num_bytes > free_bytes:
         padding_share = num_padding / (num_rows * max_length)
         raise InputError(
-            f"{num_rows:,} rows of {max_length:,} tokens, {padding_share:.0%} of them padding, "
-            f"take {num_bytes / 1e9:,.1f} GB, and {folder} has {free_bytes / 1e9:,.1f} GB left; give a smaller "
+            f"{num_rows:,} rows of {max_length:,} tokens, {padding_share:.0%} of them padding, need "
+            f"{num_bytes / 1e9:,.1f} GB, but {folder} has {free_bytes / 1e9:,.1f} GB left; give a smaller "
             "--max_length, --packing best_fit, or an --output_dir on another disk"
         )
 

@@ -30,7 +30,7 @@ def _check_size(file: Path, expected: int) -> None:
         size = os.stat(file).st_size
     except OSError as error:
         raise_reached_limit(error)
-        raise InputError(f"{file}: {error.strerror}; put it back, or {TOKENIZE_AGAIN}") from None
+        raise InputError(f"{file}: {error.strerror}; restore it, or {TOKENIZE_AGAIN}") from None
     if size != expected:
         raise InputError(f"{file} has {size:,} bytes instead of {expected:,}; {TOKENIZE_AGAIN}")
 

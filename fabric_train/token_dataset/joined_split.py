@@ -173,7 +173,7 @@ class JoinedSplit:
 
     def _damaged(self) -> InputError:
         path = self.parts.folder / self.name / BATCHES
-        return InputError(f"{path}: damaged, it has not the batches of the files in {FILE_NAME}; {MERGE_AGAIN}")
+        return InputError(f"{path}: damaged (its batches are not those of the files in {FILE_NAME}); {MERGE_AGAIN}")
 
     def _find_batch(self, row: int) -> int:
         """Return the index of the record batch that has a row."""
@@ -206,7 +206,9 @@ class _MappedRows:
     def batch(self, offset: int, columns: Sequence[str]) -> pa.RecordBatch:
         """Return columns of the record batch at a byte of the file; a part without labels has the tokens as labels."""
         if offset >= self.buffer.size:
-            raise InputError(f"{self.path} ends before byte {offset:,}, where rows should begin; {MERGE_AGAIN}")
+            raise InputError(
+                f"{self.path} is truncated: it ends before byte {offset:,}, where rows should begin; {MERGE_AGAIN}"
+            )
         self.mapped.madvise(mmap.MADV_DONTNEED)  # pages of rows read before would count as memory of this process
         try:
             message = pa.ipc.read_message(self.buffer.slice(offset))

@@ -190,13 +190,13 @@ class PairLedger:
         equal_share = self.equal_lengths / num_pairs
         phrases = [
             f"{num_pairs:,} with answers of {mean_chosen:,.1f} tokens (chosen) and {mean_rejected:,.1f} (rejected)",
-            f"the chosen one is longer in {longer_share:.1%}, as long in {equal_share:.1%}",
+            f"the chosen answer is longer in {longer_share:.1%} and equally long in {equal_share:.1%}",
         ]
         if self.prefixes:
-            phrases.append(f"one begins the other in {self.prefixes:,}")
+            phrases.append(f"one is a prefix of the other in {self.prefixes:,}")
         if self.rated:
             mean_margin = self.rating_margin / self.rated
-            phrases.append(f"it is rated {mean_margin:+.3g} above the other, {self.rated:,} rated")
+            phrases.append(f"the chosen answer is rated {mean_margin:+.3g} higher on average ({self.rated:,} rated)")
         return "; ".join(phrases)
 
 
@@ -213,9 +213,9 @@ class UnpairedLedger:
         """Return the counts and the mean lengths in one line."""
         num_answers = self.desirable + self.undesirable
         return (
-            f"{self.desirable:,} desirable and {self.undesirable:,} undesirable, of "
-            f"{self.answer_tokens / num_answers:,.1f} tokens; the other answers that estimate the KL divergence have "
-            f"{self.mismatched_tokens / num_answers:,.1f}"
+            f"{self.desirable:,} desirable and {self.undesirable:,} undesirable, with "
+            f"{self.answer_tokens / num_answers:,.1f} tokens on average; the mismatched answers that estimate the KL "
+            f"divergence have {self.mismatched_tokens / num_answers:,.1f}"
         )
 
 
@@ -391,14 +391,14 @@ class Manifest:
             kind = self.kind if self.sequences_per_document > 1 else "chats"
             losses.append(
                 f"{num_cut:,} of {num_tokens:,} tokens ({num_cut / num_tokens:.0%}) were cut off because {kind} are "
-                f"longer than a row of {self.settings.max_length:,}; give a larger --max_length"
+                f"longer than a row of {self.settings.max_length:,} tokens; give a larger --max_length to keep them"
             )
         num_severed = sum(split.chats_severed for split in self.ledger.splits.values())
         num_documents = sum(split.documents for split in self.ledger.splits.values())
         if num_severed:
             losses.append(
                 f"{num_severed:,} of {num_documents:,} documents are chats that continue in another row, where the "
-                "model learns turns without those before them; use --packing best_fit"
+                "model learns turns without the turns before them; use --packing best_fit"
             )
         return losses
 
@@ -456,7 +456,7 @@ def load_manifest(folder: Path) -> Manifest | None:
     )
     file_format = content.get("format")
     if file_format != expected_format:
-        raise InputError(f"{file} has format {file_format!r}, this version reads {expected_format}; tokenize again")
+        raise InputError(f"{file} has format {file_format!r}, but this version reads {expected_format}; tokenize again")
     try:
         # in the file, the ledger has its splits and its totals side by side
         splits = content["ledger"]
@@ -480,7 +480,7 @@ def changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
             faults.append(f"{file} is missing, but {FILE_NAME} lists it in tokenizer.sha256; tokenize again")
         elif hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
             faults.append(
-                f"{file} does not match tokenizer.sha256 in {FILE_NAME}: it is damaged or edited; "
-                "restore the file, or tokenize again"
+                f"{file} does not match tokenizer.sha256 in {FILE_NAME}: it is damaged or was edited; restore the "
+                "file, or tokenize again"
             )
     return faults

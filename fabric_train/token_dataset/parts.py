@@ -113,12 +113,11 @@ class Parts:
             raise_reached_limit(error)
             reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"{self._describe(part)} is missing ({file}: {reason}); put it back, or {MERGE_AGAIN}"
+                f"{self._describe(part)} is missing ({file}: {reason}); restore it, or {MERGE_AGAIN}"
             ) from None
         if manifest_sha256 != self.record.parts[part].manifest_sha256:
             raise InputError(
-                f"{self._describe(part)} has changed since the merge: {file} is another; put it back as it was, or "
-                f"{MERGE_AGAIN}"
+                f"{self._describe(part)} has changed since the merge: {file} differs; restore it, or {MERGE_AGAIN}"
             )
 
     def split_names(self) -> list[str]:
@@ -142,7 +141,7 @@ def open_parts(folder: Path) -> Parts:
     file = folder / FILE_NAME
     record = read_json(file, PartsRecord, MERGE_AGAIN)
     if record.format != _FORMAT:
-        raise InputError(f"{file} has format {record.format}, this version reads {_FORMAT}; {MERGE_AGAIN}")
+        raise InputError(f"{file} has format {record.format}, but this version reads {_FORMAT}; {MERGE_AGAIN}")
     for part in record.parts:
         for name, split in part.splits.items():
             for listed in split.files:
@@ -175,7 +174,7 @@ class _MappedIndex:
                 raise
         array = self._arrays[name]
         if len(positions) and positions.max() >= len(array.records):
-            raise InputError(f"{self._folder}: not the index of this part's rows; {TOKENIZE_AGAIN}")
+            raise InputError(f"{self._folder}: does not match this part's rows; {TOKENIZE_AGAIN}")
         records = array.records[positions]
         array.mapped.madvise(mmap.MADV_DONTNEED)
         return records
@@ -222,10 +221,10 @@ def _map_records(path: Path, dtype: np.dtype, fix: str) -> _MappedArray:
             header_length = file.tell()
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         if stored_dtype != dtype or len(shape) != 1:
-            raise ValueError("it holds no records of the index")
+            raise ValueError("it has no index records")
         records = np.frombuffer(mapped, dtype, shape[0], header_length)
         if header_length + records.nbytes != len(mapped):
-            raise ValueError("it goes on after its last record")
+            raise ValueError("it has data after its last record")
         return _MappedArray(records, mapped)
     except FileNotFoundError:
         raise InputError(f"{path}: the file is missing; {fix}") from None

@@ -127,15 +127,15 @@ def open_splits(folder: Path) -> dict[str, Split]:
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of fabric-train tokenize")
     listing = folder / "dataset_dict.json"
     if not listing.is_file():
-        fault = "no dataset_dict.json in it"
+        fault = "it has no dataset_dict.json"
         fix = "give the --output_dir of fabric-train tokenize"
         if (folder / "state.json").is_file():
-            fault = "only one split of it"
-            fix = "give the folder above it"
+            fault = "it is only one split of a token dataset"
+            fix = "give its parent folder"
         raise InputError(f"{folder}: not a token dataset: {fault}; {fix}")
     names = _read_list(listing, "splits")
     if not names:
-        raise InputError(f"{listing}: damaged, it lists no split; tokenize again")
+        raise InputError(f"{listing}: damaged (it lists no split); tokenize again")
     return {check_file_name(name, listing): _open_split(folder, name) for name in names}
 
 
@@ -147,7 +147,8 @@ def check_token_dataset(folder: str) -> None:
     if not (path / "dataset_dict.json").is_file():
         cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
         raise InputError(
-            f"--train_data_dir {folder}: {cause}; make one with fabric-train tokenize --output_dir {folder}"
+            f"--train_data_dir {folder}: {cause}; write a token dataset with fabric-train tokenize --output_dir "
+            f"{folder}"
         )
     check_listed_files(path, "tokenize again")
 
@@ -196,7 +197,7 @@ def _open_split(folder: Path, name: str) -> Split:
     try:
         files = tuple(folder / name / check_file_name(file["filename"], state) for file in listed_files)
     except (TypeError, KeyError):
-        raise InputError(f"{state}: damaged, it lists no files; tokenize again") from None
+        raise InputError(f"{state}: damaged (it lists no files); tokenize again") from None
     # the files of rows
     schema = pa.schema([])
     num_rows = 0
@@ -206,7 +207,7 @@ def _open_split(folder: Path, name: str) -> Split:
         schema = table.schema
         num_rows += table.num_rows
     if not num_rows:
-        raise InputError(f"{folder / name}: no rows; leave the split out or tokenize again")
+        raise InputError(f"{folder / name}: it has no rows; remove the split or tokenize again")
     _check_columns(schema, folder / name)
     return Split(name, files, schema, num_rows)
 

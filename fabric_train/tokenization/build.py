@@ -262,7 +262,7 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
         if is_expected and not num_documents[source_number]:
             fault = f"{source.name}: {_nothing_left(skipped[source_number])}"
             if source_number in first_bad_rows:
-                fault += f"; the first bad row: {first_bad_rows[source_number]}"
+                fault += f"; first bad row: {first_bad_rows[source_number]}"
             faults.append(fault)
     if faults:
         raise InputError(*faults)
@@ -271,9 +271,9 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
 def _nothing_left(skipped: Counter[str]) -> str:
     """Return the error that no document is left, and why; ``skipped`` are the numbers of rows by reason."""
     if not skipped.keys() - {EMPTY, *BAD_ROWS}:
-        return "no document with any text in it"
+        return "no document with text"
     counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.most_common())
-    return f"every document is left out ({counts}); leave out the source, or what drops them"
+    return f"every document is left out ({counts}); leave out the source, or the options that drop its documents"
 
 
 def _write_splits(
@@ -489,11 +489,11 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     for source_number, columns in sorted(_unused_columns(encoded).items()):
         if columns:
             name, _ = corpus.names_and_places[source_number]
-            notes.append(f"{name}: columns not used: {', '.join(sorted(columns))}")
+            notes.append(f"{name}: unused columns: {', '.join(sorted(columns))}")
     notes = list(dict.fromkeys(notes))  # several sources may have the same format
     bad_rows = [record.first_bad_row for record in encoded.records if record.first_bad_row]
     if bad_rows:
-        notes.append(f"the first bad row left out: {bad_rows[0]}")
+        notes.append(f"first bad row that was skipped: {bad_rows[0]}")
     return notes
 
 
@@ -517,12 +517,12 @@ def find_finished(arguments: TokenizeArguments) -> Manifest | None:
     manifest = read_manifest(folder)
     if manifest is not None and manifest.parts:
         command = f"{command_from_here('publish')} {shlex.quote(str(folder))} --push_to_hub {arguments.push_to_hub}"
-        raise InputError(f"{folder} is a merge, which this command has not made; push it with {command}")
+        raise InputError(f"{folder} is a merged token dataset, not one that this command wrote; push it with {command}")
     if manifest is None:
-        raise InputError(f"{folder} already exists and is not a token dataset of this program; choose another folder")
+        raise InputError(f"{folder} already exists and is not a token dataset; choose another folder")
     differences = list(_find_differences(manifest, arguments))
     if differences:
-        raise InputError(f"{folder} was made with other arguments: {', '.join(differences)}; choose another folder")
+        raise InputError(f"{folder} was written with other arguments: {', '.join(differences)}; choose another folder")
     return manifest
 
 

@@ -78,7 +78,7 @@ def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]
     check_no_links_in(folder)
     with ExitStack() as stack:
         try:
-            fault = f"{target}: another process is tokenizing into it"
+            fault = f"{target}: another process is writing to it"
             stack.enter_context(hold_lock(folder / "lock", fault, "wait for it or stop it"))
         except OSError as error:
             raise_reached_limit(error)
@@ -103,7 +103,7 @@ def _keep_unfinished(folder: Path, sizes: ShardSizes) -> bool:
     work = f"{num_shards:,} finished shards"
     if downloads:
         work += f" and {len(downloads):,} downloads"
-    print(f"{work} are kept in {folder}: the same command continues with them", file=sys.stderr)
+    print(f"{work} are kept in {folder}; run the same command again to continue", file=sys.stderr)
     return True
 
 
@@ -285,8 +285,8 @@ def _check_room(arguments: TokenizeArguments, sources: Sequence[Source]) -> None
     free_bytes = requirements.free_bytes(parent)
     if free_bytes < _BYTES_PER_BYTE_OF_INPUT * num_bytes:
         note(
-            f"the input has {show_size(num_bytes)}, and tokens of plain text take about twice as much; {parent} has "
-            f"{show_size(free_bytes)} left"
+            f"the input has {show_size(num_bytes)}, and the tokens of plain text take about twice as much, but "
+            f"{parent} has {show_size(free_bytes)} left"
         )
 
 
@@ -309,14 +309,17 @@ def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
     for kind, place in place_by_kind.items():
         if kind != compared_kind:
             compared_place = place_by_kind[compared_kind]
-            faults.append(f"{compared_place} has {noun}s, {place} has {kind}: make a token dataset of each")
+            faults.append(f"{compared_place} has {noun}s, but {place} has {kind}; write a token dataset for each")
     if arguments.packing == "concat":
-        faults.append(f"--packing concat cuts {noun}s at row ends: leave it out, which gives best_fit")
+        faults.append(f"--packing concat cuts {noun}s at row ends; leave it out to use best_fit")
     if arguments.overlap:
-        faults.append(f"--overlap: {_with_article(noun)} is never in two rows, so nothing is repeated; leave it out")
+        faults.append(
+            f"--overlap has no effect, since {_with_article(noun)} is never split over two rows; leave it out"
+        )
     if arguments.train_on == "all":
         faults.append(
-            f"--train_on all: of {_with_article(noun)}, only the answers are compared; give assistant or last"
+            f"--train_on all does not apply to {_with_article(noun)}, of which only the answers are compared; give "
+            "assistant or last"
         )
     if faults:
         raise InputError(*faults)
@@ -360,7 +363,7 @@ def find_kind(
                 kind = detect_format(without_pair)
                 if kind is None and not has_text:
                     raise InputError(
-                        f"{reader.place(row_number)}: a preference pair; make a token dataset with "
+                        f"{reader.place(row_number)}: this is a preference pair; write a token dataset with "
                         "fabric-train tokenize first"
                     )
             if kind is not None:
@@ -369,12 +372,12 @@ def find_kind(
             # text
             if not has_text:
                 no_text = str(missing_column(reader.place(row_number), text_column, row))
-                raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
+                raise InputError(unexpected_format(row, "auto", f"{no_text}, and no chat or instruction either"))
             if not prefers_text and is_speaker(row.get("role")):
                 raise InputError(
-                    f"{reader.place(row_number)}: one turn of a conversation, whose other turns are other rows; "
-                    "write each conversation into one row with messages, or tokenize with --data_format text, "
-                    "which trains on each turn as a document"
+                    f"{reader.place(row_number)}: this is one turn of a conversation with its other turns in other "
+                    "rows; write each conversation into one row with messages, or use --data_format text to train on "
+                    "each turn as a document"
                 )
             return "text"
     return "text"  # an empty source

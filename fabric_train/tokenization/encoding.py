@@ -155,7 +155,7 @@ def _encode_with(
     """Encode with the encoder of this name; _DifferentIdsError if its ids differ from the tokenizer's."""
     num_outdated = remove_outdated_shards(folder)
     if num_outdated:
-        print(f"{num_outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
+        print(f"encoding {num_outdated:,} shards again that an older version finished", file=sys.stderr)
 
     # the shards of the slice, and those of them that an earlier run has finished
     all_shards = corpus.shards(encoder_name)

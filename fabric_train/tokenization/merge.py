@@ -92,7 +92,7 @@ def open_inputs(
         splits = open_splits(folder)
         manifest = manifest_of(folder)
         if manifest is None:
-            raise InputError(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
+            raise InputError(f"{folder}: it has no manifest.json, so its tokenizer is unknown; tokenize again")
         if sorted(splits) != sorted(manifest.ledger.splits):
             raise InputError(f"{folder}: its splits differ from its manifest.json; tokenize again")
         return MergeInput(folder, manifest, splits)
@@ -152,11 +152,14 @@ def _find_differences(reference: MergeInput, dataset: MergeInput) -> Iterator[st
     max_length = manifest.settings.max_length
     if reference_length != max_length:
         yield (
-            f"{dataset.folder}: its rows have {max_length:,} tokens, the rows of {reference.folder} have "
-            f"{reference_length:,}; tokenize one of them again with the --max_length of the other"
+            f"{dataset.folder}: its rows have {max_length:,} tokens, but the rows of {reference.folder} have "
+            f"{reference_length:,}; tokenize one of them again with the other's --max_length"
         )
     if reference_manifest.kind != manifest.kind:
-        yield f"{reference.folder} has {reference_manifest.kind}, {dataset.folder} has {manifest.kind}; keep them apart"
+        yield (
+            f"{reference.folder} has {reference_manifest.kind}, but {dataset.folder} has {manifest.kind}; do not "
+            "merge them"
+        )
 
     # the files of the tokenizer
     reference_hashes = reference_manifest.tokenizer.sha256
@@ -178,8 +181,8 @@ def _find_differences(reference: MergeInput, dataset: MergeInput) -> Iterator[st
     elif differing_files:
         verb = "differs" if len(differing_files) == 1 else "differ"
         yield (
-            f"{dataset.folder}: its tokenizer differs from {reference.folder}'s: {', '.join(differing_files)} {verb}; "
-            "tokenize one of them again with the --tokenizer_name of the other"
+            f"{dataset.folder}: its tokenizer differs from {reference.folder}'s: {', '.join(differing_files)} "
+            f"{verb}; tokenize one of them again with the other's --tokenizer_name"
         )
 
     # the template that rendered the chats, which may come from --chat_template; None if there are no chats
@@ -188,14 +191,14 @@ def _find_differences(reference: MergeInput, dataset: MergeInput) -> Iterator[st
     has_both_templates = reference_template is not None and template is not None
     if has_both_templates and reference_template != template and not differing_files:
         yield (
-            f"{dataset.folder}: its chats are rendered with another template than {reference.folder}'s; "
+            f"{dataset.folder}: its chats were rendered with a different template than {reference.folder}'s; "
             "tokenize one of them again"
         )
 
     # the columns; `labels` are added where they are missing
     for name in reference.splits.keys() & dataset.splits.keys():
         if _types_by_column(reference.splits[name]) != _types_by_column(dataset.splits[name]):
-            yield f"{dataset.folder}: {name} has other columns than {reference.folder}'s; tokenize again"
+            yield f"{dataset.folder}: {name} has different columns than {reference.folder}'s; tokenize again"
 
 
 def _types_by_column(split: Split) -> dict[str, pa.DataType]:
@@ -270,7 +273,7 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     # open the slices, if these are slices
     are_slices = any(is_slice(folder) for folder in folders)
     if not are_slices and len(without_parts(folders)) < 2 and not arguments.parts:
-        raise InputError("--dataset_dirs: give two token datasets or more")
+        raise InputError("--dataset_dirs: expected two token datasets or more")
     slices: list[Slice] = []
     if are_slices:
         slices = open_slices(folders, target)
@@ -283,8 +286,8 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     if slices and not slices[0].arguments.parts:
         if arguments.parts:
             raise InputError(
-                f"--parts true: {slices[0].folder} is encoded and has no rows; run the tasks with --parts true, or "
-                "merge without it"
+                f"--parts true: {slices[0].folder} is encoded but not packed into rows; run the tasks with --parts "
+                "true, or merge without it"
             )
         manifest, notes = merge_slices(slices, target, sizes)
     else:
@@ -312,16 +315,16 @@ def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> N
     """Write the lines that repeat over all counted slices; print the most frequent ones and the next command."""
     repeated = merge_counts(slices, target, sizes)
     arguments = slices[0].arguments
-    num_lines = f"{len(repeated.hashes):,} are in {repeated.num_documents:,} documents or more"
+    num_lines = f"{len(repeated.hashes):,} occur in {repeated.num_documents:,} documents or more"
     print(f"merged   {len(slices):,} counted slices")
-    print(f"lines    {num_lines}; look at the most frequent:")
+    print(f"lines    {num_lines}; check the most frequent ones:")
     for line in repeated.shown():
         # a line of the corpus may hold control characters of the terminal
         printable = "".join(character if character.isprintable() else "?" for character in line)
         print(f"         {printable}")
     print(f"written  {target}")
     command = encode_command(arguments, str(target))
-    print(f"next     slice {arguments.shard}, and the others likewise: {command}")
+    print(f"next     slice {arguments.shard}, and likewise for the others: {command}")
 
 
 def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tuple[Manifest, list[str]]:
@@ -364,14 +367,14 @@ def merge(folders: Sequence[Path], target: Path, as_parts: bool = False) -> tupl
 
     # notes for the user
     notes = [
-        f"{dataset.folder} has no document index, because an older version wrote it, so {target} has none; "
-        "tokenize it again to have one"
+        f"{dataset.folder} has no document index because an older version wrote it, so {target} has none either; "
+        "tokenize it again to get one"
         for dataset in datasets
         if not dataset.manifest.has_index
     ]
     num_versions = Counter(chat_format.name for chat_format in manifest.chat_formats)
     notes += [
-        f"the parts were read by different versions of the data_format {name}; manifest.json has each"
+        f"the parts were read by different versions of the data_format {name}; manifest.json records each version"
         for name, count in num_versions.items()
         if count > 1
     ]
@@ -389,9 +392,9 @@ def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
             shown = distinct_values[:_MOST_NAMED]
             if len(distinct_values) > _MOST_NAMED:
                 shown.append("…")
-            yield f"--{name} differs: {', '.join(shown)}; manifest.json keeps each part's"
+            yield f"--{name} differs: {', '.join(shown)}; manifest.json records each part's value"
     if len({json.dumps(part.cleaning, sort_keys=True) for part in parts}) > 1:
-        yield "the parts were cleaned differently; manifest.json has the settings of each part"
+        yield "the parts were cleaned differently; manifest.json records each part's settings"
 
 
 @dataclass(frozen=True)
@@ -421,7 +424,7 @@ def _sources_in_common(datasets: Sequence[MergeInput]) -> Iterator[str]:
         files = _name_first([*paths])
         verb = "was" if len(paths) == 1 else "were"
         readers = _name_first([*later_datasets[dataset_dir]])
-        yield f"{files} of {dataset_dir} {verb} also read for {readers}: documents may come twice"
+        yield f"{files} of {dataset_dir} {verb} also read for {readers}; documents may occur twice"
 
 
 def _name_first(values: Sequence[object]) -> str:

@@ -268,7 +268,7 @@ def _copy_records(records: np.ndarray, target: np.ndarray, added: dict[str, int]
 def write_parts(folder: Path, target: Path, datasets: Sequence[MergeInput], manifest: Manifest) -> None:
     """Write the locations of the parts and their record batches to ``folder``, which will become ``target``."""
     faults = [
-        f"{dataset.folder} has no document index, because an older version wrote it: merge without --parts"
+        f"{dataset.folder} has no document index because an older version wrote it; merge without --parts"
         for dataset in datasets
         if not dataset.manifest.has_index
     ]
@@ -407,7 +407,9 @@ def _check_batch(batch: pa.RecordBatch, max_length: int, file: Path) -> None:
         else:
             lengths = set(pc.list_value_length(column).to_pylist())
         if batch.num_rows and lengths != {max_length}:
-            raise InputError(f"{file}: {name} has rows of other lengths than --max_length {max_length}; tokenize again")
+            raise InputError(
+                f"{file}: {name} has rows that are not --max_length {max_length} tokens long; tokenize again"
+            )
     for name in batch.schema.names:
         if batch.column(name).null_count:
             raise InputError(f"{file}: damaged, its {name} contain nulls; tokenize again")

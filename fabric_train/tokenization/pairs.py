@@ -120,7 +120,7 @@ def _read_prompt(
         # whole conversations: a text beside them repeats a turn of the user
         user_texts = [turn["content"].strip() for turn in chosen if turn["role"] == "user"]
         if prompt and prompt.strip() not in user_texts:
-            raise ValueError("the prompt is none of the user's turns of chosen, which has a prompt of its own")
+            raise ValueError("the prompt is not among the user's turns in chosen, which has its own prompt")
     else:
         # answers to a text
         text = prompt or columns.get("question")
@@ -131,7 +131,7 @@ def _read_prompt(
         elif text:
             raise TypeError("question must be text")
         elif isinstance(columns["chosen"], str):
-            raise TypeError("chosen and rejected are texts without a prompt; write the prompt into a column prompt")
+            raise TypeError("chosen and rejected are texts without a prompt; add the prompt as a column named prompt")
 
     # the column system, unless both conversations begin with its text
     system = read_system(columns)
@@ -141,7 +141,7 @@ def _read_prompt(
     if all(message == system for message in first_messages):
         return prompt_messages
     if any(message["role"] == "system" for message in first_messages):
-        raise ValueError("the column system has another text than the system message")
+        raise ValueError("the column system differs from the system message")
     return [system, *prompt_messages]
 
 

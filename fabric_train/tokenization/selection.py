@@ -269,8 +269,8 @@ def select(collections: Sequence[Collection], sources: list[Source], arguments: 
         empty_sources = [source.name for number, source in enumerate(sources) if not (train_sources == number).any()]
         if empty_sources:
             raise InputError(
-                f"--weights: no document for training in {', '.join(empty_sources)}; "
-                "give more documents, a smaller --validation_split, or leave the source out"
+                f"--weights: no training documents in {', '.join(empty_sources)}; give more documents, a smaller "
+                "--validation_split, or leave the source out"
             )
         lengths = collection.documents.lengths[train]
         train = train[mix(lengths, train_sources, arguments.weights, arguments.max_tokens, arguments.seed)]

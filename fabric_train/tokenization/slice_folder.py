@@ -35,7 +35,7 @@ _ARGUMENTS = "config.yaml"
 _FORMAT = 2
 _OF_EACH_TASK = ("shard", "output_dir", "num_proc")
 _MOST_NAMED = 10
-MAKE_AGAIN = "remove it, and run its task again"
+MAKE_AGAIN = "remove it and run its task again"
 FileState = tuple[int, str, int, int, int]
 """The number of a file's source, and the file's path, bytes, mtime_ns and ctime_ns."""
 
@@ -180,7 +180,7 @@ def find_finished_slice(arguments: TokenizeArguments) -> bool:
         differences.append(f"--shard {finished.arguments.shard}")
     differences += differing_arguments(finished.arguments, arguments)
     if differences:
-        raise InputError(f"{folder} was made with {differences[0]}; choose another folder, or remove it")
+        raise InputError(f"{folder} was written with {differences[0]}; choose another folder, or remove it")
     return True
 
 
@@ -218,7 +218,9 @@ def open_slice(folder: Path) -> Slice:
 
     record = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN)
     if record.format != _FORMAT:
-        raise InputError(f"{folder / FILE_NAME} has format {record.format}, this version reads {_FORMAT}; {MAKE_AGAIN}")
+        raise InputError(
+            f"{folder / FILE_NAME} has format {record.format}, but this version reads {_FORMAT}; {MAKE_AGAIN}"
+        )
     arguments = parse_arguments(TokenizeArguments, ["--config", str(folder / _ARGUMENTS)])
     if arguments.part is None:
         raise InputError(f"{folder / _ARGUMENTS}: damaged (no shard); {MAKE_AGAIN}")
@@ -244,7 +246,7 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
     other_dirs = [folder for folder in folders if not is_slice(folder)]
     if other_dirs:
         example = slice_dirs[0]
-        faults = [f"{folder} is no slice made with --shard, as {example} is; leave it out" for folder in other_dirs]
+        faults = [f"{folder} is not a slice made with --shard, but {example} is; leave it out" for folder in other_dirs]
         raise InputError(*faults)
     slices = _sort_and_check([open_slice(folder) for folder in folders])
     if not slices[0].arguments.parts:
@@ -263,8 +265,8 @@ def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
     folders_by_kind = {task_slice.arguments.counts_lines: task_slice.folder for task_slice in slices}
     if len(folders_by_kind) > 1:
         raise InputError(
-            f"{folders_by_kind[True]} has counted lines, and {folders_by_kind[False]} is encoded; "
-            "merge each kind by itself"
+            f"{folders_by_kind[True]} has counted lines, but {folders_by_kind[False]} is encoded; merge each kind "
+            "separately"
         )
 
     # all belong to the run of the first slice, none comes twice, and their files are as they were written
@@ -280,14 +282,14 @@ def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
         differences = differing_arguments(reference.arguments, task_slice.arguments)
         if task_slice.input_slice.count != count:
             faults.append(
-                f"{folder} is slice {shard}, and {reference.folder} {reference.arguments.shard}; {MAKE_AGAIN}"
+                f"{folder} is slice {shard}, but {reference.folder} is slice {reference.arguments.shard}; {MAKE_AGAIN}"
             )
         elif number in slices_by_number:
             faults.append(
                 f"{folder} and {slices_by_number[number].folder} are both slice {shard}; leave one of them out"
             )
         elif differences:
-            faults.append(f"{reference.folder} was made with {differences[0]}, and {folder} not; {MAKE_AGAIN}")
+            faults.append(f"{reference.folder} was written with {differences[0]}, but {folder} was not; {MAKE_AGAIN}")
         else:
             slices_by_number[number] = task_slice
             damage = _find_damage(task_slice, log)
@@ -303,8 +305,8 @@ def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
         if len(missing) > _MOST_NAMED:
             numbers += f" and {len(missing) - _MOST_NAMED:,} more"
         raise InputError(
-            f"of {count:,} slices these are missing: {numbers}; run their tasks, such as --shard "
-            f"{missing[0]}/{count}, to their end, and give their folders"
+            f"missing slices (of {count:,}): {numbers}; run their tasks to the end, such as --shard "
+            f"{missing[0]}/{count}, and give their folders"
         )
     return [slices_by_number[number] for number in sorted(slices_by_number)]
 
@@ -346,7 +348,7 @@ def _check_working_folder(slices: Sequence[Slice]) -> None:
         task_folder = task_slice.record.folder
         if task_folder != working_folder:
             raise InputError(
-                f"{task_slice.folder} was made in {task_folder}, where {relative_paths[0]} is; merge there"
+                f"{task_slice.folder} was written in {task_folder}, where {relative_paths[0]} is; merge there"
             )
 
 
@@ -354,7 +356,7 @@ def check_settings(slices: Sequence[Slice], settings: str) -> None:
     """Raise an InputError if some shards were made with settings that differ from this process's."""
     changed_dirs = [task_slice.folder for task_slice in slices if task_slice.record.settings != settings]
     if changed_dirs:
-        reason = "the tokenizer, or a package or file that cleaning uses, has changed since it was made"
+        reason = "the tokenizer, or a package or file that cleaning uses, has changed since it was written"
         raise InputError(f"{changed_dirs[0]}: {reason}; {MAKE_AGAIN}")
 
 
@@ -401,4 +403,4 @@ def check_unchanged(
     names = ", ".join(folders[:_MOST_NAMED])
     if len(folders) > _MOST_NAMED:
         names += f" and {len(folders) - _MOST_NAMED:,} more"
-    raise InputError(f"{changed} has changed since the tasks ran; remove {names}, and run their tasks again")
+    raise InputError(f"{changed} has changed since the tasks ran; remove {names} and run their tasks again")

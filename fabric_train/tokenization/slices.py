@@ -71,7 +71,7 @@ def count_slice(arguments: TokenizeArguments, sizes: ShardSizes = SIZES) -> list
     seconds = time.monotonic() - started
     num_bytes = sum(shard.num_bytes for shard in shards)
     return [
-        f"slice      {arguments.shard}: lines of {len(shards):,} shards are counted",
+        f"slice      {arguments.shard}: counted the lines of {len(shards):,} shards",
         f"speed      {num_bytes / 1e6 / seconds:,.1f} MB/s, {seconds:.1f} s with {corpus.num_proc} processes",
     ]
 
@@ -124,7 +124,7 @@ def _describe_packed(corpus: OpenedCorpus, encoded: EncodedSources) -> PackedSli
     """Return the facts that a merge needs about the encoded slice; InputError if it has no document."""
     records = encoded.records
     if not any(len(record.documents) for record in records):
-        raise InputError(f"--shard {corpus.arguments.shard}: no document is in this slice; use fewer slices")
+        raise InputError(f"--shard {corpus.arguments.shard}: this slice has no documents; use fewer slices")
 
     # does the shard before the slice end in the file with which the slice begins?
     first_shard = records[0].shard
@@ -176,7 +176,9 @@ def _join_slices(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSource
     if len(folders_by_encoder) > 1:
         examples = list(folders_by_encoder.items())[:2]
         encodings = " and ".join(f"{folder} by {name}" for name, folder in examples)
-        raise InputError(f"encoded differently: {encodings}; run the tasks on machines with the same packages")
+        raise InputError(
+            f"the slices were encoded differently: {encodings}; run the tasks on machines with the same packages"
+        )
     encoder = slices[0].record.encoder
 
     # read the finished shards

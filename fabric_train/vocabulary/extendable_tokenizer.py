@@ -38,7 +38,7 @@ _WORD = re.compile(f"{_SPACE}+[^{_SPACE}\\s]*|[^{_SPACE}\\s]+")
 _MIN_LETTER_SHARE = 5e-5
 """A letter without a piece gets one if it makes up this share of all letters; sentencepiece's default is 5e-4."""
 _PLAIN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-_ADVICE = "fetch the model again"
+_ADVICE = "download the model again"
 
 
 @dataclass(frozen=True)

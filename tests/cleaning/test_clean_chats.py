@@ -199,11 +199,12 @@ def test_switches_for_texts_are_refused_for_chats_with_their_reasons(tmp_path: P
     with pytest.raises(InputError) as raised:
         tokenize(tmp_path / "out", chatml_dir, *sources, **options)
     assert raised.value.faults == tuple(
-        f"--{name}: {reason}, and a source has messages; tokenize it without --{name}, then merge"
+        f"--{name} does not work with chats ({reason}), but a source has messages; tokenize that source without "
+        f"--{name}, then merge"
         for name, reason in {
-            "boilerplate": "a chat cannot lose a line of a turn",
-            "language_by paragraph": "a chat cannot lose a paragraph of a turn",
-            "quality": "its rules are for web pages, and a good answer may be one word",
+            "boilerplate": "it would remove single lines from a turn",
+            "language_by paragraph": "it would remove single paragraphs from a turn",
+            "quality": "its rules are for web pages, but a good answer may be a single word",
         }.items()
     )
     assert not (tmp_path / "out").exists()

@@ -146,10 +146,10 @@ def test_the_instructions_of_prompts_are_ignored_and_counted(tmp_path: Path) -> 
     [
         ("missing.jsonl", None, "missing.jsonl: no such file"),
         ("a.parquet", "PAR1", "a.parquet: expected .jsonl or .json"),
-        ("bad.jsonl", '{"text": \n', "bad.jsonl, line 1: .*; fix the line, or remove it"),
-        ("empty.jsonl", "", "empty.jsonl: no text in it"),
-        ("names.jsonl", '{"id": "one two", "x": "word", "n": 3}\n', "names.jsonl: no text in it"),
-        ("short.jsonl", '{"text": "seven words are not enough for this"}\n', "no text of an item has 8 words"),
+        ("bad.jsonl", '{"text": \n', "bad.jsonl, line 1: .*; fix or remove the line"),
+        ("empty.jsonl", "", "empty.jsonl: it has no text"),
+        ("names.jsonl", '{"id": "one two", "x": "word", "n": 3}\n', "names.jsonl: it has no text"),
+        ("short.jsonl", '{"text": "seven words are not enough for this"}\n', "no item has a text of 8 words"),
     ],
 )
 def test_a_file_of_tasks_that_cannot_be_used_is_one_line(

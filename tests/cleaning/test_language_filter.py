@@ -160,7 +160,9 @@ def test_value_has_languages_and_a_threshold() -> None:
 
 
 def test_language_that_the_identifier_does_not_know_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^--language: py3langid does not know xx; it knows ace af .* zu.*, and va$"):
+    with pytest.raises(
+        InputError, match=r"^--language: py3langid does not support xx; it supports ace af .* zu.*, and va$"
+    ):
         open_language_filter("es,xx", "document")
 
 

@@ -233,7 +233,10 @@ def test_exact_duplicates_and_caps_are_counted_apart(
 def test_validation_that_only_repeats_training_is_named(
     tmp_path: Path, tiny_model_dir: Path, files: list[Path]
 ) -> None:
-    message = r"^validation: every document is left out \(4 near duplicate\); leave out the source, or what drops them$"
+    message = (
+        r"^validation: every document is left out \(4 near duplicate\); leave out the source, or the options that "
+        r"drop its documents$"
+    )
     with pytest.raises(InputError, match=message):
         tokenize(tmp_path / "out", tiny_model_dir, files[0], validation_dataset=files[0], near_duplicates=0.8)
     assert not (tmp_path / "out").exists()

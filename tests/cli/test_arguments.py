@@ -240,8 +240,8 @@ def test_of_an_argument_given_twice_the_last_value_counts(capsys: pytest.Capture
     values = train("--lr", "1", "--loggers", "csv", "wandb", "--lr=2", "--loggers", "csv", "--resume")
     assert (values["lr"], values["loggers"], values["resume"]) == (2.0, ["csv"], True)
     assert capsys.readouterr().err.splitlines() == [
-        "note: --lr is given twice: 1, then 2, which is used",
-        "note: --loggers is given twice: csv wandb, then csv, which is used",
+        "note: --lr is given twice: 1, then 2; the last value is used",
+        "note: --loggers is given twice: csv wandb, then csv; the last value is used",
     ]
     assert faults("--min-lr", "0", "--min_lr", "x") == ["--min_lr: expected a number, 0 or more, got 'x'"]
     config = write(tmp_path / "run.yaml", "lr: 3\n")
@@ -265,7 +265,7 @@ def test_only_rank_0_notes_what_is_given_twice(
 def test_a_word_without_an_argument_is_refused() -> None:
     for stray in ("stray", "--", "--=3"):
         refused = faults(stray, required=[])
-        assert refused[0] == f"{stray!r} belongs to no argument: write --argument value"
+        assert refused[0] == f"{stray!r} does not belong to an argument; write --argument value"
         assert refused[1:] == ["--train_data_dir or --streaming_dataset is required"]
 
 
@@ -613,10 +613,10 @@ def test_options_of_fabric_run_override_the_config_file(monkeypatch: pytest.Monk
 def test_a_default_of_fabric_run_never_overrides_the_config_file(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", "devices: 4\nnum_nodes: 2\n")
     assert faults("--config", config) == [
-        f"{config}: devices 4 contradicts fabric run --devices 1 (its default): "
-        "give the launcher --devices 4, or leave devices out",
-        f"{config}: num_nodes 2 contradicts fabric run --num-nodes 1 (its default): "
-        "give the launcher --num-nodes 2, or leave num_nodes out",
+        f"{config}: devices 4 contradicts fabric run --devices 1 (its default); give the launcher --devices 4, or "
+        "leave devices out",
+        f"{config}: num_nodes 2 contradicts fabric run --num-nodes 1 (its default); give the launcher --num-nodes 2, "
+        "or leave num_nodes out",
     ]
     agreeing = write(tmp_path / "same.yaml", "devices: 1\nnum_nodes: 1\n")
     assert train("--config", agreeing)["devices"] == 1
@@ -628,7 +628,7 @@ def test_a_default_of_fabric_run_never_overrides_the_config_file(tmp_path: Path)
 def test_an_option_of_fabric_run_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_STRATEGY", "ddp")
     assert faults("--parallelism", "fsdp2") == [
-        "--parallelism fsdp2 contradicts fabric run --strategy ddp: leave one of them out"
+        "--parallelism fsdp2 contradicts fabric run --strategy ddp; leave one of them out"
     ]
     assert train("--parallelism", "ddp")["parallelism"] == "ddp"
 
@@ -643,7 +643,8 @@ def test_unknown_options_of_fabric_run_are_refused(monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setenv("LT_STRATEGY", "deepspeed")
     assert faults() == [
-        "fabric run --strategy deepspeed: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+        "fabric run --strategy deepspeed is not supported; leave it out and give --parallelism auto, fsdp, fsdp2, "
+        "ddp or single"
     ]
 
 
@@ -651,7 +652,7 @@ def test_variables_of_fabric_run_without_fabric_run_are_refused(monkeypatch: pyt
     monkeypatch.setenv("LT_DEVICES", "2")
     monkeypatch.setenv("LT_PRECISION", "32-true")
     assert faults() == [
-        "LT_DEVICES, LT_PRECISION set in the environment, but this was not started by fabric run: unset it"
+        "LT_DEVICES, LT_PRECISION set in the environment, but fabric run did not start this process; unset it"
     ]
 
 
@@ -661,14 +662,16 @@ def test_processes_that_torchrun_started_are_the_devices(monkeypatch: pytest.Mon
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert (train()["devices"], train()["num_nodes"]) == (2, 3)
     assert train("--devices", "2", "--num_nodes", "3") == train()
-    assert faults("--devices", "4") == ["--devices 4 contradicts torchrun --nproc-per-node 2: leave one of them out"]
+    assert faults("--devices", "4") == ["--devices 4 contradicts torchrun --nproc-per-node 2; leave one of them out"]
 
 
 def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_DEVICES", "2")
     with pytest.raises(InputError, match="no such folder"):
         trace(["no_run", "--step", "1"])
-    with pytest.raises(InputError, match="LT_DEVICES set in the environment, but this was not started by fabric run"):
+    with pytest.raises(
+        InputError, match="LT_DEVICES set in the environment, but fabric run did not start this process"
+    ):
         parse(TrainArguments, REQUIRED)
 
 

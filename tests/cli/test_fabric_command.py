@@ -26,7 +26,10 @@ from tests.support.launched import launcher, living_children
 from tests.support.ports import free_port
 from tests.support.programs import ROOT
 
-FAULT = "error: --train_data_dir nowhere: no such folder; make one with fabric-train tokenize --output_dir nowhere"
+FAULT = (
+    "error: --train_data_dir nowhere: no such folder; write a token dataset with fabric-train tokenize --output_dir "
+    "nowhere"
+)
 BAD_NUMBER = "error: --lr: expected a number above 0, got 'x'"
 ARGUMENTS = ["--train_data_dir", "nowhere", "--model_name", "m", "--output_dir", "out", "--accelerator", "cpu"]
 
@@ -86,7 +89,10 @@ def test_wrong_paths_and_runs_are_found_without_torch(
     }
     faults = {
         ("lr", "x"): "--lr: expected a number above 0, got 'x'",
-        ("train_data_dir", "empty"): "--train_data_dir empty: the folder has no dataset_dict.json; make one with",
+        (
+            "train_data_dir",
+            "empty",
+        ): "--train_data_dir empty: the folder has no dataset_dict.json; write a token dataset with",
         (
             "output_dir",
             "run",
@@ -162,7 +168,8 @@ def test_a_tpu_is_refused_in_one_line(tmp_path: Path) -> None:
     ended = run(tmp_path, *command[:-1], "--accelerator", "tpu", command[-1], "--lr", "1")
     assert ended.returncode == 2
     assert ended.stderr == (
-        "error: fabric run --accelerator tpu: one process uses a TPU; start python -m fabric_train --tpu true\n"
+        "error: fabric run --accelerator tpu: a TPU is used by a single process; start python -m fabric_train --tpu "
+        "true\n"
     )
 
 
@@ -314,7 +321,7 @@ def test_help_with_a_word_searches_the_arguments_of_all_programs(capsys: pytest.
     assert "usage: fabric-train tokenize " in shown
     assert "--validation_split" in shown
     assert "usage: fabric-train doctor" not in shown
-    with pytest.raises(InputError, match="no program has an argument with it"):
+    with pytest.raises(InputError, match="no argument's name or help text contains it in any program"):
         search_help(ALL_ARGUMENTS, ["nosuchword"])
     assert set(PROGRAMS) == {name.split()[0] for name in ALL_ARGUMENTS}
 

@@ -159,7 +159,9 @@ def test_help_with_a_word_shows_only_the_arguments_that_match(capsys: pytest.Cap
 def test_help_without_a_match_says_so() -> None:
     with pytest.raises(InputError) as refusal:
         parse(TrainArguments, ["--help", "xyzzy"])
-    assert refusal.value.faults == ("--help xyzzy: no argument has it in its name or text; --help lists them all",)
+    assert refusal.value.faults == (
+        "--help xyzzy: no argument's name or help text contains it; --help lists all arguments",
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- completion

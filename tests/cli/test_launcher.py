@@ -62,8 +62,8 @@ NAMES = [*TORCHRUN, "NODE_RANK", *OPEN_MPI, *MPICH, *SRUN, "SLURM_PTY_PORT", "PB
         ({"RANK": "1"}, "RANK=1 in the environment without a launcher (no TORCHELASTIC_RUN_ID)"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 in the environment without a launcher"),
         ({"PMI_RANK": "3", "PMI_SIZE": "2"}, "PMI_RANK=3 in the environment is not below PMI_SIZE=2"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 in the environment: a launcher that this program does not"),
-        ({"JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_SIZE=4 in the environment: a launcher that this program does"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 in the environment: an unknown launcher has"),
+        ({"JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_SIZE=4 in the environment: an unknown launcher has"),
     ],
 )
 def test_a_variable_that_cannot_be_meant_is_named(environment: dict[str, str], fault: str) -> None:
@@ -82,10 +82,10 @@ def test_the_variables_of_a_launcher_are_accepted(environment: dict[str, str]) -
     ("environment", "name", "rank"),
     [
         ({}, None, 0),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "whoever set LOCAL_RANK", 1),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "the program that set LOCAL_RANK", 1),
         (TORCHRUN, "torchrun", 1),
         (SBATCH, None, 0),
-        ({**SBATCH, "LOCAL_RANK": "1"}, "whoever set LOCAL_RANK", 1),  # a child of rank 0 in the job's shell
+        ({**SBATCH, "LOCAL_RANK": "1"}, "the program that set LOCAL_RANK", 1),  # a child of rank 0 in the job's shell
         (SRUN, "srun", 3),
         ({**SRUN, "SLURM_JOB_NAME": "interactive"}, "srun", 3),  # srun inside salloc
         ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, "srun", 3),  # srun --mpi=pmi2
@@ -102,7 +102,7 @@ def test_the_innermost_launcher_is_recognised(environment: dict[str, str], name:
     launcher = find_launcher(environment)
     assert (launcher.name if launcher else None) == name
     assert global_rank(environment) == rank
-    by_hand = name in (None, "whoever set LOCAL_RANK")
+    by_hand = name in (None, "the program that set LOCAL_RANK")
     assert (launcher_process(environment) is None) == by_hand
 
 
@@ -135,7 +135,7 @@ def test_mpiexec_without_mpi4py_is_refused(name: str, of_machine: dict[str, str]
     """Every process would train alone, into the same folder."""
     ranks = {f"{name}_RANK": "1", f"{name}_SIZE": "2", f"{name}_LOCAL_RANK": "0", "MPI_LOCALRANKID": "0", **of_machine}
     (fault,) = check_environment(ranks)
-    assert "which find each other by mpi4py, and it is not installed: pip install mpi4py" in fault
+    assert "which need mpi4py to find each other, but it is not installed; run pip install mpi4py" in fault
     assert check_environment({**ranks, f"{name}_RANK": "0", f"{name}_SIZE": "1"}) == []
 
 

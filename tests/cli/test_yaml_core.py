@@ -103,7 +103,7 @@ def test_equal_values_are_written_without_aliases() -> None:
         ("\n".join(" " * depth + "a:" for depth in range(3000)), "line 21: nested more than 20 levels deep"),
         ("a: " + "9" * 5000, "line 1: a number of 5,000 digits"),
         ("a: 0x" + "f" * 5000, "line 1: a number of 5,002 digits"),
-        ("? [a]\n: 1", "line 1: a list or a mapping cannot be the name of a value"),
+        ("? [a]\n: 1", "line 1: a list or a mapping cannot be a name"),
         ("a: !!python/name:os.system x", "line 1: the tag 'tag:yaml.org,2002:python/name:os.system' is not …"),
         ("a: !!int x", "line 1: the tag 'tag:yaml.org,2002:int' is not supported; leave it out"),
         ("a: !!timestamp 2024-01-01", "line 1: the tag 'tag:yaml.org,2002:timestamp' is not supported; leave it out"),
@@ -154,7 +154,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
         (tmp_path, "a folder, not a YAML file"),
         (tmp_path / "pipe", "a pipe or a device, not a YAML file; write the arguments to a file"),
         (Path("/dev/zero"), "a pipe or a device, not a YAML file; write the arguments to a file"),
-        (tmp_path / "huge.yaml", "larger than 100,000 bytes, so not a file of arguments"),
+        (tmp_path / "huge.yaml", "it is larger than 100,000 bytes, so it is not a file of arguments"),
         (tmp_path / "missing.yaml", "No such file or directory"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):

@@ -440,10 +440,10 @@ def refusal(folder: Path | str) -> str:
 
 
 def test_a_folder_that_is_no_token_dataset_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "missing").startswith("no such folder; make one with fabric-train tokenize")
-    assert refusal(tmp_path).startswith("the folder has no dataset_dict.json; make one with")
+    assert refusal(tmp_path / "missing").startswith("no such folder; write a token dataset with fabric-train tokenize")
+    assert refusal(tmp_path).startswith("the folder has no dataset_dict.json; write a token dataset with")
     good = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    assert refusal(save(tmp_path / "a", test=good)) == "no train split, only test; make one with fabric-train tokenize"
+    assert refusal(save(tmp_path / "a", test=good)) == "no train split, only test; write one with fabric-train tokenize"
     text = datasets.Dataset.from_dict({"text": ["a"]})
     assert refusal(save(tmp_path / "b", train=text)).startswith("train has no column input_ids, only text; ")
     assert refusal(save(tmp_path / "c", train=good, valid=text)).startswith("validation has no column input_ids")

@@ -370,7 +370,7 @@ def test_sources_without_text_are_refused_before_the_run(
     fault = refusal(lambda: stream_of([file], tiny_model_dir, tmp_path, text_column="body"))
     assert "no column 'body'; there are: text" in fault
     fault = refusal(lambda: stream_of([file], tmp_path, tmp_path))
-    assert fault.startswith(f"--model_name {tmp_path}: no tokenizer.json")
+    assert fault.startswith(f"--model_name {tmp_path}: it has neither tokenizer.json")
     fault = refusal(lambda: stream_of([tmp_path / "missing.jsonl"], tiny_model_dir, tmp_path))
     assert fault.startswith(f"--streaming_dataset {tmp_path / 'missing.jsonl'}: no such file or folder; ")
 

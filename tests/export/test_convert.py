@@ -252,7 +252,7 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path, run: Path, mon
     checkpoint = run / "checkpoints" / "step-00000001"
     files = sorted(checkpoint.rglob("*"))
     refusal = _refusal(monkeypatch, "--checkpoint", checkpoint, "--output_dir", checkpoint / "hf")
-    assert f"{checkpoint} is complete and stays as it is" in refusal
+    assert f"{checkpoint} is complete and is never changed" in refusal
     assert sorted(checkpoint.rglob("*")) == files
 
 

@@ -170,7 +170,7 @@ def test_the_same_command_pushes_a_token_dataset_that_is_finished(
         tokenize(folder, tiny_model_dir, sources[0], push_to_hub="alice/tokens")
     hub.faults.clear()
     made = (folder / MANIFEST).stat().st_mtime_ns
-    with pytest.raises(InputError, match=r"was made with other arguments: --max_length 16, not 32; choose"):
+    with pytest.raises(InputError, match=r"was written with other arguments: --max_length 16, not 32; choose"):
         tokenize(folder, tiny_model_dir, sources[0], push_to_hub="alice/tokens", max_length=32)
     with pytest.raises(InputError, match=r"--dataset .*secret.*, not .*hidden"):
         tokenize(folder, tiny_model_dir, sources[1], push_to_hub="alice/tokens")
@@ -312,7 +312,7 @@ def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(
     (older / MANIFEST).unlink()
     for folder, line in {
         tmp_path / "none": "none: no such folder; give the --output_dir of fabric-train tokenize",
-        merged: "not a token dataset: no dataset_dict.json in it",
+        merged: "not a token dataset: it has no dataset_dict.json",
         alone: "part 1 of 2, ../secret/tokens, is missing",
         older: "no manifest.json, so its sources and tokenizer are unknown; tokenize again",
     }.items():
@@ -321,6 +321,8 @@ def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(
     with pytest.raises(InputError, match="--push_to_hub is required; give OWNER/NAME"):
         publish.main([str(merged / "whole")])
     source = merged / "secret" / "texts.jsonl"
-    with pytest.raises(InputError, match=r"is a merge, which this command has not made; push it with .*publish"):
+    with pytest.raises(
+        InputError, match=r"is a merged token dataset, not one that this command wrote; push it with .*publish"
+    ):
         tokenize(merged / "whole", tiny_model_dir, source, push_to_hub="alice/tokens")
     assert hub.calls == []

@@ -80,7 +80,7 @@ def test_a_second_writer_is_refused_before_its_work(tmp_path: Path) -> None:
         assert first.stdout is not None
         assert first.stdout.readline() == b"entered\n"
         with pytest.raises(
-            InputError, match=rf"another process is writing it \(process {first.pid} on .*choose another"
+            InputError, match=rf"another process is writing to it \(process {first.pid} on .*choose another"
         ):
             complete_folder(target).__enter__()
         first.communicate(b"")

@@ -110,7 +110,7 @@ def test_a_pipe_or_a_dead_link_in_a_folder_to_copy_is_refused(tmp_path: Path) ->
         check_links(tmp_path)
     (tmp_path / "pipe").unlink()
     (tmp_path / "circle").symlink_to("circle")
-    with pytest.raises(InputError, match="circle: a link to circle, which is not there"):
+    with pytest.raises(InputError, match="circle: a link to circle, which does not exist"):
         check_links(tmp_path)
 
 

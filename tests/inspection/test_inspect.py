@@ -434,7 +434,7 @@ def test_unreadable_dataset_is_reported_in_one_line(dataset_copy: Path, tmp_path
         expected = "not a token dataset"
     elif wrong == "one split":
         folder = dataset_copy / "train"
-        expected = "give the folder above it"
+        expected = "give its parent folder"
     elif wrong == "no file":
         rows_file.unlink()
         expected = str(rows_file)

@@ -493,20 +493,23 @@ FSDP2_ON_GPUS = ("--accelerator", "cuda", "--devices", "2", "--parallelism", "fs
         (["--lora_alpha", "8"], "--lora_alpha needs --adapter lora or dora"),
         (
             ["--lora_rank", "2", "--lora_targets", "up_prj"],
-            "--lora_targets up_prj: .* has no linear layer of that name; it has q_",
+            "--lora_targets up_prj: .* has no linear layer with that name; it has q_",
         ),
         (
             ["--lora_rank", "2", "--lora_targets", "lm_head"],
-            "train whole; give --train_also lm_head",
+            "can only be trained in full; give --train_also lm_head",
         ),
-        (["--lora_rank", "2", "--train_also", "head"], "--train_also head: .* has no such module; it has embed_tokens"),
+        (
+            ["--lora_rank", "2", "--train_also", "head"],
+            "--train_also head: .* has no module with that name; it has embed_tokens",
+        ),
         (
             ["--lora_rank", "2", "--lora_targets", "(["],
-            "it is no name and no regular expression",
+            "it is neither a name nor a regular expression",
         ),
         (
             ["--lora_rank", "2", "--train_also", "o_proj"],
-            "o_proj has an adapter by --lora_targets all-linear; leave it out of one of them",
+            "o_proj already has an adapter because of --lora_targets all-linear; remove it from one of them",
         ),
         (
             ["--lora_rank", "2", "--base_weights", "nf4", "--float8", "true"],
@@ -645,7 +648,7 @@ def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) ->
         "model.layers.1.mlp.up_proj",
     }
     for part_of_a_name in ("_proj", "proj", "ayers.1.mlp.up_proj"):
-        with pytest.raises(InputError, match="has no linear layer of that name"):
+        with pytest.raises(InputError, match="has no linear layer with that name"):
             find_targets(model, replace(chosen, targets=(part_of_a_name,)), "the model")
 
     # saved, and read again by us and by peft
@@ -703,5 +706,5 @@ def test_a_router_that_is_linear_by_class_alone_gets_no_adapter() -> None:
     assert "model.layers.0.self_attn.q_proj" in names
     assert not any("router" in name for name in names)
     model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False).logits.sum().backward()
-    with pytest.raises(InputError, match="--lora_targets router: model has no linear layer of that name"):
+    with pytest.raises(InputError, match="--lora_targets router: model has no linear layer with that name"):
         attach(AutoModelForCausalLM.from_config(config), Adapter("lora", 2, 4.0, targets=("router",)), "model", "cpu")

@@ -139,8 +139,8 @@ def test_tensors_that_a_model_does_not_take_are_named_with_their_sizes(
         load_for_inference(str(model))
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert notes == [
-        f"note: {model}: the model does not take 10 tensors of its files, which are left out of what is trained, "
-        "computed and saved: vision_tower (9 tensors, 9.4 MB), score (512 bytes)"
+        f"note: {model}: the model does not use 10 tensors in its files; they are not trained, computed or saved: "
+        "vision_tower (9 tensors, 9.4 MB), score (512 bytes)"
     ]
 
 
@@ -154,7 +154,7 @@ def test_settings_that_transformers_does_not_have_are_named_once(
     read_shape(str(tiny_model_dir))
     assert capsys.readouterr().err.splitlines() == [
         f"note: --model_name {model}: its config.json has settings that transformers' LlamaConfig does not have, so "
-        "they change nothing: logit_softcap 30.0, sliding_window 64"
+        "they have no effect: logit_softcap 30.0, sliding_window 64"
     ]
     assert [layers.window for layers in shape.flops.attention] == [None]  # a Llama's layers do not slide
 
@@ -181,7 +181,7 @@ def test_names_of_python_code_are_noted_and_not_copied(
 
     assert capsys.readouterr().err.splitlines() == [
         f"note: --model_name {model}: its config.json names Python code (auto_map), which is never run; "
-        "transformers' own llama takes its place",
+        "transformers' own llama is used instead",
         f"note: --tokenizer_name {model}: its tokenizer_config.json names Python code (auto_map), which is never run",
     ]
     for name in ("config.json", "tokenizer_config.json"):

@@ -172,9 +172,13 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size"
     [
         (LlamaConfig(**SMALL), [], None),
         (LlamaConfig(**SMALL, head_dim=20), [], None),  # a size that only the kernel does not take
-        (LlamaConfig(**SMALL), ["--attention", "eager"], "--attention eager does not take a part of a row"),
+        (LlamaConfig(**SMALL), ["--attention", "eager"], "--attention eager does not support parts of rows"),
         (MistralConfig(**SMALL, num_key_value_heads=4, sliding_window=5), [], "has a sliding window"),
-        (GPT2Config(vocab_size=50, n_embd=64, n_layer=1, n_head=2), [], "has no dropout, and .* has 0.1"),
+        (
+            GPT2Config(vocab_size=50, n_embd=64, n_layer=1, n_head=2),
+            [],
+            "does not support dropout, but .* has dropout 0.1",
+        ),
     ],
     ids=["llama", "llama of any size", "eager", "mistral", "gpt2"],
 )

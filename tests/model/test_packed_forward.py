@@ -498,7 +498,7 @@ def test_position_that_restarts_only_with_long_documents_is_found() -> None:
     )
     shape = shape_from_config(config, "model", "LlamaDecoderLayer", None)
     check_counted_from_rows(shape, 40)
-    with pytest.raises(InputError, match=r"floor_scale of 40 from the start of a row.* --max_length 40,"):
+    with pytest.raises(InputError, match=r"floor_scale of 40 from the start of the row.* --max_length 40,"):
         check_counted_from_rows(shape, 41)
     fabric = Fabric(accelerator="cpu", devices=1)
     model = fabric.setup_module(AutoModelForCausalLM.from_config(config)).train()
@@ -516,7 +516,7 @@ def test_position_that_restarts_only_with_long_documents_is_found() -> None:
         (
             ["--attention", "flash_attention_2", "--precision", "32-true"],
             "cuda",
-            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true; use",
+            "--attention flash_attention_2 only computes in 16 bits, not in --precision 32-true; use",
         ),
         (["--attention", "flex_attention"], "cpu", "--attention flex_attention cannot train without a GPU: torch"),
     ],

@@ -136,8 +136,8 @@ def test_an_mlp_of_another_form_is_left_whole() -> None:
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     assert reason_against("qwen3", "layers", **sizes) is None
-    assert "is not made of linear layers alone" in str(reason_against("mixtral", "layers", **sizes))
-    assert "is not made of linear layers alone" in str(reason_against("gpt2", "h", n_layer=1, n_embd=64, n_head=2))
+    assert "does not consist of linear layers only" in str(reason_against("mixtral", "layers", **sizes))
+    assert "does not consist of linear layers only" in str(reason_against("gpt2", "h", n_layer=1, n_embd=64, n_head=2))
 
 
 def test_tiles_are_refused_beside_what_they_do_not_work_with() -> None:

@@ -74,7 +74,7 @@ SLOW = r"(?:.|..)*[A-Z]"
         (SLOW, "takes longer than 0.1 s"),
         ("((a{99}){99}){99}", "too large"),
         ("a" * 20_000, "too large"),
-        ("a)(b", "no regular expression"),
+        ("a)(b", "nor a regular expression"),
     ],
 )
 def test_an_expression_that_would_take_years_is_refused(
@@ -108,9 +108,9 @@ def test_freeze_is_taken_from_train_only() -> None:
         (["embd_tokens"], [], "input_layernorm, norm, and layers 0 to 31; did you mean embed_tokens?"),
         (["norm", "layers.7"], [], "--train_only layers.7: no parameter of M matches"),
         ([], ["proj"], "--freeze proj: no parameter of M matches"),
-        (["layers.("], [], "--train_only layers.(: it is no name and no regular expression (missing )"),
-        (["norm"], ["norm"], "--train_only norm, --freeze norm: no parameter of M would train; freeze fewer"),
-        ([], ["all"], "--freeze all: no parameter of M would train; freeze fewer"),
+        (["layers.("], [], "--train_only layers.(: it is neither a name nor a regular expression (missing )"),
+        (["norm"], ["norm"], "--train_only norm, --freeze norm: no parameter of M would be trained; freeze fewer"),
+        ([], ["all"], "--freeze all: no parameter of M would be trained; freeze fewer"),
     ],
 )
 def test_choice_that_cannot_be_is_refused(train_only: list[str], freeze: list[str], fault: str) -> None:
@@ -129,8 +129,11 @@ def test_last_matching_rate_of_a_part_counts() -> None:
     ("rates", "fault"),
     [
         ({"layer.0": 1e-6}, "--lr_of layer.0: no parameter of M matches"),
-        ({"norm": 1e-6, "lm_head": 1e-4}, "--lr_of lm_head=0.0001: all that it names is frozen; leave it out"),
-        ({"norm": 1e-6, ".*norm": 1e-5}, "--lr_of norm=1e-06: later patterns match all that it names; give it last"),
+        ({"norm": 1e-6, "lm_head": 1e-4}, "--lr_of lm_head=0.0001: everything that it matches is frozen; leave it out"),
+        (
+            {"norm": 1e-6, ".*norm": 1e-5},
+            "--lr_of norm=1e-06: later patterns match everything that it matches; give it last",
+        ),
     ],
 )
 def test_rate_that_decides_nothing_is_refused(rates: dict[str, float], fault: str) -> None:
@@ -306,7 +309,7 @@ def test_note_says_that_fsdp_reduces_whole_layers(folder: Path, tmp_path: Path) 
             "--freeze norm --adapter lora",
             "--freeze does not work with an adapter, which freezes all other weights; use --train_also",
         ),
-        ("--freeze norm --lr_of norm=1e-3", "--lr_of norm=0.001: all that it names is frozen; leave it out"),
+        ("--freeze norm --lr_of norm=1e-3", "--lr_of norm=0.001: everything that it matches is frozen; leave it out"),
         (
             "--freeze embed_tokens --parallelism fsdp",
             "--parallelism fsdp on one device does not work with frozen",

@@ -151,14 +151,14 @@ def test_torch_checks_shapes_and_types_of_the_calls(batch: Batch, autocasts: boo
         (GPT2Config(vocab_size=50, n_embd=64, n_layer=2, n_head=2, attn_pdrop=0), None),
         (
             GPT2Config(vocab_size=50, n_embd=64, n_layer=2, n_head=2),
-            "has no dropout, and the model's attention has 0.1",
+            "does not support dropout, but the model's attention has dropout 0.1",
         ),
-        (LlamaConfig(**LLAMA, head_dim=20), "does not take heads of size 20"),
+        (LlamaConfig(**LLAMA, head_dim=20), "does not support heads of size 20"),
         (
             DeepseekV3Config(**SMALL, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8),
-            "does not take heads of size 128 and 192",
+            "does not support heads of size 128 and 192",
         ),
-        (Llama4TextConfig(**LLAMA, head_dim=16), "have more in them than documents"),
+        (Llama4TextConfig(**LLAMA, head_dim=16), "contain more than document borders"),
         (FalconConfig(**SMALL, num_attention_heads=2), "cannot be replaced"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else value or "takes it",
@@ -176,7 +176,7 @@ def test_model_whose_attention_the_kernel_does_not_compute_is_named(
     ("options", "capability", "chosen", "reason"),
     [
         ([], (8, 0), VARLEN, None),
-        ([], (7, 5), "sdpa", "torch's kernel for documents needs an Ampere GPU or a newer one"),
+        ([], (7, 5), "sdpa", "torch's kernel for documents needs an Ampere or newer GPU"),
         (["--precision", "32-true"], (9, 0), "sdpa", "torch's kernel for documents computes in 16 bits only"),
         (["--attention", "eager"], (9, 0), "sdpa", None),
     ],

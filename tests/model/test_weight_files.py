@@ -53,7 +53,7 @@ def test_a_lost_shard_is_noticed_whichever_it_is(tmp_path: Path, tiny_model_dir:
         build_model(read_shape(str(tiny_model_dir)), read_all(sharded), torch.float32)
     last.rename(last.with_suffix(".safetensors"))
     first.unlink()
-    with pytest.raises(InputError, match="so a file was lost"):
+    with pytest.raises(InputError, match="because a file was lost"):
         read_all(sharded)
 
 

@@ -120,11 +120,11 @@ CASES: dict[str, Case] = {
         "tokenize", "--weights 1.7e308 1.7e308", "--weights: expected a list, each at most 1,000,000,000 or null, …"
     ),
     "a number of 5,000 digits": Case("train", f"--seed {'9' * 5000}", "--seed: expected a whole number, …, got '999…"),
-    "help about nothing": Case("train", "--help xyzzy", "--help xyzzy: no argument has it in its name or text; …"),
+    "help about nothing": Case("train", "--help xyzzy", "--help xyzzy: no argument's name or help text contains it; …"),
     "a word without an argument": Case(
         "generate",
         "-model_name -prompt stray",
-        ["'stray' belongs to no argument: write …", "--model_name is required"],
+        ["'stray' does not belong to an argument; write …", "--model_name is required"],
         process=True,
     ),
     "a misspelt argument": Case(
@@ -177,7 +177,7 @@ CASES: dict[str, Case] = {
         "train", "--config configs/deep.yaml", "--config configs/deep.yaml: line 1: nested more than 20 levels deep"
     ),
     "a huge config": Case(
-        "train", "--config configs/huge.yaml", "--config configs/huge.yaml: larger than 100,000 bytes, so not a …"
+        "train", "--config configs/huge.yaml", "--config configs/huge.yaml: it is larger than 100,000 bytes, so …"
     ),
     "a number of 5,000 digits in a config": Case(
         "train", "--config configs/digits.yaml", "--config configs/digits.yaml: line 2: a number of 5,000 digits"
@@ -245,7 +245,8 @@ CASES: dict[str, Case] = {
     "a layer class that the model does not have": Case(
         "train",
         "--auto_wrap_policy LamaDecoderLayer",
-        "--auto_wrap_policy LamaDecoderLayer: model has no such layer; its decoder layers are LlamaDecoderLayer",
+        "--auto_wrap_policy LamaDecoderLayer: model has no layer of this class; its decoder layers are "
+        "LlamaDecoderLayer",
     ),
     "evaluation without validation rows": Case(
         "train",
@@ -272,19 +273,19 @@ CASES: dict[str, Case] = {
     "devices and the launcher's": Case(
         "train",
         "--devices 4",
-        "--devices 4 contradicts torchrun --nproc-per-node 2: leave one of them out",
+        "--devices 4 contradicts torchrun --nproc-per-node 2; leave one of them out",
         num_ranks=2,
     ),
     "precision and the launcher's": Case(
         "train",
         "--precision bf16-true",
-        "--precision bf16-true contradicts fabric run --precision 32-true: leave one of them out",
+        "--precision bf16-true contradicts fabric run --precision 32-true; leave one of them out",
         env={"LT_CLI_USED": "1", "LT_PRECISION": "32-true"},
     ),
     "a launcher's variables without it": Case(
         "train",
         "",
-        "LT_DEVICES set in the environment, but this was not started by fabric run: unset it",
+        "LT_DEVICES set in the environment, but fabric run did not start this process; unset it",
         env={"LT_DEVICES": "2"},
     ),
     "rows without a token to predict": Case(
@@ -336,7 +337,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--boilerplate 0", "--boilerplate 0: expected a whole number of 2 or more"
     ),
     "one token dataset to merge": Case(
-        "merge", "tokens", "--dataset_dirs: give two token datasets or more", process=True
+        "merge", "tokens", "--dataset_dirs: expected two token datasets or more", process=True
     ),
     "a token dataset and itself": Case(
         "merge", "tokens ./tokens", "--dataset_dirs: tokens is given twice, also as ./tokens; give it once"
@@ -385,7 +386,7 @@ CASES: dict[str, Case] = {
     "a model that is not a language model": Case(
         "train",
         "--model_name models/vision",
-        "--model_name models/vision: a vit is not a causal language model; give one that is",
+        "--model_name models/vision: a vit is not a causal language model; give a causal language model",
     ),
     "a model without layers": Case(
         "train",
@@ -401,40 +402,41 @@ CASES: dict[str, Case] = {
     "truncated weights": Case(
         "train",
         "--model_name models/cut-weights",
-        "models/cut-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
+        "models/cut-weights/model.safetensors: not a complete safetensors file (…); download the model again",
         process=True,
     ),
     "an empty file of weights": Case(
         "generate",
         "--model_name models/empty-weights",
-        "models/empty-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
+        "models/empty-weights/model.safetensors: not a complete safetensors file (…); download the model again",
     ),
     "weights that are a Git LFS pointer": Case(
         "train",
         "--model_name models/pointer-weights",
-        "models/pointer-weights/model.safetensors is a Git LFS pointer and not the file itself; run `git lfs pull` …",
+        "models/pointer-weights/model.safetensors is a Git LFS pointer, not the file itself; run `git lfs pull` …",
     ),
     "a lost shard": Case(
         "train",
         "--model_name models/lost-shard",
-        "models/lost-shard/model-00001-of-00002.safetensors: the file is missing; fetch the model again",
+        "models/lost-shard/model-00001-of-00002.safetensors: the file is missing; download the model again",
     ),
     "a damaged index": Case(
         "train",
         "--model_name models/bad-index",
-        "models/bad-index/model.safetensors.index.json: damaged (…); fetch the folder again",
+        "models/bad-index/model.safetensors.index.json: damaged (…); download the folder again",
     ),
     "weights of another model": Case(
         "generate",
         "--model_name models/deeper",
-        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, … first; fetch …",
+        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, such as …; fetch …",
         process=True,
     ),
     # ------------------------------------------------------------------------------------------------ token datasets
     "no token dataset": Case(
         "train",
         "--train_data_dir nowhere",
-        "--train_data_dir nowhere: no such folder; make one with fabric-train tokenize --output_dir nowhere",
+        "--train_data_dir nowhere: no such folder; write a token dataset with fabric-train tokenize --output_dir "
+        "nowhere",
         num_ranks=2,
     ),
     "a file as token dataset": Case(
@@ -443,8 +445,8 @@ CASES: dict[str, Case] = {
     "a folder that is not a token dataset": Case(
         "train",
         "--train_data_dir model",
-        "--train_data_dir model: the folder has no dataset_dict.json; "
-        "make one with fabric-train tokenize --output_dir model",
+        "--train_data_dir model: the folder has no dataset_dict.json; write a token dataset with fabric-train "
+        "tokenize --output_dir model",
     ),
     "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
     "an empty training set": Case(
@@ -542,7 +544,7 @@ CASES: dict[str, Case] = {
     "a manifest of another format": Case(
         "inspect",
         "datasets/old-manifest",
-        "…manifest.json has format 1, this version reads 2; …",
+        "…manifest.json has format 1, but this version reads 2; …",
     ),
     "a ledger that does not balance": Case(
         "merge",
@@ -581,10 +583,10 @@ CASES: dict[str, Case] = {
     "texts of an unknown kind": Case(
         "tokenize", "--dataset texts/a.docx", f"--dataset texts/a.docx: cannot read .docx; {READABLE}"
     ),
-    "a folder without texts": Case("tokenize", "--dataset no-texts", "… no readable file in this folder of 0 files; …"),
-    "an empty file": Case(
-        "tokenize", "--dataset texts/empty.jsonl", "texts/empty.jsonl: no document with any text in it"
+    "a folder without texts": Case(
+        "tokenize", "--dataset no-texts", "… no readable file among the 0 files of this folder; …"
     ),
+    "an empty file": Case("tokenize", "--dataset texts/empty.jsonl", "texts/empty.jsonl: no document with text"),
     "less text than a row": Case(
         "tokenize",
         "--dataset texts/short.txt --validation_split 0",
@@ -607,13 +609,13 @@ CASES: dict[str, Case] = {
         "texts/latin-1.jsonl: byte 11 is not UTF-8 (0xfc); convert the file …",
     ),
     "a column that comes twice": Case(
-        "tokenize", "--dataset texts/twice.csv", "texts/twice.csv: 2 columns are called 'text'; rename …"
+        "tokenize", "--dataset texts/twice.csv", "texts/twice.csv: 2 columns are named 'text'; rename …"
     ),
     "a pipe among the texts": Case(
-        "tokenize", "--dataset piped", "piped/a.jsonl: a pipe, not a file; write its content to a file first, …"
+        "tokenize", "--dataset piped", "piped/a.jsonl: a pipe, not a file; write its content to a file, …"
     ),
     "a part of a folder that is not there": Case(
-        "tokenize", "--dataset saved::dev", "--dataset saved::dev: no split 'dev'; there are: train"
+        "tokenize", "--dataset saved::dev", "--dataset saved::dev: no split 'dev'; it has train"
     ),
     "a revision of a folder": Case(
         "tokenize", "--dataset saved@main", "--dataset saved@main: a folder has no revisions; leave out @main"
@@ -624,12 +626,12 @@ CASES: dict[str, Case] = {
         "texts/zip.jsonl: its content is a zip archive, not .jsonl text in UTF-8; …",
     ),
     "truncated gzip": Case(
-        "tokenize", "--dataset texts/cut.jsonl.gz", "texts/cut.jsonl.gz: not a whole gzip file: …; fetch it again"
+        "tokenize", "--dataset texts/cut.jsonl.gz", "texts/cut.jsonl.gz: incomplete gzip file: …; download it again"
     ),
     "truncated parquet": Case(
         "tokenize",
         "--dataset texts/cut.parquet",
-        "texts/cut.parquet: not a whole parquet file: …; fetch it again",
+        "texts/cut.parquet: incomplete parquet file: …; download it again",
         process=True,
     ),
     "csv with unequal rows": Case(
@@ -639,10 +641,10 @@ CASES: dict[str, Case] = {
         "tokenize", "--dataset texts/bad.json", "texts/bad.json: not JSON: Expecting value at column 10; …"
     ),
     "json nested too deeply": Case(
-        "tokenize", "--dataset texts/deep.jsonl", "texts/deep.jsonl, line 1: not JSON that can be read: …"
+        "tokenize", "--dataset texts/deep.jsonl", "texts/deep.jsonl, line 1: cannot read JSON: …"
     ),
     "a truncated saved dataset": Case(
-        "tokenize", "--dataset saved-cut", "--dataset saved-cut: not a whole save_to_disk folder: …; …"
+        "tokenize", "--dataset saved-cut", "--dataset saved-cut: incomplete save_to_disk folder: …; …"
     ),
     "a stream without text": Case(
         "train", f"{STREAM} texts/blank.txt", "--streaming_dataset has no documents with text; give other sources"
@@ -650,7 +652,7 @@ CASES: dict[str, Case] = {
     "a stream of binary data": Case(
         "train",
         f"{STREAM} texts/binary.txt",
-        "texts/binary.txt: byte 1 is zero, so it is binary data and not text; …",
+        "texts/binary.txt: byte 1 is zero, so it is binary data, not text; …",
     ),
     "a stream from a URL": Case(
         "train", f"{STREAM} https://a/b.txt", "--streaming_dataset https://a/b.txt: cannot stream …"
@@ -668,7 +670,7 @@ CASES: dict[str, Case] = {
     "a folder without tokenizer": Case(
         "tokenize",
         "--tokenizer_name full",
-        "--tokenizer_name full: no tokenizer.json and no tokenizer.model in it; give another folder",
+        "--tokenizer_name full: it has neither tokenizer.json nor tokenizer.model; give another folder",
     ),
     "a truncated tokenizer": Case(
         "tokenize",
@@ -676,7 +678,7 @@ CASES: dict[str, Case] = {
         "…tokenizer.json is not a tokenizer: …; download the file again",
     ),
     "a tokenizer that is a Git LFS pointer": Case(
-        "tokenize", "--tokenizer_name tokenizers/pointer", "…tokenizer.json is a Git LFS pointer and …"
+        "tokenize", "--tokenizer_name tokenizers/pointer", "…tokenizer.json is a Git LFS pointer, …"
     ),
     "a tokenizer_config.json that is not an object": Case(
         "tokenize",
@@ -794,7 +796,7 @@ CASES: dict[str, Case] = {
     "an export in its checkpoint": Case(
         "convert",
         f"--output_dir {TRAINER.format('good')}/hf",
-        "cannot write to …: … is complete and stays as it is; …",
+        "cannot write to …: … is complete and is never changed; …",
         process=True,
     ),
     "a run in a read-only folder": Case(
@@ -969,13 +971,13 @@ def failing(forked_runs: ForkedRuns, folder: Path, error: str, *more: str) -> tu
 def test_an_unexpected_failure_is_one_line_that_names_its_place(there: Path, forked_runs: ForkedRuns) -> None:
     code, printed = failing(forked_runs, there, "KeyError('rows')")
     assert code == 1
-    assert matches("error: KeyError: 'rows' in fail (<string>, line 2); …: --debug shows the traceback\n", printed)
+    assert matches("error: KeyError: 'rows' in fail (<string>, line 2); …; --debug shows the traceback\n", printed)
 
 
 def test_memory_that_ran_out_is_reported_with_a_fix(there: Path, forked_runs: ForkedRuns) -> None:
     code, printed = failing(forked_runs, there, "MemoryError('9 GB wanted')")
     assert code == 1
-    assert matches("error: memory ran out: 9 GB wanted; use a machine with more memory, …\n", printed)
+    assert matches("error: out of memory: 9 GB wanted; use a machine with more memory, …\n", printed)
 
 
 @pytest.mark.parametrize("switch", [["--debug"], ["--debug", "true"], ["--debug=true"]])

@@ -169,11 +169,11 @@ def test_parts_that_the_hub_does_not_have_are_refused_with_those_there_are(
 ) -> None:
     nothing = "no such file or folder here, and the hub"
     faults = {
-        "owner/texts": "it has several subsets; give one of them as NAME:SUBSET: en, es",
+        "owner/texts": "it has several subsets; give one as NAME:SUBSET; it has en, es",
         "owner/texts:de": f"{nothing} answers: BuilderConfig 'de' not found. Available: ['en', 'es']",
-        "owner/texts:en:dev": "no split 'dev'; there are: train, test",
+        "owner/texts:en:dev": "no split 'dev'; it has train, test",
         "owner/texts:en@v9": f"{nothing} answers: Revision 'v9' doesn't exist for dataset 'owner/texts' on the Hub.",
-        "owner/nothing:en": f"{nothing} has nothing of this name that this login may read",
+        "owner/nothing:en": f"{nothing} has nothing of this name that this login can read",
     }
     argv = ["--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out", "--dataset", *faults]
     done = online(TOKENIZE, *argv)
@@ -222,8 +222,8 @@ def test_a_split_of_a_saved_dataset_can_be_chosen(tmp_path: Path) -> None:
     ("given", "fault"),
     [
         (":de", r"copy:de: BuilderConfig 'de' not found. Available: \['en', 'es'\]"),
-        ("::test", "it has several subsets; give one of them as NAME:SUBSET: en, es"),
-        (":en:dev", "no split 'dev'; there are: train, test"),
+        ("::test", "it has several subsets; give one as NAME:SUBSET; it has en, es"),
+        (":en:dev", "no split 'dev'; it has train, test"),
         (":en@main", "a folder has no revisions; leave out @main"),
     ],
 )
@@ -234,7 +234,7 @@ def test_parts_that_a_copy_does_not_have_are_refused(copy: Path, tmp_path: Path,
 
 
 def test_a_copy_without_a_subset_is_what_the_name_on_the_hub_is(copy: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="it has several subsets; give one of them as NAME:SUBSET: en, es"):
+    with pytest.raises(InputError, match="it has several subsets; give one as NAME:SUBSET; it has en, es"):
         texts_of(str(copy), tmp_path)
     (copy / "README.md").write_text("---\nlicense: mit\n" + README.removeprefix("---\n").replace("es\n", "default\n"))
     assert texts_of(str(copy), tmp_path) == texts("new es")

@@ -118,7 +118,7 @@ def test_code_in_a_model_folder_does_not_run(place: Path, start: Start) -> None:
         place / "model" / "tokenizer_config.json",
         lambda content: content.update(tokenizer_class="Own", auto_map=names),
     )
-    refusal = "--model_name model: the model comes with Python code, which is never run here; "
+    refusal = "--model_name model: the model comes with Python code, which is never run; "
     assert fault(start("train", train(""))).startswith(refusal)
     assert fault(start("generate", "--model_name model --prompt Hello")).startswith(refusal)
     (place / "model" / "tokenizer.json").rename(place / "model" / "vocab.json")
@@ -147,7 +147,9 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(place: Path, start: Sta
     weights = load_file(place / "secret.safetensors")
     index = place / "model" / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)}))
-    refusal = f"model/{index.name}: it names {name!r}, outside its folder: damaged or forged; fetch it again"
+    refusal = (
+        f"model/{index.name}: it names {name!r}, outside its folder, so it is damaged or forged; download it again"
+    )
     assert fault(start("train", train(""))) == refusal
     assert fault(start("generate", "--model_name model --prompt Hello")) == refusal
     index.rename(place / "model" / "pytorch_model.bin.index.json")
@@ -195,16 +197,16 @@ def test_a_token_dataset_that_names_files_elsewhere_is_refused(
     shutil.copyfile(next((place / "tokens" / "train").glob("*.arrow")), place / "x.arrow")
     forge(place / "tokens")
     for program, line in (("train", train("")), ("inspect", "tokens"), ("merge", "other tokens --output_dir out")):
-        assert "outside its folder: damaged or forged" in fault(start(program, line))
+        assert "outside its folder, so it is damaged or forged" in fault(start(program, line))
     if forge is not forge_manifest:
         line = "--dataset tokens --tokenizer_name model --output_dir out --num_proc 1"
-        assert "outside its folder: damaged or forged" in fault(start("tokenize", line))
+        assert "outside its folder, so it is damaged or forged" in fault(start("tokenize", line))
 
 
 def test_a_link_out_of_a_tokenizer_folder_is_not_copied(place: Path, start: Start) -> None:
     (place / "tokens" / "tokenizer" / "notes.txt").symlink_to("../../secret.txt")
     shutil.copytree(place / "tokens", place / "other", symlinks=True)
-    refusal = "tokens/tokenizer/notes.txt: a link to ../../secret.txt, outside its folder; put the file itself there"
+    refusal = "tokens/tokenizer/notes.txt: a link to ../../secret.txt, outside its folder; replace it with the file"
     assert fault(start("train", train(""))) == refusal
     assert fault(start("merge", "tokens other --output_dir out")) == refusal
     assert not (place / "run").exists()
@@ -333,7 +335,7 @@ def test_the_password_of_a_url_is_in_no_manifest_and_no_message(place: Path, sta
     assert [source["name"] for source in manifest["sources"]] == [shown, shown]
     assert manifest["settings"]["validation_dataset"] == [shown]
     refused = start("tokenize", f"--dataset {address.replace('texts', 'nothing')} {options} other")
-    assert f"--dataset http://{server}/nothing.jsonl?***: cannot be fetched: " in fault(refused)
+    assert f"--dataset http://{server}/nothing.jsonl?***: cannot be downloaded: " in fault(refused)
     assert not files_with(place, ["pazzword", "zignature"])
     for ended in (run, refused):
         assert not any(secret in ended.stdout() + ended.stderr() for secret in ("pazzword", "zignature"))

@@ -200,7 +200,7 @@ def of_a_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) 
 
 def test_unreadable_files_in_a_folder_are_noted_in_one_line(of_a_folder: tuple[Path, str]) -> None:
     folder, printed = of_a_folder
-    assert "4 files of other kinds are skipped (1 .docx, 2 .pdf, 1 no suffix)" in printed
+    assert "skipping 4 files of other kinds (1 .docx, 2 .pdf, 1 no suffix)" in printed
     assert [file.path for file in manifest_of(folder / "out").sources[0].files] == ["b/z.jsonl", "c.jsonl"]
 
 
@@ -310,9 +310,9 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "deeply nested json": ("a.json", bytes_of(b"[" * 100_000), "not JSON"),
     "csv with an open quote": ("a.csv", bytes_of(b'text,n\n"a,1\n'), "line 2: not csv"),
     "Latin-1 header of a csv": ("a.csv", bytes_of(b"text,a\xe9\na,b\n"), "line 1: byte 0xe9 is not UTF-8"),
-    "csv with two columns of a name": ("a.csv", bytes_of(b"text,n,text\na,1,b\n"), "2 columns are called 'text';"),
-    "parquet with two columns of a name": ("a.parquet", two_columns, "2 columns are called 'text'; rename all but"),
-    "text called parquet": ("a.parquet", bytes_of(b"just some text"), "not a whole parquet file"),
+    "csv with two columns of a name": ("a.csv", bytes_of(b"text,n,text\na,1,b\n"), "2 columns are named 'text';"),
+    "parquet with two columns of a name": ("a.parquet", two_columns, "2 columns are named 'text'; rename all but"),
+    "text called parquet": ("a.parquet", bytes_of(b"just some text"), "incomplete parquet file"),
     "missing column, jsonl": (
         "a.jsonl",
         bytes_of(b'{"body": "a", "id": 1}\n'),
@@ -321,7 +321,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "missing column, csv": ("a.csv", bytes_of(b"id;text\n1;a\n"), "no column 'text'; there are: id;text;"),
     "missing column, parquet": ("a.parquet", parquet_of(body=["a"], id=[1]), "there are: body, id;"),
     "numbers, parquet": ("a.parquet", parquet_of(text=[1, 2]), "column 'text' holds int64, not text"),
-    "empty folder": ("a", lambda path: path.mkdir(), "no readable file in this folder of 0 files"),
+    "empty folder": ("a", lambda path: path.mkdir(), "no readable file among the 0 files of this folder"),
     "pdf": ("a.pdf", bytes_of(b"%PDF"), r"cannot read \.pdf; readable are \.txt, \.md"),
     "missing file": ("a.jsonl", lambda _path: None, "no such file or folder"),
     "saved, missing column": (
@@ -329,7 +329,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
         lambda path: datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(path),
         r"\(train\), row 1: no column 'text'; there are: body",
     ),
-    "saved, damaged": ("a", damaged_saved_dataset, "not a whole save_to_disk folder"),
+    "saved, damaged": ("a", damaged_saved_dataset, "incomplete save_to_disk folder"),
 }
 
 
@@ -389,7 +389,7 @@ def test_sources_without_any_text_are_an_error(tmp_path: Path, tiny_model_dir: P
     sources = sorted(tmp_path.iterdir())
     with pytest.raises(InputError) as caught:
         tokenize(tmp_path / "out", tiny_model_dir, *sources)
-    assert caught.value.faults == tuple(f"{source}: no document with any text in it" for source in sources)
+    assert caught.value.faults == tuple(f"{source}: no document with text" for source in sources)
     assert sorted(tmp_path.iterdir()) == sources
 
 
@@ -429,7 +429,7 @@ def test_interrupted_runs_leave_no_output_and_a_restart_continues(tmp_path: Path
         if number != signal.SIGKILL:
             assert process.returncode == 130
             assert stderr.splitlines()[-1] == "error: interrupted"
-            assert "the same command continues with them" in stderr.splitlines()[-2]
+            assert "run the same command again to continue" in stderr.splitlines()[-2]
         assert not (tmp_path / "new" / "out").exists()
         shards = {file: file.stat().st_mtime_ns for file in tmp_path.glob("new/.out.unfinished/*.npz")}
         assert len(shards) > len(finished)
@@ -451,7 +451,7 @@ def test_interrupted_runs_leave_no_output_and_a_restart_continues(tmp_path: Path
 def test_a_second_run_into_the_same_folder_is_an_error(tmp_path: Path, tiny_model_dir: Path) -> None:
     with (
         unfinished_folder(tmp_path / "new" / "out"),  # as the first run holds it
-        pytest.raises(InputError, match="another process is tokenizing into it"),
+        pytest.raises(InputError, match="another process is writing to it"),
     ):
         tokenize(tmp_path / "new" / "out", tiny_model_dir, write_jsonl(tmp_path / "b.jsonl"))
 

@@ -172,7 +172,7 @@ def test_bad_pairs_are_refused_or_left_out_and_long_ones_dropped_or_cut(
     source = write(tmp_path / "a.jsonl", [prefix, equal, empty, {"chosen": 3, "rejected": "x"}, long, endless, rows[1]])
     for bad, reason in ((equal, "are the same"), (empty, "the rejected answer is empty")):
         one = write(tmp_path / "b.jsonl", [rows[0], bad])
-        with pytest.raises(InputError, match=f"b.jsonl, line 2: .*{reason}.*--on_bad_rows skip leaves such rows out"):
+        with pytest.raises(InputError, match=f"b.jsonl, line 2: .*{reason}.*--on_bad_rows skip skips such rows"):
             run(tmp_path / "out", tokenizer_dir, one)
     options = {"on_bad_rows": "skip", "validation_split": 0}
     counts = {}
@@ -206,14 +206,14 @@ def test_what_pairs_cannot_be_is_refused_in_one_line_each(
     wrong = {"packing": "concat", "overlap": 3, "train_on": "all", "boilerplate": 2}
     with pytest.raises(InputError) as raised:
         run(tmp_path / "out", tokenizer_dir, pairs, chats, **wrong)
-    expected = ["make a token dataset of each", "--packing concat", "--overlap", "--train_on all"]
+    expected = ["write a token dataset for each", "--packing concat", "--overlap", "--train_on all"]
     assert len(raised.value.faults) == len(expected)
     assert all(part in fault for part, fault in zip(expected, raised.value.faults, strict=True))
-    with pytest.raises(InputError, match=r"--boilerplate: .* and a source has preference"):
+    with pytest.raises(InputError, match=r"--boilerplate .* but a source has preference"):
         run(tmp_path / "out", tokenizer_dir, pairs, boilerplate=2)
     run(tmp_path / "chats", tokenizer_dir, chats, validation_split=0)
     with pytest.raises(
-        InputError, match=f"{tmp_path / 'chats'} has texts or chats, {made} has preference pairs; keep them apart"
+        InputError, match=f"{tmp_path / 'chats'} has texts or chats, but {made} has preference pairs; do not merge them"
     ):
         merging.merge([tmp_path / "chats", made], tmp_path / "merged")
     again = write(tmp_path / "again.jsonl", [*rows[:4], *rows[2:6]])

@@ -153,7 +153,7 @@ def test_a_merge_keeps_the_labels_of_its_parts(
     assert manifest_of(tmp_path / "merged").has_unpaired
     assert problems_of(tmp_path / "merged") == []
     pairs = tokenize(tmp_path / "pairs", model, [write_source(tmp_path / "pairs.jsonl", range(9))])
-    with pytest.raises(InputError, match=r"has unpaired answers, .* has preference pairs; keep them apart"):
+    with pytest.raises(InputError, match=r"has unpaired answers, but .* has preference pairs; do not merge them"):
         merging.merge([tokens, pairs], tmp_path / "mixed")
 
 
@@ -183,12 +183,12 @@ ANSWER = {"prompt": "Count from one.", "completion": "one two"}
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (ANSWER, "label is missing: true for a desirable answer, false for one to avoid"),
-        ({**ANSWER, "label": 1}, "label is 1, and has to be true or false"),
-        ({**ANSWER, "label": None, "kto_tag": "good"}, 'kto_tag is "good", and has to be true or false'),
+        (ANSWER, "label is missing; it is true for a desirable answer and false for one to avoid"),
+        ({**ANSWER, "label": 1}, "label is 1, but must be true or false"),
+        ({**ANSWER, "label": None, "kto_tag": "good"}, 'kto_tag is "good", but must be true or false'),
         ({"messages": [{"role": "user", "content": "Hm?"}], "label": True}, "must end with the assistant's answer"),
         ({"messages": [{"role": "assistant", "content": "Hm."}], "label": True}, "the answer has no prompt"),
-        ({"prompt": "Hm?", "label": True}, "no prompt and completion, and no messages"),
+        ({"prompt": "Hm?", "label": True}, "it has neither prompt and completion nor messages"),
     ],
 )
 def test_a_row_without_a_label_or_an_answer_is_named(
@@ -222,7 +222,7 @@ def test_what_unpaired_answers_cannot_be_is_refused_in_one_line_each(tmp_path: P
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hm?"}]}) + "\n")
     with pytest.raises(InputError) as raised:
         tokenize(tmp_path / "tokens", model, [source, chats], packing="concat", overlap=3, train_on="all")
-    expected = ["make a token dataset of each", "--packing concat", "--overlap: an unpaired", "--train_on all: of an"]
+    expected = ["write a token dataset for each", "--packing concat", "--overlap: an unpaired", "--train_on all: of an"]
     assert all(part in fault for part, fault in zip(expected, raised.value.faults, strict=True))
     single = tmp_path / "single.jsonl"
     single.write_text(source.read_text().splitlines()[0])

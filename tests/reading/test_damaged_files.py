@@ -148,7 +148,7 @@ def test_csv_rows_that_are_not_utf_8_are_left_out_on_request(
     ledger = manifest_of(tmp_path / "out").ledger
     assert (ledger.documents_kept, ledger.documents_skipped) == (40, {"bad_row": 1})
     assert f"{source}, line 62: byte 0xe9 is not UTF-8" in capsys.readouterr().out.replace("\n", " ")
-    with pytest.raises(InputError, match=r"a\.csv, line 62: byte 0xe9 is not UTF-8; .*; --on_bad_rows skip leaves"):
+    with pytest.raises(InputError, match=r"a\.csv, line 62: byte 0xe9 is not UTF-8; .*; --on_bad_rows skip skips"):
         tokenize(tmp_path / "strict", tiny_model_dir, source, validation_split=0)
 
 
@@ -179,7 +179,7 @@ def test_memory_that_ran_out_names_the_file(tmp_path: Path, tiny_model_dir: Path
     done = run_limited("resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))", *argv, "--num_proc", 1)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1, done.stderr
-    assert last.startswith(f"error: {large}: memory ran out while it was read")
+    assert last.startswith(f"error: {large}: out of memory while reading it")
     assert "micro_batch" not in last
     assert not (tmp_path / "out").exists()
 

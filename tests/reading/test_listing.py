@@ -60,7 +60,7 @@ def test_linked_folders_are_read_once_and_circles_end(tmp_path: Path, capsys: py
     assert names_in(tmp_path, folder / "?" / "**" / "[13].txt") == ["data/a/deep/3.txt", "data/b/1.txt"]
     (source,) = open_sources([str(folder)], "--dataset", False, tmp_path)
     links = ", ".join(f"{folder}/{name}" for name in ("a/back", "same", "self"))
-    assert source.notes == (f"links to folders that are read under another path are skipped: {links}",)
+    assert source.notes == (f"skipping links to folders that are already read under another path: {links}",)
 
 
 def test_a_pattern_with_many_circles_ends(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_other_kinds_of_files_are_only_counted(tmp_path: Path) -> None:
     write(tmp_path, "data/1.txt", "data/2.pdf")
     make_socket(tmp_path / "data" / "s.sock")
     (source,) = open_sources([str(tmp_path / "data")], "--dataset", False, tmp_path)
-    assert source.notes == ("2 files of other kinds are skipped (1 .pdf, 1 .sock)",)
+    assert source.notes == ("skipping 2 files of other kinds (1 .pdf, 1 .sock)",)
 
 
 def test_readme_and_licence_of_a_folder_are_no_documents(tmp_path: Path) -> None:
@@ -162,14 +162,15 @@ def test_readme_and_licence_of_a_folder_are_no_documents(tmp_path: Path) -> None
     (source,) = open_sources([str(tmp_path / "data")], "--dataset", False, tmp_path)
     (note,) = source.notes
     assert (
-        "(1 LICENSE-MIT.txt, 1 README.md, 1 dataset_infos.json, 1 readme.md.gz); a LICENSE-MIT.txt is read if" in note
+        "(1 LICENSE-MIT.txt, 1 README.md, 1 dataset_infos.json, 1 readme.md.gz); to read a LICENSE-MIT.txt, name it in"
+        in note
     )
 
 
 def test_output_of_another_program_is_refused(tmp_path: Path) -> None:
     read, written = os.pipe()
     try:
-        with pytest.raises(InputError, match="a pipe, not a file; write its content to a file first"):
+        with pytest.raises(InputError, match="a pipe, not a file; write its content to a file, "):
             names_in(tmp_path, f"/dev/fd/{read}")
     finally:
         os.close(read)
@@ -195,9 +196,9 @@ def test_a_rewritten_file_is_not_what_was_listed(tmp_path: Path, keep_time: bool
     check_unchanged(listed, digest)
     time.sleep(0.02)  # the clock of a file system has ticks
     rewrite(listed.path, keep_time)
-    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read"):
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being read"):
         check_unchanged(listed, digest)
-    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read"):
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being read"):
         list(hash_files([listed]))
     listed.path.unlink()
     with pytest.raises(InputError, match=r"a\.jsonl: removed while it was read"):
@@ -247,7 +248,7 @@ def test_a_small_file_is_opened_once_to_be_read_and_hashed(
     time.sleep(0.02)
     rewrite(tmp_path / name, keep_time=True)
     assert list(reader)
-    with pytest.raises(InputError, match=f"{name}: changed while it was read"):
+    with pytest.raises(InputError, match=f"{name}: changed while it was being read"):
         reader.sha256()
 
 
@@ -265,7 +266,7 @@ def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(
     else:
         rewrite(first, keep_time=change == "content")
     code, stderr = finish(process)
-    fault = f"error: {first}: changed while it was read; start again once nothing writes to it"
+    fault = f"error: {first}: changed while it was being read; start again when nothing writes to it any more"
     assert (code, stderr.splitlines()[-1]) == (2, fault)
     assert not (tmp_path / "new" / "out").exists()
 
@@ -276,4 +277,4 @@ def test_a_file_that_is_cut_while_it_is_read_is_not_called_damaged(tmp_path: Pat
     wait_for_shards(process, tmp_path / "new", 1)
     os.truncate(source, source.stat().st_size - 20)
     code, stderr = finish(process)
-    assert (code, stderr.splitlines()[-1].split(";")[0]) == (2, f"error: {source}: changed while it was read")
+    assert (code, stderr.splitlines()[-1].split(";")[0]) == (2, f"error: {source}: changed while it was being read")

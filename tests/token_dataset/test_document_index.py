@@ -346,7 +346,7 @@ def test_an_interrupted_run_continues_to_the_same_index(
 
     monkeypatch.setattr(encoding, "unfinished_shards", recorded_shards)
     tokenize(tmp_path / "out", tiny_model_dir, source, sizes=PARTS_OF_FILES, **options)
-    assert "1 shards that an older version finished are encoded again" in capsys.readouterr().err
+    assert "encoding 1 shards again that an older version finished" in capsys.readouterr().err
     assert len(encoded_shards) == 1
     assert index_files(tmp_path / "out") == index_files(tmp_path / "whole")
 
@@ -407,7 +407,7 @@ def test_a_dataset_without_index_is_read_and_merged_with_a_note(
     inspect.main([str(older), "--rows", "1"])
     assert "none: an older version wrote this dataset" in capsys.readouterr().out
     merge.main([str(pair[1]), str(older), "--output_dir", str(tmp_path / "out")])
-    assert f"note     {older} has no document index, because an older version wrote it" in capsys.readouterr().out
+    assert f"note     {older} has no document index because an older version wrote it" in capsys.readouterr().out
     assert not indexes_of(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*/index"))
     inspect.main([str(tmp_path / "out"), "--rows", "0"])
@@ -491,7 +491,7 @@ def test_a_damaged_index_is_one_line(
     rows_file = folder / "train" / "index" / "rows.npy"
     rows = np.load(rows_file)
     damages = {
-        "not the index of these rows and this manifest.json": lambda: np.save(rows_file, rows[:-1]),
+        "does not match these rows and this manifest.json": lambda: np.save(rows_file, rows[:-1]),
         "rows.npy: damaged": lambda: rows_file.write_bytes(rows_file.read_bytes()[:50]),
         "rows.npy: the file is missing": rows_file.unlink,
     }
@@ -519,7 +519,10 @@ def test_the_name_before_an_equals_sign_names_the_source(tmp_path: Path, monkeyp
     assert split_names(list(expected), "--dataset") == list(expected.values())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lang=es").mkdir()
-    with pytest.raises(InputError, match=r"lang=es: a path, and also es with the name lang; give \./lang=es"):
+    with pytest.raises(
+        InputError,
+        match=r"lang=es: ambiguous, since it is a path and could also be es with the name lang; give \./lang=es",
+    ):
         split_names(["lang=es"], "--dataset")
     with pytest.raises(InputError, match=r"--dataset all=corpus: losses of all sources .* give NAME=corpus"):
         split_names(["all=corpus"], "--dataset")

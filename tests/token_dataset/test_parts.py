@@ -166,7 +166,7 @@ def test_parts_move_together_and_open_when_a_row_is_read(
     assert mapped_folders == {"part-0", "parts"}
 
     # the next row is of the part that is missing
-    with pytest.raises(InputError, match=r"part 2 of 3, \.\./part-1, is missing .* put it back, or merge the parts"):
+    with pytest.raises(InputError, match=r"part 2 of 3, \.\./part-1, is missing .* restore it, or merge the parts"):
         dataset.train.read([num_first_rows])
     monkeypatch.delenv("RANK")
     with pytest.raises(InputError, match="part 2 of 3"):
@@ -338,7 +338,7 @@ def test_a_file_in_many_parts_is_one_note(merges: Path, tmp_path: Path, capsys: 
     merge_all(folders, tmp_path / "parts", "--parts", "true")
     (note,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note "))
     files = r"\S*es0\.jsonl and 1 more of \S+/00 were also read for \S+/01 and 18 more"
-    assert re.fullmatch(rf"note     {files}: documents may come twice", note)
+    assert re.fullmatch(rf"note     {files}: documents may occur twice", note)
 
 
 def test_parts_that_cannot_be_joined_are_refused(merges: Path, tmp_path: Path) -> None:

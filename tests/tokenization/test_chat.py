@@ -341,7 +341,7 @@ def test_tokens_that_strip_whitespace_do_so_in_chats(with_template: Callable[[st
 
 def test_llama3_template_replaces_a_missing_or_unmarkable_one(small_llama3_dir: Path, tmp_path: Path) -> None:
     without = encoder(small_llama3_dir)
-    assert without.notes == ("the tokenizer has no chat template; Llama-3's is used",)
+    assert without.notes == ("the tokenizer has no chat template; using Llama-3's",)
     text = reference(small_llama3_dir).apply_chat_template(
         exchanges(" a\n", "b", system="s"), chat_template=without.chat_template, tokenize=False
     )

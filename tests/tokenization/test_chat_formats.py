@@ -537,7 +537,7 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
     "the assistant is masked": ({"mask": "Assistant", "conversations": [human(Q), gpt(A)]}, "mask 'Assistant'"),
     "another system prompt": (
         {"system": "Be long.", "conversations": [{"from": "system", "value": "Be brief."}, human(Q), gpt(A)]},
-        "another text than the system message",
+        "differs from the system message",
     ),
     "history that is text": ({"instruction": Q, "output": A, "history": "Who? Ana."}, "history is not JSON"),
     "a call that is not JSON": (
@@ -546,7 +546,7 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
     ),
     "a template's own name": (
         {"messages": [user(Q), assistant(A)], "chat_template_kwargs": {"messages": []}},
-        "no variable",
+        "not a template variable",
     ),
     "a turn without text": ({"conversations": [human(Q), {"from": "gpt", "text": A}]}, "'value' is missing in turn 2"),
     "a null after an exchange": (
@@ -595,7 +595,7 @@ def test_what_cannot_be_trained_as_a_row_says_is_a_bad_row(name: str, open_encod
 def test_no_part_of_a_message_is_lost_in_a_template(
     template: str, row: Row, what: str, train_on: str, open_encoder: Callable[..., ChatEncoder]
 ) -> None:
-    with pytest.raises(BadRowError, match="the chat template leaves out") as raised:
+    with pytest.raises(BadRowError, match="the chat template drops") as raised:
         open_encoder(template, train_on).encode(row)
     assert what in str(raised.value)
 

@@ -28,15 +28,18 @@ FAULTY = {
     "division by zero": ("{{1/0}}", "fails with ZeroDivisionError: division by zero"),
     "a recursive macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails with RecursionError: "),
     "a large range": ("{% for i in range(10**9) %}{% endfor %}", "fails with OverflowError: Range too big."),
-    "loops for ever": (FOR_EVER, "is not done after "),
-    "a number of a billion digits": ("{{ 9 ** (9 ** 9) }}", "is not done after "),
+    "loops for ever": (FOR_EVER, "is still running after "),
+    "a number of a billion digits": ("{{ 9 ** (9 ** 9) }}", "is still running after "),
     "wrong syntax": ("{% for %}", "refuses it: Expected an expression"),
     "loops in loops": ("{% for a in messages %}" * 30 + "{% endfor %}" * 30, "fails with SyntaxError: "),
     "deep brackets": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "fails with RecursionError: "),
     "more memory than there is": ("{{ 'x' * 10**15 }}", "takes more than 256 MiB of memory"),
     "much memory at once": ("{{ 'x' * 10**10 }}", "takes more than 256 MiB of memory"),
     "memory by doubling": (DOUBLING, "takes more than 256 MiB of memory"),
-    "a long text": ("{% for i in [1, 2] %}{{ 'x' * i * 10**7 }}{% endfor %}", "makes 30,000,000 characters of it, far"),
+    "a long text": (
+        "{% for i in [1, 2] %}{{ 'x' * i * 10**7 }}{% endfor %}",
+        "expands it to 30,000,000 characters, far",
+    ),
     "its own refusal": ("{{ raise_exception('never\n') }}", "refuses it: never"),
     "another file": ("{% include '/etc/passwd' %}", "fails with TypeError: "),
     "Python's objects": ("{{ ''.__class__.__mro__ }}", "refuses it: "),
@@ -58,7 +61,7 @@ def test_a_template_that_fails_or_never_ends_is_refused(
     tmp_path: Path, tokenizer: CorpusTokenizer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     source, reason = FAULTY[name]
-    monkeypatch.setattr(chat_template, "_SECONDS", 0.2 if reason.startswith("is not done") else 60.0)
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.2 if reason.startswith("is still running") else 60.0)
     file = tmp_path / "template.jinja"
     file.write_text(source)
     with pytest.raises(InputError) as error:
@@ -91,7 +94,7 @@ def test_a_template_that_ends_only_for_some_chats_is_a_bad_row(monkeypatch: pyte
     template = ChatTemplate(source, {}, (), ())
     assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
     monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
-    with pytest.raises(BadRowError, match=r"not done after 0\.2 s"):
+    with pytest.raises(BadRowError, match=r"still running after 0\.2 s"):
         template.render([{"role": "user", "content": "loop"}])
     assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
 
@@ -125,7 +128,10 @@ def test_a_template_is_tried_in_a_process_of_its_own_once(monkeypatch: pytest.Mo
 
 def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_LONGEST_TRIAL", 0.2)
-    assert find_fault_in_child(lambda: time.sleep(60)) == "the chat template was stopped: it does not end, or crashes"
+    assert (
+        find_fault_in_child(lambda: time.sleep(60))
+        == "the chat template was stopped because it does not end, or crashes"
+    )
     # a child that ends is not killed, however long it takes to start on a machine with other work
     monkeypatch.setattr(limits, "_LONGEST_TRIAL", 60)
     assert find_fault_in_child(lambda: None) is None

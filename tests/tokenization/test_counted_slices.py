@@ -130,7 +130,7 @@ def test_the_printed_commands_give_the_rows_of_one_run(
 
 def test_the_merge_shows_lines_without_personal_data(counted: CountedSlices) -> None:
     output = counted.output_of_merge
-    assert "lines    2 are in 10 documents or more; look at the most frequent:" in output
+    assert "lines    2 occur in 10 documents or more; check the most frequent ones:" in output
     assert [line.strip() for line in output.splitlines() if "documents)" in line] == [
         "The Daily News of Sueca (30 documents)",
         "Write to <EMAIL> to answer (10 documents)",
@@ -173,10 +173,14 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
     lines_file = max(cut.glob("*.lines"), key=lambda file: file.stat().st_size)
     os.truncate(lines_file, lines_file.stat().st_size - 12)
     faults = {
-        (first, third): "of 3 slices these are missing: 2; run their tasks, such as --shard 2/3, to their end, and",
+        (first, third): "missing slices (of 3): 2; run their tasks to the end, such as --shard 2/3, and",
         (first, second, third, twice): f"{twice} and {third} are both slice 3/3; leave one of them out",
-        (first, second, with_limit_9): f"{first} was made with --boilerplate 10, and {with_limit_9} not; remove it, ",
-        (first, second, encoded): f"{second} has counted lines, and {encoded} is encoded; merge each kind by itself",
+        (
+            first,
+            second,
+            with_limit_9,
+        ): f"{first} was written with --boilerplate 10, but {with_limit_9} was not; remove it ",
+        (first, second, encoded): f"{second} has counted lines, but {encoded} is encoded; merge each kind separately",
         (first, second, cut): f"{cut}: {lines_file.name} has ",
     }
     for folders, fault in faults.items():
@@ -218,7 +222,7 @@ def test_a_stopped_counting_task_continues_and_a_finished_one_does_nothing(
     assert finished.pop("config.yaml") != expected.pop("config.yaml")  # it has the folder's name
     assert finished == expected
     assert "has slice 2/3 already: nothing to do" in printed_by(tokenize, tiny_model_dir, words)
-    with pytest.raises(InputError, match="2 was made with --boilerplate 10; choose another folder, or remove it"):
+    with pytest.raises(InputError, match="2 was written with --boilerplate 10; choose another folder, or remove it"):
         tokenize(tiny_model_dir, words.replace("--boilerplate 10", "--boilerplate lines"))
 
 
@@ -229,12 +233,16 @@ def test_a_folder_that_has_no_lines_of_this_column_and_version_is_refused(
     expected = open_boilerplate(str(folder), "text")
     assert (expected.num_documents, len(expected.hashes)) == (10, 2)
     record = json.loads((folder / "lines.json").read_text(encoding="utf-8"))
-    faults = {f"--boilerplate {folder} has lines of the column 'text', not 'body'; give --text_column text, or": folder}
-    faults[f"--boilerplate {tmp_path}: no lines.json there; give a number of documents, or a folder"] = tmp_path
+    faults = {
+        f"--boilerplate {folder} has lines from the column 'text', not 'body'; give --text_column text, or": folder
+    }
+    faults[f"--boilerplate {tmp_path}: it has no lines.json; give a number of documents, or a folder"] = tmp_path
     for name, changed in {"old": {**record, "format": 0}, "wrong": {**record, "sha256": ""}}.items():
         shutil.copytree(folder, tmp_path / name)
         (tmp_path / name / "lines.json").write_text(json.dumps(changed), encoding="utf-8")
-    faults[f"{tmp_path}/old/lines.json has format 0, this version reads 1; count the lines again"] = tmp_path / "old"
+    faults[f"{tmp_path}/old/lines.json has format 0, but this version reads 1; count the lines again"] = (
+        tmp_path / "old"
+    )
     faults[f"{tmp_path}/wrong/hashes: damaged; count the lines again, with --shard"] = tmp_path / "wrong"
     for fault, given in faults.items():
         with pytest.raises(InputError) as raised:

@@ -132,7 +132,7 @@ def test_notes_name_differing_settings_and_files_read_twice(
     edit_manifest(masked_dir, "settings", "seed", value=7)
     merged(tmp_path / "out", tiny_tokens_dir, masked_dir)
     output = capsys.readouterr().out
-    assert "note     --seed differs: 0, 7; manifest.json keeps each part's\n" in output
+    assert "note     --seed differs: 0, 7; manifest.json records each part's value\n" in output
     assert "note     slice.jsonl of" in output
     assert output.count("note     ") == 2
 
@@ -178,7 +178,7 @@ def spoil_length(folder: Path) -> str:
     content["settings"]["max_length"] = 32
     content["ledger"]["train"]["rows"] *= 2
     (folder / "manifest.json").write_text(json.dumps(content))
-    return "its rows have 32 tokens, the rows of .* have 64; "
+    return "its rows have 32 tokens, but the rows of .* have 64; "
 
 
 def spoil_format(folder: Path) -> str:

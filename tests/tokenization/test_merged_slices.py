@@ -223,18 +223,18 @@ def test_a_merge_needs_each_slice_of_one_run_once(tmp_path: Path, three_slices: 
     empty_folder = tmp_path / "tokens"
     empty_folder.mkdir()
 
-    again = "remove it, and run its task again"
+    again = "remove it and run its task again"
     faults = {
-        (first, third): r"of 3 slices these are missing: 2; run their tasks, such as --shard 2/3, to their end, and …",
-        (first, with_seed_7, third): f"{first} was made with --seed 0, and {with_seed_7} not; {again}",
-        (first, second, half): f"{half} is slice 2/2, and {first} 1/3; {again}",
+        (first, third): "missing slices (of 3): 2; run their tasks to the end, such as --shard 2/3, and …",
+        (first, with_seed_7, third): f"{first} was written with --seed 0, but {with_seed_7} was not; {again}",
+        (first, second, half): f"{half} is slice 2/2, but {first} is slice 1/3; {again}",
         (
             first,
             second,
             third,
             three_slices / "3",
         ): f"{three_slices / '3'} and {third} are both slice 3/3; leave one of them out",
-        (first, second, empty_folder): f"{empty_folder} is no slice made with --shard, as {first} is; …",
+        (first, second, empty_folder): f"{empty_folder} is not a slice made with --shard, but {first} is; …",
     }
     for folders, fault in faults.items():
         with pytest.raises(InputError) as raised:
@@ -277,7 +277,7 @@ def test_slices_with_relative_paths_are_merged_where_they_were_made(
 ) -> None:
     slices = copied_slices(three_slices, tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=f"s1 was made in {corpus}, where texts/es is; merge there"):
+    with pytest.raises(InputError, match=f"s1 was written in {corpus}, where texts/es is; merge there"):
         run_merge(slices, tmp_path / "merged")
 
 
@@ -290,7 +290,7 @@ def test_only_the_tasks_of_a_changed_file_run_again(
     write_jsonl(Path("texts/en/d.jsonl"), [f"{text} in English!" for text in TEXTS])
     with pytest.raises(InputError) as raised:
         run_merge(slices, tmp_path / "merged")
-    fix = f"remove {slices[1]}, and run their tasks again"
+    fix = f"remove {slices[1]} and run their tasks again"
     assert str(raised.value) == f"texts/en/d.jsonl has changed since the tasks ran; {fix}"
     shutil.rmtree(slices[1])
     run(tiny_model_dir, slices[1], "--shard 2/2")
@@ -343,14 +343,14 @@ def test_a_task_that_was_stopped_continues_and_a_finished_one_does_nothing(
     assert "has slice 2/3 already: nothing to do" in capsys.readouterr().out
     assert content(tmp_path / "s") == finished_content
     for words, made_with in {"--shard 1/3": "--shard 2/3", "--shard 2/3 --seed 1": "--seed 0"}.items():
-        with pytest.raises(InputError, match=f"s was made with {made_with}; choose another folder, or remove it"):
+        with pytest.raises(InputError, match=f"s was written with {made_with}; choose another folder, or remove it"):
             run(tiny_model_dir, tmp_path / "s", words)
 
 
 def test_two_tasks_of_one_slice_at_a_time_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     with (
         unfinished_folder(tmp_path / "s"),
-        pytest.raises(InputError, match="another process is tokenizing into it"),
+        pytest.raises(InputError, match="another process is writing to it"),
     ):
         run(tiny_model_dir, tmp_path / "s", "--shard 2/3")
 
@@ -462,12 +462,14 @@ def files_by_source(manifest: Manifest) -> dict[str, set[SourceFile]]:
 
 def test_slices_without_rows_and_what_needs_the_whole_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     encoded = run_tasks(tiny_model_dir, tmp_path / "encoded")
-    with pytest.raises(InputError, match="encoded/1 is encoded and has no rows; run the tasks with --parts true"):
+    with pytest.raises(
+        InputError, match="encoded/1 is encoded but not packed into rows; run the tasks with --parts true"
+    ):
         merge.main([*map(str, encoded), "--parts", "true", "--output_dir", str(tmp_path / "out")])
     with pytest.raises(InputError, match=r"--parts true: --weights, --max_tokens needs the entire corpus"):
         run(tiny_model_dir, tmp_path / "out", "--shard 1/2 --parts true --weights 1 2 --max_tokens 100")
     with pytest.raises(InputError, match=r"--parts true packs a slice; add --shard I/N"):
         run(tiny_model_dir, tmp_path / "out", "--parts true")
     packed = run(tiny_model_dir, tmp_path / "packed" / "1", "--shard 1/2 --parts true")
-    with pytest.raises(InputError, match="of 2 slices these are missing: 2"):
+    with pytest.raises(InputError, match=r"missing slices \(of 2\): 2"):
         merge.main([str(packed), "--parts", "true", "--output_dir", str(tmp_path / "out")])

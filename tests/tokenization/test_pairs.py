@@ -123,7 +123,7 @@ def test_ratings_are_kept_as_a_margin(ratings: dict[str, Any], margin: float) ->
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (SHORT, "texts without a prompt; write the prompt into a column prompt"),
+        (SHORT, "texts without a prompt; add the prompt as a column named prompt"),
         (
             {"chosen": "\n\nHuman: Hi\n\nAssistant: Ho", "rejected": "\n\nHuman: Hi\n\nAssistant: No"},
             "without a prompt",
@@ -135,7 +135,7 @@ def test_ratings_are_kept_as_a_margin(ratings: dict[str, Any], margin: float) ->
         ),
         ({"chosen": say("Hi", "Ho", "x", "y"), "rejected": say("Hi", "Ho", "z", "y")}, "differ in the prompt"),
         ({"chosen": say("Hi", "Ho", "Go"), "rejected": say("Hi", "Ho")}, "must end with the assistant's answer"),
-        ({**LONG, "prompt": "Something else"}, "the prompt is none of the user's turns of chosen"),
+        ({**LONG, "prompt": "Something else"}, "the prompt is not among the user's turns in chosen"),
         (
             {"chosen": [SYSTEM, *LONG["chosen"]], "rejected": [SYSTEM, *LONG["rejected"]], "system": "Go."},
             "column system",
@@ -171,7 +171,9 @@ def test_training_streams_chats_beside_pairs_and_refuses_pairs(tmp_path: Path) -
     both, pairs = open_sources(files, "--dataset", False, tmp_path)
     assert find_kind(both, "text", False) == "messages"
     assert find_kind(both, "text", False, with_pairs=True) == "preference"
-    with pytest.raises(InputError, match=r"a preference pair; make a token dataset with fabric-train tokenize first"):
+    with pytest.raises(
+        InputError, match=r"this is a preference pair; write a token dataset with fabric-train tokenize first"
+    ):
         find_kind(pairs, "text", False)
     with pytest.raises(BadRowError, match="a preference pair, where a chat is expected"):
         read_chat(LONG, "auto")

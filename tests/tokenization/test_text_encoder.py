@@ -337,6 +337,7 @@ def test_a_text_that_the_tokenizer_cannot_take_is_named(tmp_path: Path, tiny_mod
     check = Reference(tmp_path / "tokenizer.json", special_text_is_plain=True).encode
     for encoding in (encode, check):
         with pytest.raises(
-            InputError, match=r"^tokenizers fails: .*retry-limit.*, in the text that begins with 'x{60}'; leave"
+            InputError,
+            match=r"^the tokenizers library failed: .*retry-limit.*, in the text that begins with 'x{60}'; leave",
         ):
             encoding(["one", "x" * 99, "two"])

@@ -153,7 +153,7 @@ def test_sentencepiece_model_with_other_settings_has_the_librarys_ids(
     [
         ({"model_type": "unigram"}, "not a BPE model"),
         ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "suffixes"),
-        ({"model_type": "bpe", "user_defined_symbols": ["<sep>"]}, "gets others"),
+        ({"model_type": "bpe", "user_defined_symbols": ["<sep>"]}, "gets different ones"),
     ],
 )
 def test_sentencepiece_model_whose_ids_would_differ_is_refused(
@@ -354,7 +354,9 @@ def test_a_tokenizer_with_dropout_is_refused(smollm2_dir: Path, tmp_path: Path) 
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["dropout"] = 0.1
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(InputError, match=r"dropout 0\.1 gives a text other ids each time; set dropout to null in it"):
+    with pytest.raises(
+        InputError, match=r"with dropout 0\.1, a text gets different ids each time; set dropout to null in it"
+    ):
         load_tokenizer(str(folder))
 
 
@@ -386,7 +388,7 @@ DAMAGED = {
         (rank_lines(300), "300 ranks"),
         (rank_lines(300) + b"no rank here\n", "line 301"),
     ],
-    "model.safetensors": [(b"weights", "no tokenizer.json and no tokenizer.model")],
+    "model.safetensors": [(b"weights", "it has neither tokenizer.json nor tokenizer.model")],
 }
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _LONGEST_TRIED = 200  # characters
-_ADVICE = "give the tokenizer of an instruct model, or a template by --chat_template"
+_ADVICE = "give the tokenizer of an instruct model, or a template with --chat_template"
 T = TypeVar("T")
 # passed to the encoder at once
 _BATCH_CHARACTERS = 500_000
@@ -382,13 +382,13 @@ def _choose_template(
     fault = "has a chat template that cannot mark the assistant's tokens" if template else "has no chat template"
     vocabulary = tokenizer.get_added_vocab()
     if not is_chosen and all(token in vocabulary for token in LLAMA3_CONTROL_TOKENS):
-        return _open_template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}; Llama-3's is used",)
+        return _open_template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}; using Llama-3's",)
 
     # its own, for conversations with one answer
     if template and template.can_mark(["user", "assistant"], [1]):
         return template, (
-            "the tokenizer's chat template renders turns differently once others follow; chats with several turns of "
-            "the assistant are refused, except with --train_on last",
+            "the tokenizer's chat template renders turns differently when other turns follow; chats with several "
+            "assistant turns are refused, except with --train_on last",
         )
     raise InputError(f"the tokenizer {fault}; {_ADVICE}")
 
@@ -400,7 +400,7 @@ def own_template(tokenizer: "PreTrainedTokenizerFast", advice: str = _ADVICE) ->
     try:
         source = str(tokenizer.get_chat_template())
     except ValueError:
-        raise InputError(f"the tokenizer has several chat templates and none is the default; {advice}") from None
+        raise InputError(f"the tokenizer has several chat templates but no default; {advice}") from None
     try:
         return _open_template(tokenizer, source)
     except BadRowError as error:
@@ -424,17 +424,17 @@ def _template_notes(tokenizer: "PreTrainedTokenizerFast", template: ChatTemplate
     bos_token_id = tokenizer.bos_token_id
     adds_bos = bos_token_id is not None and tokenizer("Hi")["input_ids"][:1] == [bos_token_id]
     if adds_bos and not text.startswith(tokenizer.bos_token):
-        notes.append(f"the chat template writes no {tokenizer.bos_token}; chats begin without it")
+        notes.append(f"the chat template does not write {tokenizer.bos_token}; chats begin without it")
     system_prompt = template.built_in_prompt()
     if system_prompt:
         notes.append(
-            "the chat template has a system prompt of its own, which begins each chat that gives none: "
-            f"{system_prompt!r}; to leave it out, give a template without it by --chat_template"
+            f"the chat template adds its own system prompt to chats without one: {system_prompt!r}; to leave it out, "
+            "give a template without it with --chat_template"
         )
     if "strftime_now" in template.source:
-        notes.append("the chat template may write today's date; chats tokenized on another day may differ")
+        notes.append("the chat template may write the current date, so chats tokenized on another day may differ")
     if template.end_of_turn is None:
         notes.append(
-            f"the chat template writes no token at the end of turns; only chats end with one, {tokenizer.eos_token}"
+            f"the chat template writes no end-of-turn token; only entire chats end with a token, {tokenizer.eos_token}"
         )
     return notes

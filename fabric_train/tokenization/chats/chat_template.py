@@ -222,11 +222,11 @@ class ChatTemplate:
                     **{**variables, **self._variables},
                 )
         except OutOfTimeError:
-            raise BadRowError(f"the chat template is not done after {_SECONDS:g} s; it may never end") from None
+            raise BadRowError(f"the chat template is still running after {_SECONDS:g} s; it may never end") from None
         except MemoryError:
-            raise BadRowError(f"the chat template takes more than {MEMORY >> 20} MiB of memory") from None
+            raise BadRowError(f"the chat template needs more than {MEMORY >> 20} MiB of memory") from None
         except TemplateError as error:
-            raise BadRowError(f"the chat template refuses it: {first_line(error)[:_LONGEST_REASON]}") from None
+            raise BadRowError(f"the chat template rejects it: {first_line(error)[:_LONGEST_REASON]}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
             reason = f"{type(error).__name__}: {first_line(error)[:_LONGEST_REASON]}"
             raise BadRowError(f"the chat template fails with {reason}") from None
@@ -234,7 +234,7 @@ class ChatTemplate:
         if len(text) > _MOST_CHARACTERS:
             num_characters = len(json.dumps([messages, tools], default=str))
             if len(text) > _MOST_TIMES * num_characters:
-                raise BadRowError(f"the chat template makes {len(text):,} characters of it, far more than it has")
+                raise BadRowError(f"the chat template expands it to {len(text):,} characters, far more than it has")
         return text, all_spans[0] if marks else []
 
     def _find_control_tokens(self, added_tokens: Iterable[str]) -> None:
@@ -279,9 +279,9 @@ class ChatTemplate:
             prompt = text_with_turn
         if not (text_with_turn.startswith(prompt) and text.startswith(text_with_turn)):
             raise BadRowError(
-                f"the chat template renders turn {turn + 1}, the assistant's, differently when it is generated or "
-                "others follow, so it cannot be marked; use --train_on last, or give a template with "
-                "{% generation %} by --chat_template"
+                f"the chat template renders assistant turn {turn + 1} differently when it is generated or when other "
+                "turns follow, so it cannot be marked; use --train_on last, or give a template with {% generation %} "
+                "by --chat_template"
             )
         begin, end = self._with_end_of_turn(text, len(prompt), len(text_with_turn))
         check_turn_rendered(messages[turn], turn, text[begin:end])

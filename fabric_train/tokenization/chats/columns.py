@@ -78,7 +78,7 @@ def begin_with_system(columns: RowColumns, messages: list[Message]) -> list[Mess
     if system is None or messages[:1] == [system]:
         return messages
     if messages and messages[0]["role"] == "system":
-        raise ValueError("the column system has another text than the system message")
+        raise ValueError("the column system differs from the system message")
     return [system, *messages]
 
 
@@ -134,7 +134,7 @@ def read_template_variables(columns: RowColumns) -> dict[str, Any]:
         raise TypeError("chat_template_kwargs must be an object")
     for name in variables:
         if name in _NOT_VARIABLES or not name.isidentifier():
-            raise ValueError(f"chat_template_kwargs has {name!r}, which is no variable of a template")
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is not a template variable")
     return variables
 
 
@@ -156,8 +156,8 @@ def check_label(columns: RowColumns) -> None:
     for column in DESIRABLE:
         value = columns.row.get(column)
         if value is not None:
-            raise ValueError(f"{column} is {excerpt(value)}, and has to be true or false")
-    raise ValueError("label is missing: true for a desirable answer, false for one to avoid")
+            raise ValueError(f"{column} is {excerpt(value)}, but must be true or false")
+    raise ValueError("label is missing; it is true for a desirable answer and false for one to avoid")
 
 
 def read_is_undesirable(columns: RowColumns) -> bool:
@@ -184,7 +184,7 @@ def check_what_is_trained(columns: RowColumns) -> None:
         columns.leave("mask")
     elif not is_spoken_by("user", masked_speaker):
         raise ValueError(
-            f"mask {masked_speaker!r} leaves out other turns than the user's, and only the assistant's are trained"
+            f"mask {masked_speaker!r} excludes turns other than the user's, but only the assistant's turns are trained"
         )
 
 

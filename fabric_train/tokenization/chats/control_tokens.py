@@ -241,7 +241,7 @@ class ControlTokens:
             pieces.append(self._unshield(piece))
         encoded = tokenizer.encode(pieces)
         if encoded.has_made_control:
-            raise BadRowError("the tokenizer makes a control token from text; leave the row out")
+            raise BadRowError("the tokenizer turns text into a control token; remove the row")
         return encoded.ids, encoded.is_in_even_piece
 
     @cached_property

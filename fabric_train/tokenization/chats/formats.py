@@ -129,7 +129,7 @@ def _user(text: Any) -> Message:
 
 def _assistant(text: Any) -> Message:
     if not isinstance(text, str):
-        raise TypeError("the completion of a text must be text")
+        raise TypeError("the completion of a text prompt must be text")
     return {"role": "assistant", "content": text}
 
 
@@ -226,7 +226,7 @@ def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
     """Read an answer with a label as a chat whose first ``num_prompt_messages`` messages are the prompt."""
     chat_format = _format_beside_label(columns.row)
     if chat_format is None:
-        raise ValueError("no prompt and completion, and no messages")
+        raise ValueError("it has neither prompt and completion nor messages")
     check_label(columns)
     chat = chat_format.read(columns, turns)
     assert isinstance(chat, Chat)  # none of these formats reads pairs
@@ -235,7 +235,7 @@ def _read_unpaired(columns: RowColumns, turns: TurnReader) -> Chat:
         prompt_length = len(chat.messages) - 1
     answer = chat.messages[prompt_length:]
     if not answer or answer[0]["role"] != "assistant":
-        raise ValueError("the conversation must end with the assistant's answer, which the label is for")
+        raise ValueError("the conversation must end with the assistant's answer, which the label rates")
     if prompt_length == 0:
         raise ValueError("the answer has no prompt")
     return replace(chat, num_prompt_messages=prompt_length)
@@ -299,7 +299,7 @@ def read_pair(record: Row | BadRowError, *, calls_as_text: bool = False) -> Pair
 def _read(record: Row, data_format: str, calls_as_text: bool) -> Chat | Pair:
     name = detect_format(record) if data_format == "auto" else data_format
     if name is None:
-        raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
+        raise BadRowError(unexpected_format(record, data_format, "it has no columns of a chat or an instruction"))
     try:
         return _read_columns(RowColumns(record), CHAT_FORMATS[name], calls_as_text)
     except BadRowError:

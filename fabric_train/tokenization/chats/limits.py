@@ -93,7 +93,7 @@ def find_fault_in_child(attempt: Callable[[], object]) -> str | None:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        return "the chat template was stopped: it does not end, or crashes"
+        return "the chat template was stopped because it does not end, or crashes"
     return message.decode() or None
 
 

@@ -78,7 +78,7 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
 
     lost = find_lost(required, text)
     if lost is not None:
-        raise _fault(lost, "which the model would not see")
+        raise _fault(lost, "so the model would not see it")
     lost_thoughts: set[str] = set()
     for thought in thoughts:
         if find_lost([thought], text) is not None:
@@ -124,14 +124,14 @@ def _are_plain_and_in_order(messages: Sequence[Message], rendered: str) -> bool:
 def _fault(lost: MessageText, consequence: str) -> BadRowError:
     if lost.key in REASONING:  # the row may have them under another of these names
         description = f"the thoughts ({', '.join(REASONING)})"
-        advice = "give a template that keeps it by --chat_template"
+        advice = "give a template that keeps it with --chat_template"
     elif lost.key == _CALLS:
-        description = "a part of the tool_calls"
-        advice = "use the tokenizer of a model that has tools"
+        description = "part of the tool_calls"
+        advice = "use the tokenizer of a model that supports tools"
     else:
         description = "a part"
-        advice = "give a template that keeps it by --chat_template"
-    return BadRowError(f"the chat template leaves out {description} of turn {lost.turn + 1}, {consequence}; {advice}")
+        advice = "give a template that keeps it with --chat_template"
+    return BadRowError(f"the chat template drops {description} of turn {lost.turn + 1}, {consequence}; {advice}")
 
 
 def _texts_of(message: Message, turn: int) -> Iterator[MessageText]:

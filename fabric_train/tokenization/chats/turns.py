@@ -103,8 +103,8 @@ class TurnReader:
         role = _ROLE_OF.get(speaker.lower()) if isinstance(speaker, str) else None
         if role is None:
             raise ValueError(
-                f"role {excerpt(speaker)} of turn {turn_number} is not one of {_KNOWN_ROLES} "
-                "(docs/tokenization.md has all)"
+                f"role {excerpt(speaker)} of turn {turn_number} is not one of {_KNOWN_ROLES} (docs/tokenization.md "
+                "lists all roles)"
             )
         is_trained = self._pop_trained(entries, turn_number)
         calls = _pop_tool_calls(entries, turn_number)
@@ -148,7 +148,7 @@ class TurnReader:
             for key in entries:
                 self.leave(f"content.{key}")
         if len(is_trained) > 1:
-            raise ValueError(f"only parts of turn {turn_number} are trained; make turns of them, or leave the row out")
+            raise ValueError(f"only parts of turn {turn_number} are trained; split it into turns, or remove the row")
         return "".join(texts), is_trained.pop() if is_trained else None
 
     def _pop_trained(self, entries: dict[str, Any], turn_number: int) -> bool | None:
@@ -159,14 +159,15 @@ class TurnReader:
                 value = entries.pop(key)
                 if not isinstance(value, bool | int | float) or value not in (0, 1):
                     raise ValueError(
-                        f"{key} {excerpt(value)} of turn {turn_number}: a turn is trained (true, 1) or not (false, 0)"
+                        f"{key} {excerpt(value)} of turn {turn_number} must be true, 1, false or 0: whether the turn "
+                        "is trained"
                     )
                 answers[key] = bool(value) is value_if_trained
         parts = entries.pop(_TRAINED_PARTS, None)
         if parts:
             part_answers = {bool(part.get("train", True)) for part in list_of_turns(parts)}
             if len(part_answers) > 1:
-                raise ValueError(f"{_TRAINED_PARTS}: only parts of turn {turn_number} are trained; make turns of them")
+                raise ValueError(f"{_TRAINED_PARTS}: only parts of turn {turn_number} are trained; split it into turns")
             answers[_TRAINED_PARTS] = part_answers.pop()
         distinct_answers = set(answers.values())
         if len(distinct_answers) > 1:

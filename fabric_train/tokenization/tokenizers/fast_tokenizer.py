@@ -27,14 +27,16 @@ def panics_as_errors() -> Iterator[None]:
         yield
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            raise RustPanicError(f"tokenizers fails: {first_line(error)}") from None
+            raise RustPanicError(f"the tokenizers library failed: {first_line(error)}") from None
         raise
 
 
 def refuse_text(panic: RustPanicError, text: str) -> InputError:
     """Return the error for a text that the tokenizer cannot encode: a split pattern may take too many steps."""
     beginning = f"{text[:_SHOWN_CHARACTERS]!r}"
-    return InputError(f"{panic}, in the text that begins with {beginning}; leave it out, or use another tokenizer")
+    return InputError(
+        f"{panic}, in the text that begins with {beginning}; leave the text out, or use another tokenizer"
+    )
 
 
 def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":

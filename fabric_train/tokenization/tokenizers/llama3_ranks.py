@@ -52,8 +52,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
     if not has_all_ranks or not has_all_bytes:
         raise InputError(
-            f"{path} has {len(ranks):,} ranks, but in this format only Llama-3's {NUM_RANKS:,} are supported "
-            "(the file has no split pattern and no special tokens); give a folder with tokenizer.json"
+            f"{path} has {len(ranks):,} ranks, but in this format only Llama-3's {NUM_RANKS:,} are supported, since "
+            "the file has no split pattern and no special tokens; give a folder with tokenizer.json"
         )
     return ranks
 

@@ -73,10 +73,11 @@ def _check_supported(path: Path, model: Any) -> None:
     letters = {piece.piece for piece in model.pieces if len(piece.piece) == 1}
     normal_pieces = [piece.piece for piece in model.pieces if piece.type == NORMAL]
     if not all(letters.issuperset(piece) for piece in normal_pieces):
-        faults.append("has pieces with characters that are no pieces")
+        faults.append("has pieces with characters that are not pieces themselves")
     if faults:
         raise InputError(
-            f"{path} {' and '.join(faults)}, so no fast tokenizer can give its ids; give a folder with tokenizer.json"
+            f"{path} {' and '.join(faults)}, so no fast tokenizer can produce its ids; give a folder with "
+            "tokenizer.json"
         )
 
 
@@ -163,6 +164,7 @@ def _check_ids(path: Path, model: Any, tokenizer: Tokenizer, library: sentencepi
     for text, encoding in zip(texts, encodings, strict=True):
         if encoding.ids != library.encode(text):
             raise InputError(
-                f"{path}: no fast tokenizer can give its ids ({text!r} gets others); give a folder with tokenizer.json"
+                f"{path}: no fast tokenizer can produce its ids ({text!r} gets different ones); give a folder with "
+                "tokenizer.json"
             )
     tokenizer.encode_special_tokens = False

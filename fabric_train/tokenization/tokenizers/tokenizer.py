@@ -54,7 +54,9 @@ def _find_files(name: str) -> tuple[Path, Path | None]:
         if path.name == "tokenizer.json":
             return path.parent, None
         if path.suffix == ".json":
-            raise InputError(f"--tokenizer_name {path}: give the folder with tokenizer.json, or a tokenizer.model file")
+            raise InputError(
+                f"--tokenizer_name {path}: expected the folder with tokenizer.json, or a tokenizer.model file"
+            )
         return path.parent, path
 
     # a folder, in which tokenizer.json comes before tokenizer.model
@@ -65,7 +67,7 @@ def _find_files(name: str) -> tuple[Path, Path | None]:
     model_file = path / "tokenizer.model"
     if not model_file.is_file():
         raise InputError(
-            f"--tokenizer_name {name}: no tokenizer.json and no tokenizer.model in it; give another folder"
+            f"--tokenizer_name {name}: it has neither tokenizer.json nor tokenizer.model; give another folder"
         )
     check_not_pointer(model_file)
     return path, model_file

@@ -120,7 +120,9 @@ def _read_plain_tokens(folder: Path) -> _PlainTokens | None:
     tokenizer = read_tokenizer_json(file, keep=True)
     dropout = tokenizer.model.get("dropout")
     if dropout:
-        raise InputError(f"{file}: dropout {dropout} gives a text other ids each time; set dropout to null in it")
+        raise InputError(
+            f"{file}: with dropout {dropout}, a text gets different ids each time; set dropout to null in it"
+        )
     added_tokens = {token.content: token for token in tokenizer.added_tokens}
     if not _has_plain_config(config, folder) or not _has_same_tokens(config, folder, added_tokens):
         return None
@@ -203,7 +205,7 @@ def read_chat_template(file: Path) -> str:
         byte = error.object[error.start]
         raise InputError(f"{file}: byte {error.start} is not UTF-8 (0x{byte:02x}); save the file as UTF-8") from None
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; give a Jinja template that can be read") from None
+        raise InputError(f"{file}: {error.strerror}; give a readable Jinja template") from None
 
 
 def set_chat_template(folder: Path, template: str) -> None:

@@ -74,7 +74,8 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
             load_fast(file, special_text_is_plain=False)  # raises if the file itself is damaged
         reason = first_line(error).rstrip(".")
         raise InputError(
-            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; fetch it again or give another"
+            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; download it again, or give another "
+            "tokenizer"
         ) from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"--tokenizer_name {folder}: it has no fast version; give a folder with tokenizer.json")
@@ -108,7 +109,7 @@ def _load_sentencepiece_file(file: Path) -> PreTrainedTokenizerFast:
     if added_tokens:
         raise InputError(
             f"--tokenizer_name {file.parent}: its configuration adds {', '.join(added_tokens)} to tokenizer.model; "
-            "give a folder with tokenizer.json, which has both"
+            "give a folder with tokenizer.json, which contains both"
         )
     return tokenizer
 
