@@ -39,7 +39,7 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
     try:
         with open_regular(file, advice) as opened:
             if os.fstat(opened.fileno()).st_size > _MAX_JSON_BYTES:
-                raise InputError(f"{file}: larger than 1 GiB, so it is not what its name says; {advice}")
+                raise InputError(f"{file}: larger than 1 GiB, so it cannot be what its name says; {advice}")
             content = opened.read()
     except OSError as error:
         raise_reached_limit(error)
@@ -128,7 +128,7 @@ def _parse(text: bytes | str, *, max_bits: int) -> Any:
         try:
             json.dumps(content, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError("a text with half of a surrogate pair") from None
+            raise ValueError("a string with half a surrogate pair") from None
     return content
 
 
