@@ -259,7 +259,7 @@ def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str,
     elif "SLURM_JOB_ID" in environment:
         scheduler_note = ", which Slurm does only with srun (no SLURM_STEP_ID)"
     return (
-        f"--num_nodes {num_nodes}: start the run on every machine{scheduler_note} with torchrun --nnodes "
+        f"--num_nodes {num_nodes}: start the run on every machine{scheduler_note}, with torchrun --nnodes "
         f"{num_nodes}, srun, or fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
     )
 
