@@ -7,7 +7,8 @@ Mixtral). ``save_pretrained`` writes the published form, and so does an export, 
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -175,20 +176,31 @@ def write_weights(
     with Progress(*columns, TimeRemainingColumn(), console=open_console(stderr=True)) as progress:
         task = progress.add_task(title, total=plan.metadata["total_size"])
         for filename, names in plan.filename_to_tensors.items():
-            # the order of the header: types with the largest elements first
-            ordered_names = sorted(names, key=lambda name: -dtypes[name].itemsize)
-            entries = [(name, dtypes[name], tensors.shape(name)) for name in ordered_names]
-            header, _ = safetensors_header(entries, {"format": "pt"})
-            with (folder / filename).open("wb", buffering=0) as file:
-                _write_all(file, memoryview(header))
-                for name in ordered_names:
-                    for block in blocks(tensors, name, tensors.shape(name)):
-                        values = block.to(dtypes[name]).contiguous().reshape(-1)
-                        progress.advance(task, values.nbytes)
-                        _write_all(file, values.view(torch.uint8).numpy().data)
+            dtypes_of_file = {name: dtypes[name] for name in names}
+            _write_file(folder / filename, tensors, dtypes_of_file, partial(progress.advance, task))
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(
+    path: Path, tensors: StoredTensors, dtypes: dict[str, torch.dtype], advance: Callable[[int], None]
+) -> None:
+    """Write a safetensors file with the tensors that ``dtypes`` names, rounded to these types.
+
+    ``advance`` is called with the bytes of each block of rows, just before it is written.
+    """
+    # the order of the header: types with the largest elements first
+    names = sorted(dtypes, key=lambda name: -dtypes[name].itemsize)
+    entries = [(name, dtypes[name], tensors.shape(name)) for name in names]
+    header, _ = safetensors_header(entries, {"format": "pt"})
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(header))
+        for name in names:
+            for block in blocks(tensors, name, tensors.shape(name)):
+                values = block.to(dtypes[name]).contiguous().reshape(-1)
+                advance(values.nbytes)
+                _write_all(file, values.view(torch.uint8).numpy().data)
 
 
 def blocks(weights: Weights, name: str, shape: torch.Size) -> Iterator[torch.Tensor]:

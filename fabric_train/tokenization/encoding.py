@@ -152,7 +152,11 @@ def _encode_with(
     check: ParityCheck,
     input_slice: InputSlice,
 ) -> EncodedSources:
-    """Encode with the encoder of this name; _DifferentIdsError if its ids differ from the tokenizer's."""
+    """Encode the unfinished shards with this encoder, and compare its ids with the tokenizer's meanwhile.
+
+    Raises:
+        _DifferentIdsError: the ids differ.
+    """
     num_outdated = remove_outdated_shards(folder)
     if num_outdated:
         print(f"encoding {num_outdated:,} shards again that an older version finished", file=sys.stderr)
@@ -163,12 +167,7 @@ def _encode_with(
     shards = list(compress(all_shards, is_selected))
     progress = multiprocessing.RawArray("q", 3 * len(all_shards))
     job = EncodingJob(corpus, folder, encoder, all_shards, progress)
-    records: dict[int, ShardRecord] = {}
-    for shard in shards:
-        record = _usable_record(job, shard)
-        if record is not None:
-            records[shard.index] = record
-            job.show(shard.index, shard.num_bytes, len(record.documents), record.num_tokens)
+    records = _read_finished_records(job, shards)
 
     # the tasks: first files to hash, then shards, until the finished ones reach a cap
     groups_to_hash = list(files_to_hash(corpus.sources, input_slice, corpus.files_read_at_once(all_shards)))
@@ -200,12 +199,8 @@ def _encode_with(
                 else:
                     hashed = np.frombuffer(result, np.uint8).reshape(-1, SHA256_BYTES)
                     digests[task.source][task.start : task.stop] = hashed
-            num_bytes = sum(progress[0::3])
-            num_documents = sum(progress[1::3])
-            num_tokens = sum(progress[2::3])
-            seconds = max(time.monotonic() - started, 1e-9)
-            speed = f"{num_tokens / seconds:,.0f} tokens/s"
-            show(min(num_bytes / total_bytes, 1), f"{num_documents:,} documents, {num_tokens:,} tokens, {speed}")
+            share_done = min(sum(progress[0::3]) / total_bytes, 1)
+            show(share_done, _describe_progress(progress, time.monotonic() - started))
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
@@ -213,6 +208,14 @@ def _encode_with(
     encoded = EncodedSources(sorted_records, digests, encoder_name, num_proc)
     _check_files(corpus, encoded)
     return encoded
+
+
+def _describe_progress(progress: Any, seconds: float) -> str:
+    """Return the documents and tokens that are done, and the tokens per second; ``progress`` is the job's."""
+    num_documents = sum(progress[1::3])
+    num_tokens = sum(progress[2::3])
+    speed = num_tokens / max(seconds, 1e-9)
+    return f"{num_documents:,} documents, {num_tokens:,} tokens, {speed:,.0f} tokens/s"
 
 
 def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
@@ -226,6 +229,17 @@ def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
         hashed_files = np.flatnonzero(file_digests.any(axis=1))
         for number in hashed_files.tolist():
             check_unchanged(source.files[number], file_digests[number].tobytes())
+
+
+def _read_finished_records(job: EncodingJob, shards: Sequence[Shard]) -> dict[int, ShardRecord]:
+    """Return the records of the shards that an earlier run has finished, by index, and count these as done."""
+    records = {}
+    for shard in shards:
+        record = _usable_record(job, shard)
+        if record is not None:
+            records[shard.index] = record
+            job.show(shard.index, shard.num_bytes, len(record.documents), record.num_tokens)
+    return records
 
 
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
@@ -288,11 +302,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
             reader = source.reader(part, source_format.columns)
             try:
                 with naming_memory_errors(part_name(source, part)):
-                    if source_format.chat is None:
-                        text_column = source_format.columns[0]
-                        num_documents = _encode_texts(corpus, text_column, reader, waiting_texts, writer)
-                    else:
-                        num_documents = _encode_chats(corpus, source_format, reader, writer)
+                    num_documents = _encode_part(corpus, source_format, reader, waiting_texts, writer)
             finally:  # a file that is written to while it is read may look damaged: then that is the error
                 if isinstance(part, FilePart):
                     check_unchanged(part.file)
@@ -300,6 +310,20 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
         with naming_memory_errors(part_name(source, shard.parts[-1])):
             waiting_texts.encode(0)
         writer.finish()
+
+
+def _encode_part(
+    corpus: OpenedCorpus,
+    source_format: SourceFormat,
+    reader: PartReader,
+    waiting_texts: "_WaitingTexts",
+    writer: ShardWriter,
+) -> int:
+    """Encode the documents of a part, and return their number; the last texts may be left in ``waiting_texts``."""
+    if source_format.chat is not None:
+        return _encode_chats(corpus, source_format, reader, writer)
+    text_column = source_format.columns[0]
+    return _encode_texts(corpus, text_column, reader, waiting_texts, writer)
 
 
 class _WaitingTexts:
