@@ -201,24 +201,29 @@ def run_ranks(arguments: TrainArguments, import_folders: Sequence[str] = ()) -> 
         # Both pipes are read at the same time: a full one would stop the ranks.
         stderr_reader = threading.Thread(target=_pass_errors, args=(ranks.stderr, errors), daemon=True)
         stderr_reader.start()
-        assert ranks.stdout is not None
-        while True:
-            try:
-                for line in ranks.stdout:
-                    print(line, end="", flush=True)
-                code = ranks.wait()
-                stderr_reader.join()
-                break
-            except KeyboardInterrupt:  # the ranks save and end: go on with their lines until then
-                ranks.send_signal(signal.SIGINT)
-            except BaseException:
-                ranks.terminate()
-                raise
+        code = _print_until_end(ranks, stderr_reader)
     if code == INPUT_ERROR:
         raise InputError(*errors)
     if code not in (0, STOPPED):
         raise RunError("; ".join(errors) or f"the ranks ended with exit code {code}")
     return code
+
+
+def _print_until_end(ranks: subprocess.Popen[str], stderr_reader: threading.Thread) -> int:
+    """Print the lines of the ranks, and return their exit code; end the ranks if this process has an error."""
+    assert ranks.stdout is not None
+    while True:
+        try:
+            for line in ranks.stdout:
+                print(line, end="", flush=True)
+            code = ranks.wait()
+            stderr_reader.join()
+            return code
+        except KeyboardInterrupt:  # the ranks save and end: go on with their lines until then
+            ranks.send_signal(signal.SIGINT)
+        except BaseException:
+            ranks.terminate()
+            raise
 
 
 def _pass_errors(lines: IO[str], errors: list[str]) -> None:

@@ -82,16 +82,9 @@ def read_tasks(path: str) -> list[LanguageTask]:
             faults.append(f"{language}: expected a list of tasks, such as '{language}: [xnli_es, quiz.yaml]'")
             continue
         for position, item in enumerate(items, 1):
-            item_values = {"task": item} if isinstance(item, str) else item
-            if not isinstance(item_values, dict) or "task" not in item_values:
-                faults.append(f"{language}: task {position}: expected a name or {{task: NAME, ...}}, got {item!r}")
-                continue
-            item_name = f"{language}: task {position}"
-            metadata = item_values.get("metadata")
-            if metadata is not None:
-                item_values = item_values | {"metadata": _metadata_as_json(metadata, item_name, faults)}
-            values = general_settings | _convert_values(item_values, _TASK_TYPES, item_name, list(_TASK_TYPES), faults)
-            if values.get("task"):  # else its fault has been found
+            own_values = _read_item(item, f"{language}: task {position}", faults)
+            values = general_settings | own_values
+            if values.get("task"):  # if not, its fault has been found
                 task = _open_task(str(language), values, Path(path).parent, faults)
                 if task is not None:
                     tasks.append(task)
@@ -111,6 +104,21 @@ def read_tasks(path: str) -> list[LanguageTask]:
 def is_task_file(task: str) -> bool:
     """Return whether a task is a file, and not a name of lm_eval."""
     return task.endswith((".yaml", ".yml"))
+
+
+def _read_item(item: Any, item_name: str, faults: list[str]) -> dict[str, Any]:
+    """Return the values of an item of a language: the name of a task, or a mapping with its values.
+
+    Faults are added to ``faults``, and the faulty values left out; ``item_name`` is for their messages.
+    """
+    content = {"task": item} if isinstance(item, str) else item
+    if not isinstance(content, dict) or "task" not in content:
+        faults.append(f"{item_name}: expected a name or {{task: NAME, ...}}, got {item!r}")
+        return {}
+    metadata = content.get("metadata")
+    if metadata is not None:
+        content = content | {"metadata": _metadata_as_json(metadata, item_name, faults)}
+    return _convert_values(content, _TASK_TYPES, item_name, list(_TASK_TYPES), faults)
 
 
 def _metadata_as_json(metadata: Any, owner: str, faults: list[str]) -> str:

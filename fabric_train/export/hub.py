@@ -18,9 +18,10 @@ from huggingface_hub.utils import (
 )
 from huggingface_hub.utils import logging as hub_logging
 
-from fabric_train.cli.argument_types import PushArguments, show_size
+from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.cli.output import redact
+from fabric_train.cli.push_arguments import PushArguments
 
 RepoType = Literal["model", "dataset"]
 _REPLACED = {"model": ["*.safetensors", "*.safetensors.index.json"], "dataset": ["train/*", "validation/*"]}

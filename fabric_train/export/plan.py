@@ -47,11 +47,8 @@ def plan_targets(
     damaged_names: list[str] = []
     for path in paths:
         try:
-            if means_all(path):
-                checkpoints, damaged_checkpoints = checkpoints_of_all(path)
-                damaged_names += [checkpoint.name for checkpoint in damaged_checkpoints]
-            else:
-                checkpoints = [find_whole_checkpoint(path)]
+            checkpoints, damaged_checkpoints = _checkpoints_at(path)
+            damaged_names += [checkpoint.name for checkpoint in damaged_checkpoints]
             for checkpoint in checkpoints:
                 source = ExportSource(checkpoint, merges=_check_merge(checkpoint, merges))
                 target = output_dir if is_single else output_dir / checkpoint.name
@@ -73,6 +70,13 @@ def plan_targets(
     for target in finished_targets:
         print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
     return new_targets, damaged_names
+
+
+def _checkpoints_at(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints that a path names, and the damaged ones beside them, which only ``RUN/all`` allows."""
+    if means_all(path):
+        return checkpoints_of_all(path)
+    return [find_whole_checkpoint(path)], []
 
 
 def _is_finished(target: Path, source: ExportSource, dtype: torch.dtype) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fabric_train.cli.argument_types import REPOSITORY, PositiveShare, PushArguments, not_language_codes
+from fabric_train.cli.argument_types import PositiveShare
 from fabric_train.cli.errors import FAILURE, InputError, RunError, describe_os_error, print_errors, run_program
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.push_arguments import REPOSITORY, PushArguments, not_language_codes
 
 if TYPE_CHECKING:
     from fabric_train.export.hub import PushRequest

@@ -12,13 +12,12 @@ from fabric_train.cli.argument_types import (
     Overlap,
     PositiveFloat,
     PositiveInt64,
-    PushArguments,
     RowLength,
     TokenCount,
     UnitInterval,
-    not_language_codes,
 )
 from fabric_train.cli.output import redact
+from fabric_train.cli.push_arguments import PushArguments, not_language_codes
 from fabric_train.cli.tables import CHAT_FORMATS
 
 DataFormat = Annotated[str, NameIn(CHAT_FORMATS, ("auto", "text"))]

@@ -356,20 +356,18 @@ def find_kind(
 
             # a format of chats
             kind = detect_format(row)
-            if kind == UNPAIRED and not with_pairs:
-                kind = detect_format({name: value for name, value in row.items() if name not in DESIRABLE})
-            if kind == PREFERENCE and not with_pairs:
-                without_pair = {name: value for name, value in row.items() if name != "chosen"}
-                kind = detect_format(without_pair)
-                if kind is None and not has_text:
-                    raise InputError(
-                        f"{reader.place(row_number)}: this is a preference pair; write a token dataset with "
-                        "fabric-train tokenize first"
-                    )
+            is_pair = kind == PREFERENCE
+            if not with_pairs:
+                kind = _find_single_chat(row)
             if kind is not None:
                 return kind
 
             # text
+            if not has_text and is_pair:
+                raise InputError(
+                    f"{reader.place(row_number)}: this is a preference pair; write a token dataset with "
+                    "fabric-train tokenize first"
+                )
             if not has_text:
                 no_text = str(missing_column(reader.place(row_number), text_column, row))
                 raise InputError(unexpected_format(row, "auto", f"{no_text}, and no chat or instruction either"))
@@ -381,6 +379,16 @@ def find_kind(
                 )
             return "text"
     return "text"  # an empty source
+
+
+def _find_single_chat(row: Row) -> str | None:
+    """Return the format of the chat that a row holds apart from its preference pair or label; None if it has none."""
+    kind = detect_format(row)
+    if kind == UNPAIRED:
+        return detect_format({name: value for name, value in row.items() if name not in DESIRABLE})
+    if kind == PREFERENCE:
+        return detect_format({name: value for name, value in row.items() if name != "chosen"})
+    return kind
 
 
 def open_formats(
