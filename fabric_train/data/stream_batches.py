@@ -328,7 +328,14 @@ class StreamBatches:
         for lanes in lanes_of_batches:
             for lane in lanes:
                 begins[lane] = self.cursors[lane].last_row if self.cursors else TextPosition()
-        reader = Lanes(self.read, self.encode, self.order.rows_per_window, begins, self.max_length, self.num_sources)
+        reader = Lanes(
+            self.read,
+            self.encode,
+            num_lanes=self.order.rows_per_window,
+            begins=begins,
+            max_length=self.max_length,
+            num_sources=self.num_sources,
+        )
 
         # a resumed run reads the last row of each lane again, to see that the texts have not changed
         if self.cursors:

@@ -165,13 +165,13 @@ def _encode_texts(
     for model in models:
         if model.tokenizer_id not in texts_by_tokenizer:
             encoded_texts: list[EncodedText] = []
-            texts_by_tokenizer[model.tokenizer_id] = encoded_texts
             for text in texts:
                 if isinstance(text, HeldOutRows):
                     check_tokenizer(model, text.dataset)
                     encoded_texts.append(packed_texts[text])
                 else:
                     encoded_texts.append(WindowedText(text, model.tokenizer, arguments.max_length, arguments.overlap))
+            texts_by_tokenizer[model.tokenizer_id] = encoded_texts
         for encoded_text in texts_by_tokenizer[model.tokenizer_id]:
             fault = _fault_of_model(model, encoded_text)
             if fault is not None:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -528,50 +528,59 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
 
     The names are the same as in ``templates/model_card.md.j2``.
     """
-    # the losses of each source, "before → after" if there was an evaluation before
     state = record.saved.state
     evaluation = state.evaluation
     first_evaluation = state.first_evaluation or evaluation
     columns = ["source", f"{evaluation.whole.unit if evaluation else 'token'}s evaluated"]
     rows: list[Row] = []
     if evaluation and first_evaluation:
-        figures = list(evaluation.whole.figures())
-        columns += [figure.replace("_", " ") for figure in figures]
         has_earlier = first_evaluation.step < evaluation.step
+        columns += [figure.replace("_", " ") for figure in evaluation.whole.figures()]
         if has_earlier:
             columns.append("change of loss")
         for source, first_loss, loss in checkpoints.compare_evaluations(first_evaluation, evaluation):
-            row = [record.evaluated_name(source), loss.num_tokens]
-            for figure in figures:
-                cell = _figure_cell(loss, figure)
-                first_cell = _figure_cell(first_loss, figure) if has_earlier else ""
-                if first_cell and cell:
-                    row.append(f"{first_cell}\u00a0→\u00a0{cell}")  # spaces that do not end a line
-                else:
-                    row.append(first_cell or cell)
-            if has_earlier:
-                row.append(_change_of_loss(first_loss, loss))
-            rows.append(tuple(row))
-
-    # the checkpoints of an average
-    averaged_rows = []
-    total_weight = sum(averaged.weight for averaged in record.averaged)
-    for averaged in record.averaged:
-        run = code(last_part(str(checkpoints.run_of(averaged.checkpoint))))
-        step = checkpoints.read_trainer_json(averaged.checkpoint).state.step
-        averaged_rows.append((run, step, f"{averaged.weight / total_weight:.2%}"))
-
+            name = record.evaluated_name(source)
+            cells = _result_cells(first_loss, loss, evaluation.whole.figures(), has_earlier)
+            rows.append((name, loss.num_tokens, *cells))
     perplexity = None
     if state.val_loss is not None and unit_of_loss(record.saved) == _NATS:
         perplexity = checkpoints.perplexity(state.val_loss)
     return {
-        "averaged_rows": averaged_rows,
+        "averaged_rows": _averaged_rows(record),
         "now": evaluation,
         "first": first_evaluation,
         "perplexity": perplexity,
         "result_columns": " | ".join(columns),
         "result_rows": rows,
     }
+
+
+def _result_cells(
+    first_loss: checkpoints.TokenLoss | None, loss: checkpoints.TokenLoss, figures: Iterable[str], has_earlier: bool
+) -> list[str]:
+    """Return a source's figures, "before → after" if there was an evaluation before, and the change of its loss."""
+    cells = []
+    for figure in figures:
+        cell = _figure_cell(loss, figure)
+        first_cell = _figure_cell(first_loss, figure) if has_earlier else ""
+        if first_cell and cell:
+            cells.append(f"{first_cell}\u00a0→\u00a0{cell}")  # spaces that do not end a line
+        else:
+            cells.append(first_cell or cell)
+    if has_earlier:
+        cells.append(_change_of_loss(first_loss, loss))
+    return cells
+
+
+def _averaged_rows(record: ModelRecord) -> list[Row]:
+    """Return the run, step and share of each checkpoint of an average."""
+    rows: list[Row] = []
+    total_weight = sum(averaged.weight for averaged in record.averaged)
+    for averaged in record.averaged:
+        run = code(last_part(str(checkpoints.run_of(averaged.checkpoint))))
+        step = checkpoints.read_trainer_json(averaged.checkpoint).state.step
+        rows.append((run, step, f"{averaged.weight / total_weight:.2%}"))
+    return rows
 
 
 def _figure_cell(loss: checkpoints.TokenLoss | None, figure: str) -> str:

@@ -90,7 +90,9 @@ def make_report(folder: Path, split_name: str, rows: range, advance: Callable[[i
     if manifest is not None:
         problems += _check_ledger(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
-    return DatasetReport(folder, manifest, counts, problems, shown_split.name, views, dropped)
+    return DatasetReport(
+        folder, manifest, counts, problems=problems, split=shown_split.name, rows=views, dropped=dropped
+    )
 
 
 def choose_split(folder: Path, splits: Mapping[str, Split], split_name: str) -> Split:

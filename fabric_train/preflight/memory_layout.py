@@ -1,6 +1,7 @@
 """Describe how a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter, traffic."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -200,16 +201,10 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
     num_trained = shape.num_trained - adapter_shape.num_trained
     trained_rest = num_trained - sum(trained_by_layer)
 
-    # with mixed precision the activations have the copy that autocast makes of a weight in 4 bits
-    dequantized = 0
-    if not precision.endswith("mixed"):
-        for layer in layers:
-            for module in layer.modules():
-                if isinstance(module, NF4Linear):
-                    dequantized = max(dequantized, module.in_features * module.out_features)
     return Units(
         parameters=shape.num_parameters,
-        dequantized=dequantized,
+        # with mixed precision the activations have the copy that autocast makes of a weight in 4 bits
+        dequantized=0 if precision.endswith("mixed") else _largest_nf4_weight(layers),
         num_layers=len(layers),
         layer=max(numels),
         rest=_numel(model) - sum(numels),
@@ -230,6 +225,16 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
         adapter_states=adapter_states,
         saved_adapter_states=saved_adapter_states,
     )
+
+
+def _largest_nf4_weight(layers: Sequence[nn.Module]) -> int:
+    """Return the number of values of the largest 4-bit weight; 0 if there is none."""
+    largest = 0
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, NF4Linear):
+                largest = max(largest, module.in_features * module.out_features)
+    return largest
 
 
 def offloaded_bytes(shape: ModelShape, layout: Layout, states: int) -> int:

@@ -208,7 +208,15 @@ class DocumentIndex:
         bytes_up_to_start = document_bytes * tokens_up_to_start // records["tokens"]
         bytes_up_to_end = document_bytes * tokens_up_to_end // records["tokens"]
         num_bytes = (bytes_up_to_end - bytes_up_to_start).astype(np.int64)
-        return IndexedPieces(rows_of_pieces, positions, documents, starts, lengths, repeated, num_bytes)
+        return IndexedPieces(
+            rows=rows_of_pieces,
+            positions=positions,
+            documents=documents,
+            starts=starts,
+            lengths=lengths,
+            repeated=repeated,
+            num_bytes=num_bytes,
+        )
 
     def _ranges(self, starts_of_rows: np.ndarray, ends_of_rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the first document or continuation of each row, and how many it has, int64 [R] each.

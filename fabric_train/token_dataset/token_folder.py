@@ -252,7 +252,9 @@ def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
     if "document_starts" in batch.schema.names:
         document_starts, start_offsets = _flatten(batch, "document_starts", file)
         start_rows = np.repeat(np.arange(batch.num_rows), np.diff(start_offsets))
-    return RowBatch(first_row, input_ids, offsets, labels, document_starts, start_rows)
+    return RowBatch(
+        first_row, input_ids, offsets, labels=labels, document_starts=document_starts, start_rows=start_rows
+    )
 
 
 def _flatten(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.ndarray]:

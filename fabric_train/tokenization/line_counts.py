@@ -11,7 +11,7 @@ line that repeats.
 import json
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from fabric_train.cleaning import boilerplate
 from fabric_train.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.cli.progress import progress_of
-from fabric_train.reading.documents import BadRowError, text_of
+from fabric_train.reading.documents import BadRowError, Row, text_of
 from fabric_train.reading.files import naming_memory_errors
 from fabric_train.reading.sources import Source
 from fabric_train.tokenization.corpus import OpenedCorpus
@@ -159,13 +159,20 @@ def _read_texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool)
         reader: Any = source.reader(part, (column,))
         with naming_memory_errors(part_name(source, part)):
             for row_number, row in reader:
-                try:
-                    text, _ = text_of(row, column, partial(reader.place, row_number))
-                except BadRowError as error:
-                    if not skips_bad_rows:
-                        raise error.fault() from None
-                    continue
-                yield text
+                text = _read_text(row, column, partial(reader.place, row_number), skips_bad_rows)
+                if text is not None:
+                    yield text
+
+
+def _read_text(row: Row | BadRowError, column: str, place: Callable[[], str], skips_bad_rows: bool) -> str | None:
+    """Return the text of a row; for a bad row None, or raise InputError unless ``skips_bad_rows``."""
+    try:
+        text, _ = text_of(row, column, place)
+    except BadRowError as error:
+        if not skips_bad_rows:
+            raise error.fault() from None
+        return None
+    return text
 
 
 def _counted_once(hashes: "array[int]") -> np.ndarray:

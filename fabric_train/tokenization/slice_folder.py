@@ -93,6 +93,7 @@ def write_slice(
     unfinished: Path,
     shards: Sequence[Shard],
     arguments: TokenizeArguments,
+    *,
     encoder: str,
     settings: str,
     files: list[InputFile],
@@ -114,7 +115,13 @@ def write_slice(
 
 
 def write_packed_slice(
-    folder: Path, arguments: TokenizeArguments, encoder: str, settings: str, files: list[InputFile], packed: PackedSlice
+    folder: Path,
+    arguments: TokenizeArguments,
+    *,
+    encoder: str,
+    settings: str,
+    files: list[InputFile],
+    packed: PackedSlice,
 ) -> None:
     """Make the token dataset ``folder`` a packed slice; see ``SliceRecord``."""
     record = SliceRecord(

@@ -108,9 +108,13 @@ def encode_slice(arguments: TokenizeArguments, check: ParityCheck, sizes: ShardS
         if arguments.parts:
             packed = _describe_packed(corpus, encoded)
             write_token_dataset(folder, corpus, encoded, of_slice=True)
-            write_packed_slice(folder, arguments, encoded.encoder, corpus.settings, files, packed)
+            write_packed_slice(
+                folder, arguments, encoder=encoded.encoder, settings=corpus.settings, files=files, packed=packed
+            )
         else:
-            write_slice(folder, unfinished, shards, arguments, encoded.encoder, corpus.settings, files)
+            write_slice(
+                folder, unfinished, shards, arguments, encoder=encoded.encoder, settings=corpus.settings, files=files
+            )
     speed = f"{num_tokens / seconds:,.0f} tokens/s, {seconds:.1f} s with {encoded.num_proc} processes"
     summary = [
         f"slice      {arguments.shard}: {len(shards):,} shards, {num_documents:,} documents, {num_tokens:,} tokens",

@@ -365,7 +365,12 @@ def _build_window_order(
     mixture_order = None
     if isinstance(data, TokenMixture) and order.rows_per_epoch is not None:
         mixture_order = order_of_mixture(
-            data, order.rows_per_epoch, order.rows_per_window, order.seed, order.phases, step_before_data
+            data,
+            order.rows_per_epoch,
+            order.rows_per_window,
+            seed=order.seed,
+            phases=order.phases,
+            data_starts_after=step_before_data,
         )
     return WindowOrder(
         num_rows=order.num_rows,

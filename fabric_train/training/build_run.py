@@ -207,11 +207,11 @@ def build_validation(
     batches = validation_batches(
         rows,
         arguments.evaluation.eval_batch_size,
-        ranks.size,
-        ranks.rank,
-        arguments.evaluation.eval_iters,
-        arguments.data.seed,
-        arguments.data.num_workers,
+        world_size=ranks.size,
+        rank=ranks.rank,
+        limit=arguments.evaluation.eval_iters,
+        seed=arguments.data.seed,
+        num_workers=arguments.data.num_workers,
     )
     return Validation(
         fabric=fabric,

@@ -89,7 +89,9 @@ def _build_loop(
             write_log(run.folder / "run.log")  # with the lines so far
             progress.info("opening the loggers")
             outputs = build_outputs(fabric, run, objective, console, heartbeat)
-        return build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs)
+        return build_loop(
+            fabric, model, optimizer, objective, run, heartbeat=heartbeat, validation=validation, outputs=outputs
+        )
 
 
 @contextmanager
@@ -275,7 +277,16 @@ def _self_check(
     first_window = run.plan.window_order(run.arguments.data.seed).rows_of(1).tolist()
     precision = run.arguments.model.precision
     micro_batch_size = run.arguments.training.micro_batch_size
-    check = check_splits(fabric, model, optimizer, objective, run.data.train, first_window, micro_batch_size, precision)
+    check = check_splits(
+        fabric,
+        model,
+        optimizer,
+        objective,
+        rows=run.data.train,
+        indices=first_window,
+        micro_batch_size=micro_batch_size,
+        precision=precision,
+    )
     if fabric.is_global_zero:
         _write_json(path, asdict(check))
         show(summary.describe_self_check(check))

@@ -140,7 +140,9 @@ class Extension:
         matrices: dict[str, ExtendedMatrix] = {}
         for name, matrix in self._matrices.items():
             matrix_seed = None if seed is None else (seed, matrix)  # embedding and head are drawn differently
-            matrices[name] = ExtendedMatrix(self.tensors, name, self.first_id, pieces, num_rows, matrix_seed)
+            matrices[name] = ExtendedMatrix(
+                self.tensors, name, self.first_id, pieces=pieces, num_rows=num_rows, seed=matrix_seed
+            )
         return ExtendedTensors(self.tensors, matrices)
 
     def _find_matrices(self) -> dict[str, int]:
@@ -325,7 +327,14 @@ def _added_vocabulary(extension: Extension, new: NewTokens, arguments: "Vocabula
         if previous.first_id + len(previous.tokens) == first_id:
             first_id = previous.first_id
             tokens = [*previous.tokens, *tokens]
-    return AddedVocabulary(extension.name, first_id, extension.num_rows(new), arguments.init, arguments.seed, tokens)
+    return AddedVocabulary(
+        base=extension.name,
+        first_id=first_id,
+        num_rows=extension.num_rows(new),
+        init=arguments.init,
+        seed=arguments.seed,
+        tokens=tokens,
+    )
 
 
 def _write_card(
