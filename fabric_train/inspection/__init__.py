@@ -1,4 +1,4 @@
-"""Show a token dataset: count its rows, compare them with the manifest, print rows; compare two token datasets.
+"""Show a token dataset: count its rows, compare them with the manifest, print rows; or compare it with another one.
 
 Open ``report.py`` first, or ``comparison.py`` for two; ``rendering.py`` shows what they return.
 """

@@ -1,6 +1,6 @@
-"""Compare two token datasets: sums and lengths of all documents; languages and words of a sample.
+"""Compare two token datasets: totals and lengths over all documents, languages and words in a sample.
 
-Sums and lengths come from the document index; rows are read for the sample. ``rendering.py`` shows them.
+Totals and lengths come from the document index; only the sample's rows are read. ``rendering.py`` shows the result.
 """
 
 from collections import Counter, defaultdict
@@ -48,7 +48,7 @@ _WORD = SplitText(
 
 @dataclass
 class TextTotals:
-    """Sums over some documents."""
+    """Totals over some documents."""
 
     documents: int = 0
     tokens: int = 0  # with BOS and EOS
@@ -67,7 +67,7 @@ class TextTotals:
 
 @dataclass(frozen=True)
 class CorpusTotals:
-    """Sums over all documents of a split."""
+    """Totals and lengths of all documents of a split."""
 
     sources: dict[str, TextTotals]  # by the name of the source
     token_lengths: Counter[int]  # number of documents by length in tokens
@@ -75,7 +75,7 @@ class CorpusTotals:
 
     @property
     def all(self) -> TextTotals:
-        """The sum over all sources."""
+        """The totals over all sources."""
         totals = TextTotals()
         for source in self.sources.values():
             totals.documents += source.documents
@@ -206,7 +206,7 @@ def _spread(total: int, count: int) -> np.ndarray:
 
 
 def _common_limit(lengths: np.ndarray, total: int) -> int:
-    """Return the largest length so that the lengths, cut to it, have at most ``total`` as their sum.
+    """Return the largest length to which ``lengths`` can be cut so that their sum is at most ``total``.
 
     Example: lengths 1, 5 and 9 with a total of 10 are cut to 4, so that 1 + 4 + 4 is at most 10.
     """
@@ -279,7 +279,7 @@ class WordCounts:
 
 @dataclass(frozen=True)
 class FrequentWord:
-    """A word that one corpus has more often than the other."""
+    """A word that is more frequent in one corpus than in the other."""
 
     word: str
     per_million: tuple[float, float]  # times per million words, in each of the two corpora
@@ -287,11 +287,11 @@ class FrequentWord:
 
 
 def words_more_often(counts: tuple[WordCounts, WordCounts], corpus: int) -> list[FrequentWord]:
-    """Return up to 15 words that a corpus has clearly more often than the other, largest difference first.
+    """Return up to 15 words that are clearly more frequent in one corpus, the largest difference first.
 
     Args:
         counts: the words of the two corpora.
-        corpus: 0 or 1, the corpus that has the words more often.
+        corpus: 0 or 1, the corpus in which the words are more frequent.
     """
     millions_of_words = [max(word_counts.times.total(), 1) / 1e6 for word_counts in counts]
     frequent_words = []
@@ -341,7 +341,7 @@ def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Ca
     Args:
         corpora: the two corpora.
         no_languages: why languages cannot be identified; None if they can.
-        advance: called with the work done since the last call, of :func:`amount_of_work`.
+        advance: called with the work that was done since its last call; all of it is :func:`amount_of_work`.
 
     Raises:
         InputError: a corpus is damaged; the error names its folder.
@@ -374,7 +374,7 @@ def amount_of_work(corpora: Sequence[OpenCorpus]) -> int:
 def _summarize(
     corpus: OpenCorpus, word_counts: WordCounts, advance: Callable[[int], None], *, with_languages: bool
 ) -> CorpusSummary:
-    """Return the totals of a corpus and of its sample, also by language if ``with_languages``.
+    """Return the totals of a corpus and of its sample; with ``with_languages``, also those of each language.
 
     The words of the sample are added to ``word_counts``.
     """

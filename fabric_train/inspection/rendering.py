@@ -1,7 +1,7 @@
-"""Show the report or a comparison: on a terminal, or as one HTML page without other files.
+"""Show a report or a comparison on a terminal, or as an HTML page that needs no other files.
 
 On the terminal every colour has a sign next to it, for readers without colours. The page's text is in ``templates/``.
-Both show the same tables of a comparison, in which the two corpora are named A and B.
+Terminal and page show the same tables of a comparison, which call the two corpora A and B.
 """
 
 import math
@@ -102,7 +102,7 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
 
 
 def _rich_table(table: tables.TextTable) -> Table:
-    """Return a table for the terminal: columns of words are left-justified and wrapped, those of numbers neither."""
+    """Return a table for the terminal; columns of words are left-aligned and wrapped, columns of numbers are not."""
     rich_table = Table(box=box.SIMPLE)
     for index, column in enumerate(table.columns):
         is_words = index < table.num_words
@@ -153,7 +153,7 @@ def _print_lengths(report: DatasetReport, console: Console) -> None:
 
 
 def _largest_count(bars: Sequence[tables.Bar]) -> int:
-    """Return the count of the largest bar, at least 1, by which others are divided."""
+    """Return the count of the largest bar, by which the others are divided; at least 1."""
     return max([1, *(bar.count for bar in bars)])
 
 
@@ -176,7 +176,7 @@ def _print_legend(report: DatasetReport, console: Console) -> None:
 
 
 def _print_row(row: RowView, split: str, console: Console) -> None:
-    """Print a row: its counts, its pieces or pairs, its padding, and where its documents come from."""
+    """Print a row: its counts, pieces or pairs, padding, and the origins of its documents."""
     console.print()
     title = f"{split}, row {row.index:,}: {row.num_tokens:,} tokens, {row.num_supervised:,} supervised"
     if row.num_padding:
@@ -223,9 +223,9 @@ def _print_pair(pair: PairView, console: Console) -> None:
 
 
 def _append_tokens(text: Text, tokens: Sequence[Token], pair: PairView | None = None) -> None:
-    """Append tokens to ``text``; of many with the same supervision, the middle is left out.
+    """Append tokens to ``text``, without the middle of a long run of the same supervision.
 
-    ``pair`` is the pair that the tokens belong to, whose first token that differs is marked.
+    If the tokens belong to ``pair``, the first token in which its answers differ is marked.
     """
     for is_supervised, group in groupby(tokens, lambda token: token.is_supervised):
         run = list(group)
@@ -438,7 +438,7 @@ class _SharedCells:
 
 
 def _side_by_side(cells: Sequence[Mapping[str, _SharedCells]]) -> list[tuple[str, ...]]:
-    """Return a line for A and one for B under each name, those with the largest share in a corpus first.
+    """Return a line for A and one for B under each name; the names with the largest share in a corpus come first.
 
     ``cells`` has the cells by name of each of the two corpora; a name may be in one of them only.
     """
@@ -471,7 +471,7 @@ def _length_table(comparison: Comparison) -> tables.TextTable:
 
 
 def _word_table(comparison: Comparison, corpus: int) -> tables.TextTable:
-    """Return the words that a corpus, 0 or 1, has more often."""
+    """Return the words that are more frequent in a corpus, 0 or 1."""
     lines = [(word.word, *map(_rate, word.per_million), f"{word.documents:,}") for word in comparison.words[corpus]]
     columns = ("word", *NAMES, f"documents of {NAMES[corpus]}")
     return _flat_table(columns, lines or [(_NONE,) * 4], num_words=1)
@@ -496,7 +496,7 @@ def _about_sample(comparison: Comparison) -> str:
 
 
 def _flat_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], num_words: int) -> tables.TextTable:
-    """Return a table without indentation, with ``num_words`` columns of words."""
+    """Return a table without indentation, whose first ``num_words`` columns have words."""
     return tables.TextTable(columns, tuple(lines), depth=(0,) * len(lines), num_words=num_words)
 
 

@@ -26,7 +26,7 @@ _COMPARED = {
     "preference pairs": ("chosen", "rejected"),
     "unpaired answers": ("answer", "another row's answer"),
 }
-"""What the answers of the two sequences of a document are, by the kind of documents."""
+"""The names of the two answers of a document, by the kind of documents."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _check_ledger(manifest: Manifest, counts_by_split: dict[str, Counts]) -> lis
 def _expectations_by_first_row(
     split: str, manifest: Manifest | None, vocabulary: Vocabulary | None
 ) -> dict[int, Expectation]:
-    """Return the expectation of each part of a merged split, by the part's first row; of others, that of row 0."""
+    """Return what the rows of each part of a merged split should be, by its first row; other splits have one part."""
     expectation = _expectation(manifest, vocabulary)
     if manifest is None or not manifest.parts:
         return {0: expectation}
@@ -227,7 +227,7 @@ def _expectations_by_first_row(
 
 
 def _expectation(manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
-    """Return what rows should be, as far as manifest and vocabulary are known."""
+    """Return what rows should be, as far as the manifest and the vocabulary tell."""
     bos_token_id = None
     eos_token_ids: tuple[int, ...] = ()
     vocab_size = None

@@ -1,4 +1,4 @@
-"""View rows as the model sees them: pieces of documents with their tokens as text, without padding."""
+"""View rows as the model sees them: pieces of documents, with their tokens as text and without padding."""
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ SHOWN_END = 256
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the rows should be according to the manifest and the tokenizer; None or empty if unknown."""
+    """What the rows should be according to the manifest and the tokenizer; a field is None or empty if unknown."""
 
     max_length: int | None  # tokens of each row
     overlap: int  # tokens that a row repeats when it continues a document
@@ -39,7 +39,7 @@ class Expectation:
     is_ended: bool  # whether the documents are known to have been written with such an end
     padding_token_ids: tuple[int, ...]  # ids that padding may consist of
     compared: tuple[str, str] | None = None
-    """What the answers of two sequences in a row are, if each document has two: chosen and rejected, of a pair."""
+    """The names of the two answers, such as chosen and rejected, if each document has two sequences."""
     with_prompts: bool = True  # whether all that follows the prompt of a pair is supervised
 
 
@@ -71,11 +71,11 @@ class PairView:
     """
 
     names: tuple[str, str]
-    """What the two answers are."""
+    """The names of the two answers."""
     prompt: RowPiece
     answers: tuple[tuple[Token, ...], tuple[Token, ...]]
     differs_at: tuple[int, int]
-    """Positions in the row of the first tokens that differ, in each sequence; a position may be the end of its
+    """For each sequence, the position in the row of the first token that differs; it may be the end of the
     sequence.
     """
 
@@ -145,7 +145,7 @@ def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
 def view_rows(batch: RowBatch, rows: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
     """View those rows of a batch that are in ``rows``, a range of rows of the split.
 
-    ``continues`` of each view is False: only the next row tells, see :func:`with_continuations`.
+    ``continues`` is False in each view, since only the next row tells: see :func:`with_continuations`.
     """
     num_rows = len(batch.offsets) - 1
     start = max(rows.start - batch.first_row, 0)
@@ -176,7 +176,7 @@ def with_continuations(views: list[RowView], rows: range) -> list[RowView]:
 
 
 def with_origins(views: list[RowView], index: DocumentIndex | None) -> list[RowView]:
-    """Return the views with source, file and line of each document; without an index, as they are."""
+    """Return the views with the source, file and line of each document; unchanged without an index."""
     if index is None or not views:
         return views
     pieces = index.pieces(np.array([view.index for view in views]))

@@ -1,6 +1,7 @@
 """Count the content of a split's rows, and find faults in them and in the document index, in one pass.
 
-``SplitCheck`` gets the batches, ``DocumentCounter`` follows documents from row to row, ``IndexCheck`` has the index.
+``SplitCheck`` reads the batches, ``DocumentCounter`` follows documents from row to row, and ``IndexCheck`` compares
+the document index.
 """
 
 from collections import Counter
@@ -67,7 +68,7 @@ PIECE = np.dtype(
 
 @dataclass
 class DocumentCounter:
-    """Follows the documents of a split from row to row: counts them, and those without a token that ends them."""
+    """Follows the documents of a split from row to row, and counts them, and those that no token ends."""
 
     counts: Counts  # to which documents are added
     num_without_end: int = 0
@@ -298,7 +299,7 @@ class SplitCheck:
         return np.isin(token_ids, self.expected.end_token_ids)
 
     def _valid_starts(self, batch: RowBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Note impossible borders; return the positions in the batch of the others, and their rows, both int64."""
+        """Note impossible borders; return the others as positions in the batch, with their rows, both int64."""
         assert batch.document_starts is not None
         assert batch.start_rows is not None
         positions = batch.document_starts.astype(np.int64)  # in their rows
@@ -480,7 +481,7 @@ class IndexCheck:
 
 
 def _find_altered(batch: RowBatch, checksums: np.ndarray) -> np.ndarray:
-    """Return the rows of a batch, counted from its first row, that do not have these checksums."""
+    """Return the rows of a batch, counted from 0, whose checksums differ from these."""
     cuts = batch.offsets[1:-1]
     num_rows = len(checksums)
     labels: Sequence[np.ndarray | None] = [None] * num_rows

@@ -1,4 +1,4 @@
-"""The facts and tables of a report on a token dataset, as terminal and page show them."""
+"""The facts and tables of a report on a token dataset, which the terminal and the page show."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
 
 
 class _TableOfCounts:
-    """Collects the lines of a table that has a column for all splits together and one for each split."""
+    """Collects the lines of a table with a column for the total and one for each split."""
 
     def __init__(self, split_names: tuple[str, ...]) -> None:
         self._split_names = split_names
@@ -92,7 +92,7 @@ class _TableOfCounts:
         self._depth: list[int] = []
 
     def add_total(self, name: str, total: int | None, *, depth: int = 0) -> None:
-        """Add a line with a total only; None, which is unknown, leaves it empty."""
+        """Add a line with only a total; its cell is empty if the total is None, unknown."""
         total_text = "" if total is None else f"{total:,}"
         self._lines.append((name, total_text, *("" for _ in self._split_names)))
         self._depth.append(depth)
@@ -173,7 +173,7 @@ def _table_without_ledger(counts_by_split: Mapping[str, Counts]) -> TextTable:
 
 
 def _skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
-    """Return how many documents of each source were skipped for a reason; nothing if there is only one source."""
+    """Return how many documents of each source were skipped for a reason; empty if there is only one source."""
     counts: Counter[str] = Counter()
     for source in sources:
         documents_skipped = source.documents_skipped or {}
@@ -222,7 +222,7 @@ class Bar:
 
 
 def histogram(lengths: Mapping[int, int]) -> list[Bar]:
-    """Return bars for powers of two if lengths differ widely, else for ten equal steps.
+    """Return bars for powers of two if lengths differ widely, and otherwise for ten equal steps.
 
     ``lengths`` has the number of documents by their length.
     """

@@ -91,7 +91,7 @@ class ModelMerge(ExportSource):
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """Return the method and the number of models in words."""
+        """Describe the merge, such as "ties merge of 3 models"."""
         return f"{self.recipe.method} merge of {len(self.recipe.models)} models"
 
     def verification_command(self) -> list[str]:
@@ -103,7 +103,7 @@ def merge(source: ModelMerge, target: Path, dtype: torch.dtype, max_shard_size: 
 
     Raises:
         InputError: the models do not fit together, or ``target`` is taken or in a model's folder.
-        VerificationError: the fresh process computes something else than was written.
+        VerificationError: the fresh process computes other values than were written.
     """
     model_dirs = source.recipe.folders()
     for folder in model_dirs:
@@ -128,9 +128,9 @@ class ModelName:
     """What a card calls a model."""
 
     label: str
-    """Run and step, name on the hub, or the last part of a path."""
+    """Its run and step, its name on the hub, or the last part of its path."""
     origin: ModelOrigin | None
-    """Of a checkpoint, the model that its run began with."""
+    """The model that the run of a checkpoint began with."""
     is_run: bool
 
 
@@ -141,13 +141,14 @@ class MeasuredModel:
     name: ModelName
     weight: float | None
     difference: float
-    """The length of its difference from the base (or from the first model), by the length of that one."""
+    """The norm of its difference from the base (without one, from the first model), divided by the norm of that
+    model."""
     kept_share: float | None
     """The share of the values of the difference that were not dropped; None if none could be."""
 
 
 def measure_models(merged: MergedModels) -> list[MeasuredModel]:
-    """Return the models of a merge, the base last, after all of its tensors were read."""
+    """Return the models of a merge, the base last; all tensors must have been read before."""
     recipe = merged.recipe
     changes = merged.changes.values()  # of each tensor; a length is that of all tensors as one vector
     num_values = sum(change.values for change in changes)
@@ -169,7 +170,7 @@ def measure_models(merged: MergedModels) -> list[MeasuredModel]:
 
 
 def describe_conflicts(merged: MergedModels) -> str:
-    """Return in words for how many values the models disagree about the sign; empty for other methods than ties."""
+    """Describe for how many values the models disagree about the sign; empty unless the method is ties."""
     changes = merged.changes.values()
     num_shared = sum(change.shared for change in changes)
     if merged.recipe.method != "ties" or not num_shared:
@@ -198,7 +199,7 @@ def _name_model(folder: Path) -> ModelName:
 
 
 def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype: torch.dtype) -> None:
-    """Write the model card ``README.md`` into the folder of a merge, which has its other files already."""
+    """Write the model card ``README.md`` into the folder of a merge, whose other files are already written."""
     recipe = merged.recipe
     models = measure_models(merged)
 
@@ -251,7 +252,7 @@ def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype
 
 
 def _licence(origin: ModelOrigin | None) -> tuple[str | None, ...]:
-    """Return what has to be equal if two models have the same licence."""
+    """Return a value that is equal for two models if they have the same licence."""
     if origin is None:
         return (None,)
     return (origin.license, origin.license_name, origin.license_link)

@@ -30,16 +30,16 @@ _IGNORED_SETTINGS = (
     *("dtype", "use_cache", "transformers_version", "_name_or_path", "architectures", "vocab_size", "pad_token_id"),
     *("bos_token_id", "eos_token_id"),
 )
-"""Settings of a configuration that may differ, because they change nothing in what the layers compute."""
+"""Settings of a configuration that may differ, because they do not change what the layers compute."""
 
 
 def find_folder(name: str, option: str = "--models") -> Path:
-    """Return the folder of a model: a checkpoint's, a Hugging Face folder, or the one of a hub name in the cache.
+    """Return the folder of a model: a checkpoint, a Hugging Face folder, or the cached folder of a hub name.
 
     ``option`` is the argument that gives the model.
 
     Raises:
-        InputError: there is no such model, or it is an adapter apart from its base.
+        InputError: there is no such model, or it is an adapter without its base.
     """
     folder = Path(name)
     if is_exported_adapter(folder):
@@ -70,7 +70,7 @@ def tokenizer_of(folder: Path) -> Path:
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return the files of the tokenizer in a Hugging Face folder by their paths there; also links, as in the cache."""
+    """Return a tokenizer's files in a Hugging Face folder, by path there; they may be links, as in the cache."""
     files: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -109,7 +109,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 class ModelTensors(StoredTensors):
-    """All tensors of a model in fp32, by the names in memory; tied ones once."""
+    """All tensors of a model in fp32, by their names in memory; tied tensors occur once."""
 
     def __init__(self, folder: Path) -> None:
         """Open the weights of a checkpoint or a Hugging Face folder."""
@@ -190,7 +190,7 @@ class AlignedTensors(StoredTensors):
 
 @dataclass(frozen=True)
 class MatchedTokens:
-    """How many of the first model's tokens a model has too, and how many of either are missing in the other."""
+    """How many tokens a model has in common with the first one, and how many only one of them has."""
 
     common: int
     missing: int = 0  # of the first model's
@@ -237,7 +237,7 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
 def _align(
     model: ModelTensors, first_model: ModelTensors, vocabulary: dict[str, int], first_vocabulary: dict[str, int]
 ) -> tuple[AlignedTensors, MatchedTokens]:
-    """Give a model's tokens the rows of the first model's tokens; the vocabularies have ids by the tokens' texts."""
+    """Give a model's tokens the rows of the first model's tokens; vocabularies map the texts of tokens to ids."""
     # a tokenizer may have ids beyond the rows of the model, which are left out
     num_first_rows = first_model.shape_of_model.vocab_size
     num_rows = model.shape_of_model.vocab_size

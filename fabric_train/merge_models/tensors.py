@@ -1,4 +1,4 @@
-"""The tensors of a merge: the formulas of the methods, and each tensor from the models' ones, in fp32, block by block.
+"""Compute the tensors of a merge from those of the models, in fp32 and block by block, with the methods' formulas.
 
 A task vector is the difference of a model from its base (arXiv:2212.04089). Two methods drop values of task vectors
 first: TIES (arXiv:2306.01708) the smallest ones of each tensor, DARE (arXiv:2311.03099) random ones.
@@ -26,16 +26,16 @@ _SMALLEST_NORM = 1e-8
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What a card says of a method, and what the method does."""
+    """What a card says about a method, and what the method does."""
 
     title: str
     source: str
     result: str
-    """The result in words."""
+    """A description of the result."""
     from_base: bool = False
-    """It adds differences from a base."""
+    """Whether it adds differences from a base."""
     drops: bool = False
-    """It drops values of the differences."""
+    """Whether it drops values of the differences."""
 
 
 METHODS: dict[Method, MethodFacts] = {
@@ -70,7 +70,7 @@ METHODS: dict[Method, MethodFacts] = {
 
 
 def slerp_factors(first_norm: float, second_norm: float, dot: float, share: float) -> tuple[float, float]:
-    """Return the factors of two vectors whose sum is ``share`` of the way from the first to the second one.
+    """Return factors for two vectors, whose weighted sum is ``share`` of the way from the first vector to the second.
 
     The way is an arc, and a straight line if the vectors are almost parallel. ``dot`` is their dot product. With the
     angle Ω between them, the factors are sin((1 - share) Ω) / sin Ω and sin(share Ω) / sin Ω.
@@ -98,15 +98,15 @@ class AgreedSum:
 
     merged: torch.Tensor
     num_shared: int
-    """Values that more than one difference changes."""
+    """The number of values that more than one difference changes."""
     num_in_conflict: int
-    """How many of these have differences of both signs."""
+    """How many of these values have differences of both signs."""
 
 
 def add_agreeing(base: torch.Tensor, differences: Sequence[torch.Tensor], weights: Sequence[float]) -> AgreedSum:
     """Return the base plus the mean of the differences that have the elected sign (arXiv:2306.01708).
 
-    Each value's elected sign is the one of the weighted sum of its differences, which are 0 where they were dropped.
+    The elected sign of a value is the sign of the weighted sum of its differences, which are 0 where they were dropped.
     ``differences`` have the shape of the base, and there is a weight for each.
     """
     # elect a sign for each value: that of the weighted sum of all differences
@@ -128,7 +128,7 @@ def add_agreeing(base: torch.Tensor, differences: Sequence[torch.Tensor], weight
 
 
 def find_largest(difference: torch.Tensor, density: float) -> torch.Tensor:
-    """Return which values of a tensor are its largest ones by size, a share ``density`` of them, at least one.
+    """Return which values of a tensor have the largest magnitudes: the share ``density`` of them, at least one.
 
     Of equal values at the border the first ones count, so that the number is exact. The result is bool, of the shape of
     ``difference``.
@@ -152,9 +152,9 @@ def find_largest(difference: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def draw_kept(shape: Sequence[int], density: float, seed: int, name: str, model_index: int) -> torch.Tensor:
-    """Return which values of a tensor are kept by chance, each with the probability ``density``: bool [*shape].
+    """Draw which values of a tensor are kept, each with the probability ``density``: bool [*shape].
 
-    The draw depends on the seed, the name of the tensor and the index of the model alone.
+    The draw depends only on the seed, the name of the tensor and the index of the model.
     """
     digest = hashlib.sha256(f"{seed} {model_index} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -182,19 +182,19 @@ class MergeRecipe:
 
 @dataclass
 class TensorChanges:
-    """Sums over the values of a tensor: of squares, and counts."""
+    """Sums of squares, and counts, over the values of a tensor."""
 
     values: int = 0
     base_square: float = 0.0
     """The sum of the squares of the base; without a base, of the first model."""
     difference_squares: list[float] = field(default_factory=list)
-    """The sum of the squares of each model's difference from it."""
+    """The sum of the squares of each model's difference from the base, or from the first model."""
     num_kept: list[int] = field(default_factory=list)
-    """Values of each difference that were not dropped."""
+    """How many values of each model's difference were not dropped."""
     shared: int = 0
-    """Values that more than one model changes, as far as their differences were kept."""
+    """How many values more than one model changes with a difference that was kept."""
     in_conflict: int = 0
-    """How many of the shared values models change in both directions."""
+    """How many of the shared values are changed in both directions."""
 
 
 class MergedModels(CombinedTensors):
@@ -247,7 +247,7 @@ class MergedModels(CombinedTensors):
     def _record(
         self, name: str, offsets: Sequence[int], base: torch.Tensor, differences: Sequence[torch.Tensor]
     ) -> TensorChanges:
-        """Add a block to the changes of its tensor; return them."""
+        """Add a block to the changes of its tensor, and return these."""
         num_models = len(differences)
         if not any(offsets):  # the first block; a tensor may be read several times
             self.changes[name] = TensorChanges(difference_squares=[0.0] * num_models, num_kept=[0] * num_models)

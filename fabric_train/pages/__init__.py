@@ -1,1 +1,1 @@
-"""Pages and charts: one template, one style and one escaping, and charts that a page and a picture both show."""
+"""Write pages in one style, and charts for both pages and pictures."""

@@ -1,4 +1,4 @@
-"""Charts: described once in Vega-Lite, shown in a page by Vega, drawn as a PNG by vl-convert without a browser.
+"""Describe charts in Vega-Lite, which Vega shows in a page, and vl-convert draws as a PNG without a browser.
 
 A picture never ends a program: if it cannot be drawn, a note says so, and it is left out.
 
@@ -44,7 +44,7 @@ _SIGNIFICANT_DIGITS = 5
 _MAX_TICKS = 8
 _MAX_POINTS_WITH_MARKS = 60
 _NOT_DRAWABLE = re.compile("[\ud800-\udfff\ufffe\uffff]")
-"""Surrogates and other characters that XML, and so a drawing, cannot have; control characters are escaped."""
+"""Characters that XML, and therefore a drawing, cannot have, such as surrogates; control characters are escaped."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Series:
     smooth: np.ndarray | None = None
     """A moving average, which is drawn in place of ``y`` unless the reader switches it off."""
     low: np.ndarray | None = None
-    """Lower ends of intervals."""
+    """The lower ends of intervals."""
     high: np.ndarray | None = None
     kind: str = "line"
-    """"line"; "points", each with a mark; or "level", one value at all x."""
+    """"line", "points" (a mark at each), or "level" (one value at all x)."""
     axis: int = 0
-    """Index of the curve's run, whose tokens and hours a page knows."""
+    """The index of the curve's run, whose tokens and hours a page knows."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Chart:
 
 
 def round_numbers(values: np.ndarray) -> list[float | int | None]:
-    """Return numbers with 5 significant digits for JSON; whole ones as int, None for one that is not finite."""
+    """Round numbers to 5 significant digits for JSON; whole numbers become int, and NaN and infinity become None."""
     rounded: list[float | int | None] = []
     for value in values.tolist():
         if not math.isfinite(value):
@@ -110,7 +110,7 @@ def curve_columns(series: Series) -> dict[str, list[float | int | None]]:
 
 
 def curve_rows(series: Series) -> list[dict[str, Any]]:
-    """Return the rows that a chart's specification reads: a dict for each point."""
+    """Return the rows that a chart's specification reads, a dict for each point."""
     columns = curve_columns(series)
     averages = columns.get("smooth") or columns["y"]
     # where there is no average yet, the value itself is drawn

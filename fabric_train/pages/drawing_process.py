@@ -1,4 +1,4 @@
-"""Draw in a process of its own: vl-convert contains a JavaScript engine, whose crash would end a training.
+"""Draw in a separate process: vl-convert has a JavaScript engine, whose crash would otherwise end a training.
 
 The process runs this file as a program, so this module imports nothing of the project.
 """

@@ -1,4 +1,4 @@
-"""Markdown of cards and reports, and HTML pages that are made of it and need no other files.
+"""Write the Markdown of cards and reports, and turn it into HTML pages that need no other files.
 
 A Markdown template (``*.md.j2``) escapes each value that it inserts, unless it is :class:`Markdown` already. So a name
 from the data cannot become Markdown or HTML. All pages have one template, one style and one escaping; their curves are
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 SHOWN_DIGITS = 12
-"""Hexadecimal digits of a hash or revision in a card."""
+"""The number of hexadecimal digits of a hash or revision that a card shows."""
 _SPACE = re.compile(r"[\t\r\n\f\v ]+")
 _SPECIAL = re.compile(r"[\\`*~\[\]<>&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore in a word is no emphasis
 _UNESCAPED_PIPE = re.compile(r"(?<!\\)((?:\\\\)*)\|")
@@ -62,7 +62,7 @@ def table(head: str | Sequence[str], rows: Sequence[Sequence[Any]], num_numbers:
     Args:
         head: The names of the columns: Markdown that ``|`` separates, or texts.
         rows: The cells; None is an empty one.
-        num_numbers: How many columns, the last ones, are aligned at the right.
+        num_numbers: The number of columns of numbers; they are the last ones, and right-aligned.
     """
     names = head.split("|") if isinstance(head, str) else [_cell(name) for name in head]
     num_texts = len(names) - num_numbers
@@ -105,7 +105,7 @@ def dataset_link(repository: str) -> Markdown:
 
 
 def listed(names: Sequence[str], most: int = 6) -> Markdown:
-    """Return names as ``a, b and c``; of more than ``most`` names the first ones and the number of the others."""
+    """Return names as ``a, b and c``; if there are more than ``most``, the first ones and the number of the others."""
     items = [escaped(name) for name in names]
     if len(items) > most:
         items = [*items[:most], f"{len(items) - most:,} others"]
@@ -115,7 +115,7 @@ def listed(names: Sequence[str], most: int = 6) -> Markdown:
 
 
 def _rounded(value: int) -> str:
-    """Return a large number in words, such as ``1.23 billion``."""
+    """Return a large number such as ``1.23 billion``."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if value >= size:
             return f"{value / size:.3g} {word}"
@@ -133,7 +133,7 @@ def last_part(place: str) -> str:
 
 
 def public_value(value: Any) -> str:
-    """Return the value of an argument as a card shows it: of a path only the last part, but a name on the hub whole."""
+    """Return an argument's value as a card shows it: only the last part of a path, but a full name on the hub."""
     if isinstance(value, list | tuple):
         return ", ".join(public_value(item) for item in value)
     if not isinstance(value, str):
@@ -159,7 +159,7 @@ def render(template: Path, **values: Any) -> str:
 
 @dataclass(frozen=True)
 class WrittenPage:
-    """A page that was written, the same content as Markdown, and the lines to print about it."""
+    """A page that was written, its content as Markdown, and the lines to print about it."""
 
     page: Path
     markdown: Path
@@ -176,11 +176,11 @@ class Section:
     """Markdown; HTML in it is shown as text."""
     charts: tuple[Chart, ...] = ()
     html: str = ""
-    """Further HTML for the page alone; its values are escaped."""
+    """More HTML, only for the page; its values are escaped."""
     is_folded: bool = False
-    """Whether the page shows it only on demand."""
+    """Whether the page hides it until the reader opens it."""
     fault: str = ""
-    """Why there is nothing else."""
+    """Why the section is empty otherwise."""
     terminal_lines: tuple[str, ...] = ()
     """Lines that are also printed."""
 

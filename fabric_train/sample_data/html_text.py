@@ -20,7 +20,7 @@ def read_paragraphs(page: bytes) -> list[str]:
 
 
 class _ParagraphParser(HTMLParser):
-    """Collects the text of a page in blocks; a tag of a block begins a new one."""
+    """Collects the text of a page in blocks; the tag of a heading, paragraph or list item begins a new block."""
 
     def __init__(self) -> None:
         super().__init__()

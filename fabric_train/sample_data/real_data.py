@@ -225,7 +225,7 @@ def _download_from_debian(package: Package) -> bytes:
 
 
 def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
-    """Return name → content of an archive's regular files whose names end in ``suffix``."""
+    """Return the contents of an archive's regular files whose names end in ``suffix``, by name."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             names = [name for name in wheel.namelist() if name.endswith(suffix)]
@@ -236,7 +236,7 @@ def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
 
 
 def _read_tar(archive: tarfile.TarFile, suffix: str = "") -> dict[str, bytes]:
-    """Return name → content of the regular files whose names end in ``suffix``."""
+    """Return the contents of the regular files whose names end in ``suffix``, by name."""
     contents = {}
     for entry in archive:
         if not entry.isfile() or not entry.name.endswith(suffix):
@@ -258,7 +258,7 @@ def _member_builder(package: Package, suffix: str) -> Callable[[Path, Path], Non
 
 
 def _read_deb(content: bytes) -> dict[str, bytes]:
-    """Return name → content of the files that a Debian package installs.
+    """Return the contents of the files that a Debian package installs, by name.
 
     The package is an ar archive. Each member has a header of 60 bytes, with its name at 0 and its size at 48, and is
     padded to an even length. The member ``data.tar.xz`` has the files.

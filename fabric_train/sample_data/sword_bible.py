@@ -14,7 +14,7 @@ def read_chapters(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
     """Yield the chapters of a testament, each as a line with book and number and then a line for each verse.
 
     Args:
-        files: the module's files, name → content.
+        files: the contents of the module's files, by name.
         testament: ``ot`` or ``nt``.
     """
     book = ""
