@@ -195,7 +195,6 @@ def _prepare_stretch(
 ) -> PreparedRun:
     """Prepare the steps with the same token datasets; ``previous`` is the stretch before it in the same run."""
     arguments = stretch.arguments
-    only_reads = user_arguments.evaluation.only_reads
     folder = Path(arguments.save.output_dir)
     checkpoint = saved.checkpoint if saved else None
 
@@ -212,16 +211,7 @@ def _prepare_stretch(
         stored_model = with_parts(previous.model, ALL_PARTS)
     else:
         stored_model = _read_model(arguments, checkpoint, data)
-    rope = RopeChange(
-        scaling=arguments.model.scaling,
-        theta=arguments.model.rope_theta,
-        option_prefix=stretch.option,
-        allows_longer_rows=arguments.checkpoint.allow_changes,
-    )
-    length = longest_row(data)
-    extended_model = replace(rope.apply(stored_model, length), longest_row=length)
-    if data.isolates:
-        check_counted_from_rows(extended_model, length)
+    extended_model = _extend_to_rows(stored_model, stretch, data)
     mask_reason = choose_attention(extended_model, arguments, devices.accelerator)
     phases, phase_schedules = plan_phases(stretch, data)
     models = choose_parts(stretch, extended_model, phases)
@@ -238,7 +228,7 @@ def _prepare_stretch(
         data_starts_after = start.state.step
     else:
         # a run that only reads has the checkpoint's weights, but not its state
-        continued = None if only_reads else saved
+        continued = None if user_arguments.evaluation.only_reads else saved
         start = starting_point(continued, order, start_from)
         start = replace(start, saved=saved)
         data_starts_after = checkpoints.data_starts_after(start.lineage)
@@ -287,19 +277,45 @@ def _prepare_stretch(
     check_reference(run)
 
     # notes for the user, and what `auto` means
-    init_adapter = arguments.adapter.init_adapter
-    has_own_adapter = checkpoint is not None and is_adapter(checkpoint)
-    if init_adapter is not None and not has_own_adapter and adapter_base is not None and global_rank() == 0:
-        run = _with_notes(run, note_on_other_base(Path(init_adapter), adapter_base))
     run = _with_notes(
         run,
+        _note_on_adapter_base(run, checkpoint),
         note_on_rope(stored_model, extended_model),
-        note_on_frequencies(model.config, model.source, length),
+        note_on_frequencies(model.config, model.source, longest_row(data)),
         *_warnings(run, mask_reason),
     )
     if arguments.planning.checks:
         return run
     return resolve_automatic(run)
+
+
+def _extend_to_rows(stored_model: ModelShape, stretch: Stretch, data: TrainingData) -> ModelShape:
+    """Return the model with positions for the longest row of the data, and with the rope that the user asks for.
+
+    Raises:
+        InputError: the model cannot be extended, or cannot keep the documents of a row apart.
+    """
+    arguments = stretch.arguments
+    rope = RopeChange(
+        scaling=arguments.model.scaling,
+        theta=arguments.model.rope_theta,
+        option_prefix=stretch.option,
+        allows_longer_rows=arguments.checkpoint.allow_changes,
+    )
+    length = longest_row(data)
+    extended_model = replace(rope.apply(stored_model, length), longest_row=length)
+    if data.isolates:
+        check_counted_from_rows(extended_model, length)
+    return extended_model
+
+
+def _note_on_adapter_base(run: PreparedRun, checkpoint: Path | None) -> str | None:
+    """Return rank 0's note if ``--init_adapter`` was trained on another base; None if the checkpoint has an adapter."""
+    init_adapter = run.arguments.adapter.init_adapter
+    has_own_adapter = checkpoint is not None and is_adapter(checkpoint)
+    if init_adapter is None or has_own_adapter or run.adapter_base is None or global_rank() != 0:
+        return None
+    return note_on_other_base(Path(init_adapter), run.adapter_base)
 
 
 def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedRun:

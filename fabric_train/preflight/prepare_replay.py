@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +48,6 @@ def prepare_replay(
         temporary_dir: An empty folder that the replay writes to instead of the run's.
     """
     first_step, last_step = steps
-    option = f"--steps {first_step}:{last_step}"
 
     # the records of the run: metrics, the checkpoint to start from, and one that describes the run
     logged = _read_logged(folder / "metrics.csv", first_step, last_step)
@@ -64,22 +63,7 @@ def prepare_replay(
     (last_layout,) = _saved_layouts(newest, saved, last_step, last_step)
     replay_arguments = _arguments_of_replay(arguments, device, last_layout, start_checkpoint, saved, temporary_dir)
     run = prepare(replay_arguments, compares=False)
-    state = run.start.state
-    if state.step >= first_step:
-        raise InputError(f"{option}: the run begins at step {state.step + 1}; give later steps")
-    if last_step > run.plan.num_steps:
-        reason = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
-        raise InputError(f"{option}: {reason}; restore this run's file, or give earlier steps")
-    if last_step > run.last_loop_step:
-        raise InputError(
-            f"{option}: after step {run.last_loop_step}, the run trains other parts of the model or reads other "
-            "data; give only earlier steps, or only later steps if the checkpoint of that step still exists"
-        )
-    if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
-        raise InputError(
-            f"{option}: no remaining checkpoint used the token datasets of these steps; {checkpoint.name} used "
-            "others; give later steps"
-        )
+    _check_has_steps(run, steps, folder, saved)
     if checkpoint_after:
         run = replace(run, schedules=_with_saved_lengths(run.schedules, saved))
     else:
@@ -93,13 +77,7 @@ def prepare_replay(
     faults += saved.data_changes(run.order)
     faults += _find_missing_rows(replayed_rows, newest, saved, state.step, last_step)
     validation_losses = _read_validation_losses(folder, state.step, last_step)
-    for row in replayed_rows:
-        if row.step in validation_losses and row.val_loss != validation_losses[row.step]:
-            logged_loss = "empty" if row.val_loss is None else row.val_loss
-            faults.append(
-                f"step {row.step}, val_loss: {logged_loss} in metrics.csv, {validation_losses[row.step]} in the "
-                "checkpoint of the step"
-            )
+    faults += _find_other_losses(replayed_rows, validation_losses)
     row_check = _RowCheck([], _SKIPPED) if faults else _check_rows(run, replayed_rows, last_step)
 
     resolved = flatten(run.arguments)
@@ -119,6 +97,38 @@ def prepare_replay(
         faults=[*faults, *row_check.faults],
         other_versions=[str(change) for change in version_changes],
     )
+
+
+def _check_has_steps(run: PreparedRun, steps: tuple[int, int], folder: Path, saved: TrainerJson) -> None:
+    """Raise an InputError unless the run has the ``steps``, and the checkpoint ``saved`` describes their data."""
+    first_step, last_step = steps
+    option = f"--steps {first_step}:{last_step}"
+    if run.start.state.step >= first_step:
+        raise InputError(f"{option}: the run begins at step {run.start.state.step + 1}; give later steps")
+    if last_step > run.plan.num_steps:
+        reason = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
+        raise InputError(f"{option}: {reason}; restore this run's file, or give earlier steps")
+    if last_step > run.last_loop_step:
+        raise InputError(
+            f"{option}: after step {run.last_loop_step}, the run trains other parts of the model or reads other "
+            "data; give only earlier steps, or only later steps if the checkpoint of that step still exists"
+        )
+    if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
+        raise InputError(
+            f"{option}: no remaining checkpoint used the token datasets of these steps; {saved.checkpoint.name} used "
+            "others; give later steps"
+        )
+
+
+def _find_other_losses(logged: Iterable[Metrics], validation_losses: Mapping[int, float]) -> Iterator[str]:
+    """Yield each step whose validation loss in metrics.csv is not the one of the step's checkpoint."""
+    for row in logged:
+        if row.step in validation_losses and row.val_loss != validation_losses[row.step]:
+            logged_loss = "empty" if row.val_loss is None else row.val_loss
+            yield (
+                f"step {row.step}, val_loss: {logged_loss} in metrics.csv, {validation_losses[row.step]} in the "
+                "checkpoint of the step"
+            )
 
 
 def _with_saved_lengths(schedules: Schedules, saved: TrainerJson) -> Schedules:

@@ -78,36 +78,9 @@ def plan_steps(
     """
     training = arguments.training
 
-    # the token datasets; a stream may have one beside it for validation
-    token_data = data.held_out if isinstance(data, Stream) else data
-    faults: list[str] = []
-    notes: list[str] = []
-    for dataset in token_data.parts if token_data else ():
-        check = check_dataset(dataset, model, arguments.data.isolate_documents)
-        faults += check.faults
-        notes += check.notes
-    if isinstance(data, Stream):
-        faults += _faults_of_stream(data, model, training.max_step)
-    elif arguments.evaluation.eval_only and data.validation is None:
-        faults.append(
-            f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
-        )
-
-    # the rows of a window
-    num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
+    # the data, and the rows of a window
+    notes = _check_data(arguments, model, data, world_size)
     rows_per_micro_batch, accumulation = rows_at_once(arguments, world_size)  # over all ranks
-    total_batch_size = training.total_batch_size
-    if total_batch_size is not None and total_batch_size % rows_per_micro_batch:
-        lower = rows_per_micro_batch * max(accumulation, 1)
-        upper = rows_per_micro_batch * (accumulation + 1)
-        nearest = " or ".join(map(str, sorted({lower, upper})))
-        split = f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices"
-        faults.append(
-            f"--total_batch_size {total_batch_size} is not a multiple of {rows_per_micro_batch} ({split}); give "
-            f"{nearest}"
-        )
-    if faults:
-        raise InputError(*faults)
     rows_per_window = rows_per_micro_batch * accumulation
 
     # the rows and windows of an epoch; a stream has no known length
@@ -142,7 +115,7 @@ def plan_steps(
     return StepPlan(
         num_rows=num_rows,
         world_size=world_size,
-        num_data_ranks=num_data_ranks,
+        num_data_ranks=world_size // arguments.fsdp.ranks_of_rows,
         micro_batch_size=training.micro_batch_size,
         accumulation=accumulation,
         rows_per_window=rows_per_window,
@@ -156,6 +129,48 @@ def plan_steps(
         data_ends_after=data_ends_after,
         order_version=order_version,
     )
+
+
+def _check_data(arguments: "TrainArguments", model: ModelShape, data: TrainingData, world_size: int) -> list[str]:
+    """Check that the model can read the data, and that ``--total_batch_size`` can be divided; return notes.
+
+    Raises:
+        InputError: one of them cannot; it lists all faults.
+    """
+    # a stream may have a token dataset beside it for validation
+    token_data = data.held_out if isinstance(data, Stream) else data
+    faults: list[str] = []
+    notes: list[str] = []
+    for dataset in token_data.parts if token_data else ():
+        check = check_dataset(dataset, model, arguments.data.isolate_documents)
+        faults += check.faults
+        notes += check.notes
+    if isinstance(data, Stream):
+        faults += _faults_of_stream(data, model, arguments.training.max_step)
+    elif arguments.evaluation.eval_only and data.validation is None:
+        faults.append(
+            f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
+        )
+    faults += _faults_of_batch_size(arguments, world_size)
+    if faults:
+        raise InputError(*faults)
+    return notes
+
+
+def _faults_of_batch_size(arguments: "TrainArguments", world_size: int) -> list[str]:
+    """Return a fault with the nearest sizes if the ranks' micro-batches do not divide ``--total_batch_size``."""
+    total_batch_size = arguments.training.total_batch_size
+    rows_per_micro_batch, accumulation = rows_at_once(arguments, world_size)
+    if total_batch_size is None or total_batch_size % rows_per_micro_batch == 0:
+        return []
+    lower = rows_per_micro_batch * max(accumulation, 1)
+    upper = rows_per_micro_batch * (accumulation + 1)
+    nearest = " or ".join(map(str, sorted({lower, upper})))
+    num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
+    split = f"--micro_batch_size {arguments.training.micro_batch_size} on {num_data_ranks} devices"
+    return [
+        f"--total_batch_size {total_batch_size} is not a multiple of {rows_per_micro_batch} ({split}); give {nearest}"
+    ]
 
 
 def order_of_mixture(
