@@ -28,6 +28,8 @@ NUM_DIGITS = 16
 _CHUNK_TOKENS = 1 << 18
 _ROWS_AT_ONCE = 64
 _TEXTS_AT_ONCE = 256
+# a piece of a document in a row: the document's number in the split, its source, its targets, and their bytes or NaN
+_PIECE = np.dtype([("document", np.int64), ("source", np.int64), ("num_targets", np.int64), ("num_bytes", np.float64)])
 
 
 @dataclass(frozen=True)
@@ -303,10 +305,7 @@ class PackedText(EncodedText):
         # for each batch of rows.
         target_ids = []
         num_targets_of_rows = [0]
-        piece_documents = []
-        piece_sources = []
-        piece_num_targets = []
-        piece_num_bytes = []
+        pieces_of_batches = []
         num_targets_of_sequences = [np.zeros(0, dtype=np.int64)]
         for rows in _slices(range(len(self._rows)), _ROWS_AT_ONCE):
             batch = self._rows.__getitems__(rows)
@@ -323,10 +322,12 @@ class PackedText(EncodedText):
             documents = np.array(rows, dtype=np.int64)  # without an index, each row is a document
             if self._rows.index is not None:
                 documents = self._rows.index.pieces(documents).documents
-            piece_documents.append(documents)
-            piece_sources.append(batch.pieces.sources.numpy())
-            piece_num_targets.append(batch.pieces.num_targets.numpy())
-            piece_num_bytes.append(batch.pieces.num_bytes.numpy())
+            pieces_of_batch = np.empty(len(documents), dtype=_PIECE)
+            pieces_of_batch["document"] = documents
+            pieces_of_batch["source"] = batch.pieces.sources.numpy()
+            pieces_of_batch["num_targets"] = batch.pieces.num_targets.numpy()
+            pieces_of_batch["num_bytes"] = batch.pieces.num_bytes.numpy()
+            pieces_of_batches.append(pieces_of_batch)
             self.highest_id = max(self.highest_id, int(batch.input_ids.max()))
 
         self.target_ids = np.concatenate(target_ids)
@@ -339,25 +340,19 @@ class PackedText(EncodedText):
                 "no loss to compare; tokenize with a larger --validation_split or --max_length, so that answers fit"
             )
 
-        # the pieces that have a target, as one array for each of their columns
-        num_targets = np.concatenate(piece_num_targets)
-        has_targets = num_targets > 0
-        num_targets = num_targets[has_targets]
-        documents = np.concatenate(piece_documents)[has_targets]
-        sources = np.concatenate(piece_sources)[has_targets]
-        num_bytes = np.concatenate(piece_num_bytes)[has_targets]
-
         # join the pieces of each document; documents without a target are left out, and the others numbered from 0
-        self._documents, document_of_piece = np.unique(documents, return_inverse=True)
+        pieces = np.concatenate(pieces_of_batches)
+        pieces = pieces[pieces["num_targets"] > 0]
+        self._documents, document_of_piece = np.unique(pieces["document"], return_inverse=True)
         num_documents = len(self._documents)
-        self.owners = np.repeat(document_of_piece, num_targets)
-        self.num_bytes = np.bincount(document_of_piece, weights=num_bytes, minlength=num_documents)
+        self.owners = np.repeat(document_of_piece, pieces["num_targets"])
+        self.num_bytes = np.bincount(document_of_piece, weights=pieces["num_bytes"], minlength=num_documents)
         self.sources = np.zeros(num_documents, dtype=np.int64)
         self.source_names: tuple[str, ...] = self._rows.source_names
         if text.name:
             self.source_names = (text.name,)  # the one source of all documents
         else:
-            self.sources[document_of_piece] = sources
+            self.sources[document_of_piece] = pieces["source"]
 
     def location(self, document: int) -> str:
         split_document = int(self._documents[document])

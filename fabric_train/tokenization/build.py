@@ -276,12 +276,8 @@ def _nothing_left(skipped: Counter[str]) -> str:
     return f"every document is left out ({counts}); leave out the source, or the options that drop its documents"
 
 
-def _write_splits(
-    splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
-) -> dict[str, SplitLedger]:
-    """Pack and write each split with its document index, and return its ledger."""
-    # plan the rows of all splits before any is written, so that a fault leaves nothing to remove
-    arguments = corpus.arguments
+def _plan_splits(splits: dict[str, Split], arguments: TokenizeArguments, sources: SourceTable) -> dict[str, RowPlan]:
+    """Plan the rows of each split; raise an InputError that names every split without rows."""
     assert arguments.packing is not None, "the default depends on the sources, which are open"
     plans: dict[str, RowPlan] = {}
     for name, split in splits.items():
@@ -292,13 +288,22 @@ def _write_splits(
             split.collection.documents.lengths,
             split.order,
             arguments.packing,
-            arguments.max_length,
-            arguments.overlap,
-            document_sources,
+            max_length=arguments.max_length,
+            overlap=arguments.overlap,
+            sources=document_sources,
         )
     faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
     if faults:
         raise InputError(*faults)
+    return plans
+
+
+def _write_splits(
+    splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
+) -> dict[str, SplitLedger]:
+    """Pack and write each split with its document index, and return its ledger."""
+    # plan the rows of all splits before any is written, so that a fault leaves nothing to remove
+    plans = _plan_splits(splits, corpus.arguments, sources)
     check_disk_space(folder.parent, [(splits[name].collection.documents, plan) for name, plan in plans.items()])
 
     # write them

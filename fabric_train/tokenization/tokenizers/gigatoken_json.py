@@ -119,19 +119,8 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
     splits_digits_first = splits[:1] == [_SPLITS_DIGITS]
     later_types = [later_split["type"] for later_split in splits[1:]]
     if splits_digits_first and later_types == ["ByteLevel"]:
-        digits = []
-        for digit in "0123456789":
-            token = AddedToken(
-                id=vocabulary[digit],
-                content=digit,
-                single_word=False,
-                lstrip=False,
-                rstrip=False,
-                normalized=False,
-                special=False,
-            )
-            digits.append(token)
         (changes["pre_tokenizer"],) = splits[1:]
+        digits = [_digit_as_added_token(digit, vocabulary) for digit in "0123456789"]
         changes["added_tokens"] = [asdict(token) for token in (*added_tokens, *digits)]
         unknown_characters += _other_numbers()
 
@@ -163,6 +152,19 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
         first_unknown_id=first_unknown_id,
         unknown=CharacterFinder(unknown_characters),
         separators=_find_separators(tokenizer, added_tokens),
+    )
+
+
+def _digit_as_added_token(digit: str, vocabulary: dict[str, int]) -> AddedToken:
+    """Return the added token that makes gigatoken split off a digit wherever it occurs."""
+    return AddedToken(
+        id=vocabulary[digit],
+        content=digit,
+        single_word=False,
+        lstrip=False,
+        rstrip=False,
+        normalized=False,
+        special=False,
     )
 
 
