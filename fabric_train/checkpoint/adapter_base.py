@@ -52,7 +52,7 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     if saved_base is None:
         raise InputError(f"{checkpoint}: trainer.json does not name the base of its adapter; use another checkpoint")
     is_missing = os.path.isabs(saved_base.place) and not Path(saved_base.place).is_dir()
-    # the run's former --model_name, if it is no folder now, is no new place either
+    # the run's former --model_name does not count as a new folder if there is no such folder now
     is_former_name = name == saved.arguments["model_name"] and not Path(str(name)).is_dir()
     names_new_folder = name is not None and not is_former_name
     if is_missing and not names_new_folder:

@@ -126,7 +126,7 @@ def read_adapter(folder: Path) -> Adapter:
     """
     config = read_lora_config(folder)
 
-    # modules that train as a whole: by their tensors, since peft's modules_to_save matches ends within words too
+    # modules that train as a whole are found by their tensors, since peft's modules_to_save also matches ends of words
     whole_modules = set()
     for name in AdapterTensors(folder):
         if not is_adapter_parameter(name):

@@ -234,7 +234,7 @@ def _check_top_n_grams(document: MeasuredText) -> Fault | None:
 
 def _check_duplicate_n_grams(document: MeasuredText) -> Fault | None:
     """Check the characters in n-grams that occurred earlier in the document, for n from 5 to 10."""
-    positions = _find_repeated_5_grams(document.words)  # where a longer n-gram that repeats must begin too
+    positions = _find_repeated_5_grams(document.words)  # a longer n-gram that repeats must begin at one of these
     if not positions:
         return None
     for n in range(5, 11):

@@ -68,7 +68,7 @@ class Table(MutableMapping[str, T]):
         """
         self.kind = kind
         self._project_components = dict(project_components)
-        self._imported: dict[str, T] = {}  # those of the project's components that were used
+        self._imported: dict[str, T] = {}  # the components of the project that were used
         self._registered: dict[str, T] = {}
         self._origins: dict[str, _Origin] = {}
 

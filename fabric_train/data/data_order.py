@@ -130,7 +130,7 @@ def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | Stream
     for name in changed_names:
         consequences.update(_CONSEQUENCES.get(name, ()))
     if _num_shares(saved_values) == _num_shares(current_values):
-        # as many places as before: the user has changed their shares too
+        # there are as many places as before, so the user has changed their shares, and they follow from nothing else
         consequences.discard("shares")
 
     lines = []

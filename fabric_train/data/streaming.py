@@ -256,7 +256,7 @@ def _look_at_first_rows(source: StreamedSource, encoder: "ChatEncoder | None" = 
 
     With an ``encoder`` of chats, the keys of turns that its template does not show are added too.
     """
-    for file_part in islice(source.source.parts(WHOLE_FILES), 1):  # none of a source without files
+    for file_part in islice(source.source.parts(WHOLE_FILES), 1):  # a source without files has none
         reader = source.source.reader(file_part, source.columns)
         rows = [row for _, row in islice(reader, _ROWS_LOOKED_AT) if not isinstance(row, BadRowError)]
         source.unused_columns.update(reader.unread_columns)

@@ -33,7 +33,7 @@ def select_sequences(batch: Batch, kind: int) -> Batch:
     input_ids = batch.input_ids.numpy().ravel()
     labels = batch.labels.numpy().ravel()
 
-    # join those of each row
+    # join the documents of each row
     ids_of_rows: list[list[np.ndarray]] = [[] for _ in range(num_rows)]
     labels_of_rows: list[list[np.ndarray]] = [[] for _ in range(num_rows)]
     num_targets: list[int] = []

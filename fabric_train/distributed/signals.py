@@ -285,7 +285,7 @@ class Heartbeat:
         if self.position.phase == StepPhase.COMPUTING:
             self.min_pass_seconds = min(self.min_pass_seconds or math.inf, phase_seconds)
 
-        # begin this one
+        # begin this phase
         if phase == StepPhase.COMPLETING:
             self.last_completed = step
         may_compile = step == self._first_step or (phase in _COMPILING_PHASES and index == 0)

@@ -269,7 +269,7 @@ def _task_score(
         results: What lm_eval's ``evaluate`` returned.
         seconds: The duration.
     """
-    # a group that lm_eval does not aggregate has the means over its tasks; of RULER, it aggregates 4,096 tokens alone
+    # a group that lm_eval does not aggregate gets the means over its tasks; for RULER, it aggregates only 4,096 tokens
     metrics = {}
     if groups and not settings.max_seq_lengths:
         metrics = _read_metrics(results, groups[0])

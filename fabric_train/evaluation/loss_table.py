@@ -208,7 +208,7 @@ def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
     outdated = outdated_models(earlier, new_weights)
     current = {model: lines_by_source for model, lines_by_source in earlier.items() if model not in outdated}
 
-    # the order of the models: the new one if it has the first model, else the new models follow
+    # the order of the models is the new one if it has the first model; if not, the new models follow the others
     first_model = next(iter(earlier), None)
     names = [*new, *current] if first_model in new else [*current, *new]
 

@@ -267,7 +267,7 @@ class WindowedText(EncodedText):
             document_ids = self.target_ids[document_start : document_start + window.stop]
             window_ids = np.concatenate([self._prefix, document_ids])[window.begin : window.stop]
             input_ids[row, : len(window_ids)] = window_ids
-            # those of them that predict, and what they predict
+            # the positions that predict, and what they predict
             predicting = np.arange(window.first_predicting, window.stop)  # tokens of the document
             positions.append(row * longest + predicting - window.begin)
             token_indices.append(document_start + predicting)

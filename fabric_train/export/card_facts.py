@@ -44,7 +44,7 @@ class PublicNames:
     def __init__(self, manifest: Manifest | None) -> None:
         self._names: dict[str, str] = {}
         for source in manifest.sources if manifest else ():
-            # a dataset on the hub without a name of its own is called as on the hub
+            # a dataset on the hub that was given no other name keeps its name there
             if source.kind == "hub" and source.place in (None, source.name):
                 self._add(source.name, source.hub_name)
             else:

@@ -92,7 +92,7 @@ def _open_and_lock(path: Path, problem: str, advice: str) -> TextIO:
         lock = open_to_write(path, "a+")
         try:
             _lock(lock, problem, advice)
-            # else the file that is locked is not the one of this name: its holder has just removed it
+            # another inode has this name if the lock's holder has just removed the file that is locked here
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
         except FileNotFoundError:  # there is no file of this name now

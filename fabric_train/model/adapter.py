@@ -102,7 +102,7 @@ class AdaptedLayer(nn.Module):
             return torch.addmm(base.flatten(0, -2), low.flatten(0, -2), up.t()).view_as(base)
         ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)  # [out]
         direction: torch.Tensor = super().forward(adapter_inputs) if drops else base
-        if self.bias is not None:  # the magnitudes scale the weight alone
+        if self.bias is not None:  # the magnitudes scale only the weight
             direction = direction - self.bias.to(dtype)
         return base + (ratio - 1) * direction + ratio * F.linear(low, up)
 

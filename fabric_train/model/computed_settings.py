@@ -19,7 +19,7 @@ _UNCONDITIONAL_COEFFICIENTS = ("z_loss_coefficient",)
 """The settings with the factors of terms that are always on."""
 _BIDIRECTIONAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (False,),  # of any family: LLM2Vec and other models for embeddings
-    "use_bidirectional_attention": (True, "all"),  # Gemma; "vision" is of images alone
+    "use_bidirectional_attention": (True, "all"),  # Gemma; "vision" is only for images
     "causal": (False,),  # XLM, FlauBERT
 }
 """Settings, with the values that let a token see the tokens after it, which it is trained to predict."""
@@ -158,7 +158,7 @@ def _method(value: Any) -> str:
         return "an unknown method"
     method = str(value.get("quant_method") or value.get("quantization_method") or "an unnamed method")[:40]
     num_bits = value.get("bits", value.get("w_bit"))
-    for flagged_bits in (4, 8):  # bitsandbytes has flags instead, of which 8 bits count first
+    for flagged_bits in (4, 8):  # bitsandbytes has flags instead; the one for 8 bits takes precedence
         if value.get(f"load_in_{flagged_bits}bit") or value.get(f"_load_in_{flagged_bits}bit"):
             num_bits = flagged_bits
     if isinstance(num_bits, int):

@@ -75,7 +75,8 @@ class ModelFlops:
 def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
     """Count the FLOPs of a model, which may be on meta; ``trained`` are the parameters that train, None means all."""
     head_weight = getattr(model.get_output_embeddings(), "weight", None)
-    looked_up: set[int] = set()  # embeddings, of which a token takes a row; a tied one is multiplied by as the head
+    # a token only reads a row of an embedding, unless the embedding is tied: then it is multiplied by, as the head
+    looked_up: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight is not head_weight:
             looked_up.add(id(module.weight))

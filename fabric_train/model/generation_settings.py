@@ -28,7 +28,7 @@ def read_generation_config(source: str, config: PretrainedConfig) -> GenerationC
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise _damaged(file, error) from error
     stop_token_ids = _stop_token_ids(generation_config)
-    if not all(type(token_id) is int and token_id >= 0 for token_id in stop_token_ids):  # not a bool either
+    if not all(type(token_id) is int and token_id >= 0 for token_id in stop_token_ids):  # excludes bool
         raise InputError(
             f"{file}: eos_token_id {generation_config.eos_token_id!r} is not a token id or a list of them; "
             f"{_CORRECT_OR_FETCH}"

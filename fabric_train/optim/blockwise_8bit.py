@@ -72,7 +72,7 @@ def _compute_levels(signed: bool) -> torch.Tensor:
     same scale.
     """
     levels = [torch.tensor([0.0, 1.0])]
-    for decade in range(_NUM_DECADES):  # the one of the smallest numbers first
+    for decade in range(_NUM_DECADES):  # the range of the smallest numbers comes first
         top_of_decade = 10.0 ** (decade + 1 - _NUM_DECADES)
         num_levels = 2 ** (decade + 1)
         if signed:

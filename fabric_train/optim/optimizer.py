@@ -129,7 +129,7 @@ def build_adamw(parameters: OptimizedParameters) -> DeclaredStates:
     if len(weights_dtypes) == 1:
         (weights_dtype,) = weights_dtypes
 
-    # Moments have the dtype of the weights by default. Only those of matrices are in 8 bits; others are fp32 then.
+    # Moments have the dtype of the weights by default. With 8 bits, only matrices have them; others have fp32 moments.
     in_8bit = []
     if arguments.optimizer_states is None:
         moments_dtype = weights_dtype

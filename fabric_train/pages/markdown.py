@@ -266,7 +266,7 @@ def library() -> str:
 
 def markdown_to_html(text: str) -> Markup:
     """Return Markdown with tables as HTML; HTML in it is shown as text, and links lead only to safe places."""
-    from markdown_it import MarkdownIt  # rich needs it too
+    from markdown_it import MarkdownIt  # rich also needs it
 
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     html = html.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")

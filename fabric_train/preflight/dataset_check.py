@@ -254,7 +254,7 @@ def faults_of_validation(
         if not options_by_source:
             return []
 
-    # none of the rows has targets, or none of a source that decides
+    # no row has targets, or no row of a source that decides
     subject = f"none of the {len(chosen)} validation rows"
     lacking = "a supervised token"
     if has_targets:

@@ -96,7 +96,8 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
-    has_gradients = phase.name != "loss" or layout.accumulation > 1  # at a loss, those of earlier micro-batches
+    # while a loss is computed, there are only the gradients of earlier micro-batches
+    has_gradients = phase.name != "loss" or layout.accumulation > 1
     is_averaging = layout.is_sharded and phase.name == "end of backward"
     is_computing = phase.name != "optimizer step"
     added = {

@@ -309,7 +309,7 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     num_copies = layout.num_copies
     num_shards = layout.num_shards
 
-    # ranks with the whole model send their gradients alone
+    # ranks with the whole model only send their gradients
     if not layout.is_sharded:
         sent = _all_reduce_bytes(REDUCED_BYTES * (units.trained + units.adapter), num_copies)
         if not sent:

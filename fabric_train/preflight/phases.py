@@ -125,7 +125,7 @@ def _with_data(arguments: "TrainArguments", phase: PhaseSettings) -> "TrainArgum
     for group, names in _GROUPS_OF_DATA.items():
         values: dict[str, Any] = {name: phase.data[name] for name in names if name in phase.data}
         if group == "data":
-            values |= dict.fromkeys(_SHARES)  # those so far are of the datasets before
+            values |= dict.fromkeys(_SHARES)  # the shares so far belong to the earlier datasets
         changed_group = replace(getattr(arguments, group), **values)
         arguments = replace(arguments, **{group: changed_group})
     faults = [*arguments.data.faults(), *arguments.model.faults()]

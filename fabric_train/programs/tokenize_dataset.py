@@ -260,7 +260,7 @@ def _list_counts(counts: dict[str, int], title: str) -> str:
 
 def _describe_source(source: "SourceRecord", num_sources: int) -> str:
     line = f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens"
-    if num_sources > 1:  # of a single source they are those of all documents
+    if num_sources > 1:  # for a single source they would repeat the numbers of all documents
         line += _list_counts(source.documents_skipped or {}, "left out")
     if source.share_asked is None:
         return line

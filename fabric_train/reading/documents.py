@@ -47,7 +47,7 @@ class EncodedDocument:
     num_tokens_cut: int = 0  # tokens of the turns that were removed because they did not fit into a row
     turn_ends: frozenset[int] = frozenset()  # the ids of the control tokens with which supervised turns of a chat end
     pair: np.ndarray | None = None  # PAIR [1] of a pair or a unpaired answer: one sequence after the other
-    unused: frozenset[str] = frozenset()  # columns of the row, and keys of its messages, of which nothing was made
+    unused: frozenset[str] = frozenset()  # columns of the row, and keys of its messages, that were not used
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def _whole_parquet(path: str) -> Iterator[None]:
 
     try:
         yield
-    except MemoryError:  # pyarrow's is an ArrowException too
+    except MemoryError:  # pyarrow's own error is also an ArrowException
         raise
     except UnicodeDecodeError:
         raise InputError(f"{path}: a text column holds bytes that are not UTF-8; save it as UTF-8") from None

@@ -109,7 +109,7 @@ def _compare_data(runs: Sequence[_ComparedRun]) -> str:
     fingerprints = []
     for run in runs:
         data = run.record.saved.data if run.record else None
-        fingerprints.append(getattr(data, "fingerprint", None))  # a stream has none
+        fingerprints.append(getattr(data, "fingerprint", None))  # a stream has no fingerprint
     cells = [str(fingerprint)[:12] if fingerprint else "" for fingerprint in fingerprints]
     rows.append(("token dataset", *cells))
     is_same = len(set(fingerprints)) == 1 and fingerprints[0] is not None

@@ -390,7 +390,7 @@ def _features(max_length: int, *, with_labels: bool) -> dict[str, Any]:
 def _schema(features: dict[str, Any]) -> "pyarrow.Schema":
     import pyarrow
 
-    # a list of -1 elements is of variable length
+    # -1 stands for a variable length
     types = {name: pyarrow.list_(pyarrow.int32(), column.get("length", -1)) for name, column in features.items()}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     return pyarrow.schema(types, metadata=metadata)

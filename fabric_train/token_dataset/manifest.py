@@ -71,7 +71,7 @@ class SourceRecord:
     place: str | None = None
     folder: str | None = None  # the folder to which the paths of `files` are relative; None for URLs and datasets
     documents_skipped: dict[str, int] | None = None  # documents read and not kept, by reason; None from older versions
-    unused_columns: tuple[str, ...] = ()  # columns, and keys of messages, of which nothing was made
+    unused_columns: tuple[str, ...] = ()  # columns, and keys of messages, that were not used
 
     @property
     def argument(self) -> str:
@@ -207,7 +207,7 @@ class UnpairedLedger:
     desirable: int  # answers
     undesirable: int
     answer_tokens: int  # of all answers
-    mismatched_tokens: int  # of the other rows' answers, each of which follows the same prompt
+    mismatched_tokens: int  # of answers from other rows, each after the same prompt
 
     def describe(self) -> str:
         """Return the counts and the mean lengths in one line."""

@@ -189,7 +189,7 @@ def _naming_damaged_file(file: Path) -> Iterator[None]:
 
 def _open_split(folder: Path, name: str) -> Split:
     """Open a split of a token dataset; InputError if a file is missing or damaged, or has different columns."""
-    # the files that datasets reads, too
+    # also the files that the datasets library reads
     state = folder / name / "state.json"
     _read_key(folder / name / "dataset_info.json", "features")
     _read_key(state, "_fingerprint")

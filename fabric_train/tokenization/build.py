@@ -178,7 +178,7 @@ def _collect_documents(
     )
     if not arguments.validation_dataset:
         return [train]
-    # a document of validation that was trained on is left out too
+    # a validation document that is also trained on is left out
     num_validation_documents = sum(len(record.documents) for record in validation_records)
     validation = collect(
         validation_records,

@@ -303,7 +303,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
             try:
                 with naming_memory_errors(part_name(source, part)):
                     num_documents = _encode_part(corpus, source_format, reader, waiting_texts, writer)
-            finally:  # a file that is written to while it is read may look damaged: then that is the error
+            finally:  # a file that is changed while it is read may look damaged; the change is then the error to report
                 if isinstance(part, FilePart):
                     check_unchanged(part.file)
             writer.end_part(num_documents, part.num_bytes, reader.num_counted, reader.sha256())

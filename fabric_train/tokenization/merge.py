@@ -114,7 +114,7 @@ def merge_manifests(datasets: Sequence[MergeInput]) -> Manifest:
     for dataset in datasets:
         parts += dataset.parts()
         for source in dataset.manifest.sources:
-            # a packed slice names all sources of its run, also those of which it has nothing
+            # a packed slice names all sources of its run, even if it has no documents of some
             if source.num_files or source.documents:
                 # weights and shares are relative to the sources of one part; the part's settings keep the weights
                 sources.append(replace(source, weight=None, share_asked=None, share_reached=None))

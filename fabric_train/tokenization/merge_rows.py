@@ -182,7 +182,7 @@ def _join_indexes_of_split(datasets: Sequence[MergeInput], split: str, folder: P
         index = open_index(dataset.folder, dataset.manifest, split)
         if index is not None:
             indexes.append(IndexToJoin(index, first_file, num_rows_before))
-        # a dataset without this split has files too
+        # a dataset without this split may still have files
         first_file += sum(source.num_files for source in dataset.manifest.sources)
     join_indexes(folder, indexes)
 

@@ -63,7 +63,7 @@ class ShardRecord:
     masks: Path | None
     first_bad_row: str  # the fault of the first bad row; empty if there is none
     turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
-    unused: tuple[str, ...]  # columns of its chats, and keys of their messages, of which nothing was made
+    unused: tuple[str, ...]  # columns of its chats, and keys of their messages, that were not used
 
     @property
     def num_tokens(self) -> int:

@@ -153,7 +153,7 @@ def count_rows_before(folders: Sequence[Path]) -> list[int]:
         rows_before = rows_of_last_file if packed.goes_on else 0
         counts.append(rows_before)
         rows_of_last_file = packed.rows_of_last
-        if packed.num_files == 1:  # its first file is its last one too
+        if packed.num_files == 1:  # its first file is also its last one
             rows_of_last_file += rows_before
     return counts
 

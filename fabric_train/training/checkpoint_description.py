@@ -97,7 +97,7 @@ def saved_schedules(schedules: Schedules) -> tuple[PhaseSchedule, ...]:
     """Return the schedules of phases in the form of trainer.json."""
     phase_schedules = []
     for schedule in schedules.phase_schedules:
-        assert schedule.last_step is not None  # only the run's own schedule has none
+        assert schedule.last_step is not None  # only the run's own schedule has no last step
         first_step = schedule.after_step + 1
         phase_schedules.append(PhaseSchedule(first_step, schedule.last_step, schedule.num_steps, schedule.decided_by))
     return tuple(phase_schedules)

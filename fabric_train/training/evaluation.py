@@ -81,7 +81,7 @@ class _EvaluationSums:
         self._count = zeros()
         self._objective_sums = zeros(len(objective.metric_names))
         self._metric_sums = zeros(len(metrics))
-        # Of a source: the loss, then the objective's metrics if it counts pieces, else the metrics of tokens.
+        # For each source: the loss, and the objective's metrics if it counts pieces, otherwise the metrics of tokens.
         source_metrics = objective.metric_names if self._counts_pieces else tuple(metrics)
         self._source_sums = zeros(1 + len(source_metrics), num_sources)
         self._source_counts = torch.zeros(2, num_sources, dtype=torch.float64)  # tokens or pieces, and bytes; on CPU

@@ -85,7 +85,7 @@ class KTO:
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
         """Return the loss and the metrics of each answer of a batch of ``prepare_window``; ``scale`` is not used."""
         if batch.is_desirable is None:
-            # 0, but the other ranks wait for this one's backward pass
+            # 0, but the other ranks wait for the backward pass of this rank
             return BatchLoss(losses_at_targets(model, batch, by_token=True)[1].sum(dtype=torch.float64))
         assert batch.kl is not None  # prepare_window has estimated it
         assert batch.reference is not None  # training.reference has computed it

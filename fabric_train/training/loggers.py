@@ -127,7 +127,7 @@ def _truncate_events(path: Path, last_step: int) -> None:
                 break
             try:
                 event = Event.FromString(records[content_start:content_end])
-            except DecodeError:  # TensorBoard reads nothing after a damaged record either
+            except DecodeError:  # TensorBoard also stops at a damaged record
                 break
             if event.step > last_step:
                 break

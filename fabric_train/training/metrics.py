@@ -142,7 +142,7 @@ def extra_columns(
     else:
         figures = (*_USUAL_FIGURES, *evaluation_metrics)
         columns_of_source = ["train_loss", *(f"val_{figure}" for figure in figures)]
-    # first those of all sources together
+    # first the columns of all sources together
     columns = [*train_columns, *evaluation_columns, *val_columns]
     for source in sources:
         columns.extend(f"{column}/{source}" for column in columns_of_source)

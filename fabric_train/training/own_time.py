@@ -24,7 +24,7 @@ class OwnTime:
         self.seconds = 0.0
         """Own time of the previous step; 0 until one is complete."""
         self._device = device
-        self._marks = list[Any]()  # torch.cuda.Event on a GPU, else time.perf_counter()
+        self._marks = list[Any]()  # torch.cuda.Event on a GPU, and otherwise time.perf_counter()
 
     def mark(self) -> None:
         """Start or end a span of own time."""

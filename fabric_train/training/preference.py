@@ -175,7 +175,7 @@ class Preference:
         """Return the loss and the metrics of each pair; ``scale`` is not used."""
         logps, num_tokens = answer_logps(model, batch)
         if not batch.num_pairs:
-            return BatchLoss(logps.sum())  # 0, but the other ranks wait for this one's backward pass
+            return BatchLoss(logps.sum())  # 0, but the other ranks wait for the backward pass of this rank
         pairs = self._collect_pairs(logps, num_tokens, batch.reference)
         losses = self._pair_loss(pairs, self._arguments)
         if self._arguments.sft_weight:
@@ -212,7 +212,7 @@ class Preference:
         KL(reference ‖ policy) per token: it is the mean over both answers of the reference's log-probability minus the
         policy's. The estimate is good if the answers are similar to what the reference would generate.
         """
-        # Rewards are of the log-probabilities that the loss takes.
+        # Rewards are computed from the log-probabilities that the loss takes.
         per_token = pairs.per_token()
         takes_sums = self._arguments.objective in _LOSSES_OF_SUMS and not self._arguments.length_normalised
         rewarded = pairs if takes_sums else per_token

@@ -72,7 +72,7 @@ def generate_samples(
             last_positions = lengths - 1
             if selects_logits:
                 # The logits of all positions would take prompts × longest × vocabulary × 4 bytes. The head keeps these
-                # positions of every row: [prompts, prompts, vocab], of which the diagonal is needed.
+                # positions of every row: [prompts, prompts, vocab]; only the diagonal is needed.
                 logits = forward(model, rows, None, logits_to_keep=last_positions).logits
                 next_logits = logits[row_indices, row_indices]
             else:

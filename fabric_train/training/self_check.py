@@ -397,7 +397,7 @@ def _disagreements(results: list[SplitResult], tolerance: float) -> list[str]:
     reference = results[0]
     for result in results:
         loss_difference, norm_difference = result.differences(reference)
-        if not loss_difference <= tolerance:  # NaN does not agree either
+        if not loss_difference <= tolerance:  # NaN does not agree with anything
             faults.append(f"{result.cut}: loss {result.loss:.8g}, but {reference.cut} gives {reference.loss:.8g}")
         if not norm_difference <= tolerance:
             faults.append(

@@ -152,7 +152,7 @@ def backpropagate(
         RunStopped: The ranks have agreed to stop before one of the micro-batches.
     """
     if own_time is None:
-        own_time = OwnTime(fabric.device)  # which nobody reads
+        own_time = OwnTime(fabric.device)  # nobody reads it
     if heartbeat:
         heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
         heartbeat.stop_border.enter(window.step, 0)

@@ -96,7 +96,7 @@ class StepGuard:
             fault = f"step {window.step}: the loss is {mean_loss}, from {rows}"
             return StepCheck(mean_loss, norm, fault + self._worst(window, piece_losses))
 
-        # A gradient that overflows has no rows of its own: the window is named.
+        # A gradient that overflows cannot be traced to rows, so the window is named.
         if not math.isfinite(norm) and self._scaler is None:
             fault = (
                 f"step {window.step}: the gradient norm is {norm}, although every loss is finite; the window is "

@@ -111,4 +111,4 @@ def _run_child(attempt: Callable[[], object], writer: int) -> None:
         except BadRowError as error:
             os.write(writer, str(error).encode(errors="backslashreplace"))
     finally:
-        os._exit(0)  # any other exception: the parent will have it, too
+        os._exit(0)  # any other exception occurs in the parent as well
