@@ -229,7 +229,7 @@ def test_texts_that_have_changed_since_are_refused_before_a_row_is_made(num_work
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_fewer_documents_than_rows_in_a_step_are_refused(num_workers: int) -> None:
     order = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=1, rank=0)
-    with pytest.raises(InputError, match=r"^--streaming_dataset: 3 documents with text, fewer than the 4") as error:
+    with pytest.raises(InputError, match=r"^--streaming_dataset has 3 documents with text, fewer than the 4") as error:
         list(batches_of(["a", "b", "c"], order, num_workers=num_workers).windows(0, 2))
     end_workers(error)
     assert "\n" not in str(error.value)
@@ -558,7 +558,7 @@ def test_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
     started = run.start("few", total_batch_size=64, micro_batch_size=2)
     assert started.wait(100) == [1]  # it is found when the run has begun, and has written files
     output = started.stdout() + started.stderr()
-    assert "error: --streaming_dataset: 34 documents with text, fewer than the 64 rows of a step" in output
+    assert "error: --streaming_dataset has 34 documents with text, fewer than the 64 rows of a step" in output
     assert "Traceback" not in output
 
 

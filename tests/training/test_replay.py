@@ -217,7 +217,7 @@ def test_a_branch_with_shares_and_a_phase_is_reproduced(replaying: Replaying) ->
     run = replaying.train("branch", 1, *folders, *branch, **{**OPTIONS, "save_step_interval": 9})
     assert saved_steps(run) == [5, 6]
     facts = check_holds(replaying.replay(run, "5:6"))
-    assert facts["figures"].startswith("bit for bit")
+    assert facts["figures"].startswith("bit-identical")
     assert facts["steps"].startswith("5 to 6, trained from step-00000004")
     assert {"train_loss", "train_loss/tokens", "train_loss/others"} <= set(facts["compared"].split(", "))
     assert facts["content of rows"] == "16 rows checked, 0 altered"
