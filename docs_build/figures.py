@@ -11,7 +11,7 @@ import torch
 import vl_convert
 
 from benchmarks import plan_table
-from docs_build import fsdp_figures
+from docs_build import data_flow, fsdp_figures
 from docs_build.site import DOCS
 from fabric_train.arguments import TrainingArguments
 from fabric_train.optim.learning_rate import learning_rate
@@ -182,4 +182,5 @@ FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp_collectives_es": partial(fsdp_figures.collectives, fsdp_figures.SPANISH),
     "fsdp_step": partial(fsdp_figures.step, fsdp_figures.ENGLISH),
     "fsdp_step_es": partial(fsdp_figures.step, fsdp_figures.SPANISH),
+    "data_flow": data_flow.specification,
 }
