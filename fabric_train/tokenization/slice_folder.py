@@ -249,6 +249,9 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)
+    missing_dirs = [folder for folder in folders if not folder.exists()]
+    if missing_dirs:
+        raise InputError(*(f"{folder}: no such folder" for folder in missing_dirs))
     slice_dirs = [folder for folder in folders if is_slice(folder)]
     other_dirs = [folder for folder in folders if not is_slice(folder)]
     if other_dirs:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from benchmarks import (
@@ -177,13 +178,25 @@ def test_peer_that_cannot_be_installed_is_one_line_and_leaves_nothing(
 
 
 def test_commands_of_precisions_differ_only_in_the_precision() -> None:
-    given = [
-        parse(TrainArguments, list(precision.command(options, *map(Path, ("model", "tokens", "run"))).words[3:]))
+    paths = [Path("model"), Path("tokens"), Path("run")]
+    parsed = [
+        parse(TrainArguments, list(precision.command(options, 3e-5, *paths).words[3:]))
         for options in precision.VARIANTS.values()
     ]
-    precisions = [(each.model.precision, each.training.stochastic_rounding) for each in given]
+    precisions = [(arguments.model.precision, arguments.training.stochastic_rounding) for arguments in parsed]
     assert precisions == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
-    assert {(each.training.lr, each.training.max_step) for each in given} == {(2e-5, precision.STEPS)}
+    steps_and_rates = {(arguments.training.lr, arguments.training.max_step) for arguments in parsed}
+    assert steps_and_rates == {(3e-5, precision.STEPS)}
+
+
+def test_the_share_of_moved_weights_counts_from_half_a_step_of_bf16(tmp_path: Path) -> None:
+    start = torch.tensor([1.0, 1.0, 1.0, -0.02], dtype=torch.bfloat16)
+    step_of_one = 2**-7  # between 1 and 2, neighbours in bf16 are 2^-7 apart
+    step_of_fiftieth = 2**-13  # between 1/64 and 1/32
+    moves = torch.tensor([0.0, 0.49 * step_of_one, -0.51 * step_of_one, 0.51 * step_of_fiftieth])
+    save_file({"weight": start}, tmp_path / "start.safetensors")
+    save_file({"weight": start.float() + moves}, tmp_path / "end.safetensors")
+    assert precision.moved_share(tmp_path / "start.safetensors", tmp_path / "end.safetensors") == 0.5
 
 
 def test_variants_of_a_vocabulary_train_alike_and_losses_are_read_by_model(tmp_path: Path) -> None:
@@ -283,14 +296,22 @@ def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
         gpu.summarize({peer_name: [peer]}, {name: "out of memory"}, "a GPU of tomorrow")
 
 
-@pytest.mark.parametrize(("shipped", "learns"), [(2.009, True), (1.991, True), (2.011, False), (1.98, False)])
-def test_precision_learns_if_its_last_held_out_loss_is_near_fp32(shipped: float, learns: bool) -> None:
-    ends = {"32-true": 2.0, "bf16-mixed": 2.0, "bf16-true, to the nearest": 2.5, "bf16-true": shipped}
-    curves = {name: precision.Curve([3.0, 2.5], [1, 2], [3.0, end]) for name, end in ends.items()}
-    summary = precision.summarize(curves)
-    assert summary.held_out == ends
-    assert summary.above_fp32["bf16-true, to the nearest"] == pytest.approx(0.25)
-    assert summary.shipped_learns is learns
+@pytest.mark.parametrize(("default_end", "learns"), [(2.009, True), (1.991, True), (2.011, False), (1.98, False)])
+def test_precision_learns_if_its_last_held_out_loss_is_near_fp32(default_end: float, learns: bool) -> None:
+    ends = {"32-true": 2.0, "bf16-mixed": 2.0, "bf16-true, to the nearest": 2.5, "bf16-true": default_end}
+    runs = {}
+    for learning_rate in precision.LEARNING_RATES:
+        for variant, end in ends.items():
+            steps = [precision.EARLY_STEP, precision.STEPS]
+            held_out = [1.5 * end, end]
+            runs[precision.run_name(learning_rate, variant)] = precision.PrecisionRun([3.0, 2.5], steps, held_out, 0.25)
+    summary = precision.summarize(runs)
+    nearest = precision.run_name(precision.LEARNING_RATES[0], "bf16-true, to the nearest")
+    assert summary.held_out[nearest] == 2.5
+    assert summary.above_fp32[nearest] == pytest.approx(0.25)
+    assert summary.above_fp32_early[nearest] == pytest.approx(0.25)
+    assert summary.moved[nearest] == 0.25
+    assert summary.default_learns is learns
 
 
 def test_functions_that_benchmarks_replace_exist() -> None:

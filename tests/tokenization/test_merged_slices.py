@@ -235,6 +235,7 @@ def test_a_merge_needs_each_slice_of_one_run_once(tmp_path: Path, three_slices: 
             three_slices / "3",
         ): f"{three_slices / '3'} and {third} are both slice 3/3; leave one of them out",
         (first, second, empty_folder): f"{empty_folder} is not a slice made with --shard, but {first} is; …",
+        (first, tmp_path / "absent", third): f"{tmp_path / 'absent'}: no such folder",
     }
     for folders, fault in faults.items():
         with pytest.raises(InputError) as raised:
