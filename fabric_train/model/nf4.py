@@ -8,7 +8,9 @@ The bytes are stored as tensors of the dtype of the weights: strategies that sha
 compute with them or cast them (``distributed.precision.gathered_dtype``).
 """
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -26,6 +28,9 @@ BLOCK = 64
 """The number of elements of a row that share a scale."""
 _WEIGHT = "weight"
 _SCALES = "weight_scales"
+_CPU_LOGGER = "bitsandbytes.backends.cpu.ops"
+_NO_KERNEL_FROM_HUB = "Failed to load CPU gemm_4bit_forward"
+"""The beginning of a warning that bitsandbytes logs when it is imported on a CPU with AVX512-BF16."""
 
 
 class NF4Linear(nn.Linear):
@@ -182,9 +187,29 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_installed() -> None:
-    """Check that bitsandbytes is installed.
+    """Check that bitsandbytes is installed, and import it.
 
     Raises:
         InputError: it is not installed.
     """
-    load_package("bitsandbytes", "--base_weights nf4")
+    with _without_kernel_warning():
+        load_package("bitsandbytes", "--base_weights nf4")
+
+
+@contextmanager
+def _without_kernel_warning() -> Iterator[None]:
+    """Drop bitsandbytes' warning about a missing kernel; its other warnings are logged.
+
+    The kernel would be downloaded from the hub, and multiplies in bf16. It is only for weights in the layout that
+    bitsandbytes gives them for inference on a CPU, which an ``NF4Linear`` never has.
+    """
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_NO_KERNEL_FROM_HUB)
+
+    logger = logging.getLogger(_CPU_LOGGER)
+    logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_kept)
