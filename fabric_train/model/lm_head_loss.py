@@ -17,6 +17,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 """The most bytes of a chunk's logits and fp32 log-probabilities. Fewer chunks are faster: each one reads the weight."""
+_FROZEN_LOGITS_BYTES = 128 << 20
+"""The most bytes of a chunk's logits on a GPU if the head is frozen.
+
+Such a chunk reads the weight, but adds to no fp32 gradient of the weight's size. At 128,256 tokens in the vocabulary it
+has 523 tokens. An H100 needs about 300 (989 TFLOP/s by 3.35 TB/s) to be limited by arithmetic and not by that read.
+"""
+_FROZEN_LOG_PROBABILITIES_BYTES = 64 << 20
+"""The most bytes of fp32 log-probabilities at a time on a GPU if the head is frozen."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,13 @@ class _ChunkSettings:
     """The dtype of the matrix products."""
     memory_device: str
     """The type of the device whose memory limits the size of a chunk."""
+    is_frozen: bool = False
+    """Whether the head does not train."""
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether chunks have ``_FROZEN_LOGITS_BYTES``."""
+        return self.is_frozen and self.memory_device != "cpu"
 
 
 @dataclass
@@ -47,6 +62,7 @@ def summed_cross_entropy(
     *,
     scale: torch.Tensor | None = None,
     memory_device: str | None = None,
+    is_frozen: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross entropy of ``hidden @ weight.T + bias`` at the given positions, its sum and each token's.
 
@@ -62,12 +78,13 @@ def summed_cross_entropy(
             memory until the end of the backward pass. Use it only if no strategy (DDP, FSDP) waits for this gradient.
         memory_device: The type of the device whose memory limits the size of a chunk; None: the device of ``hidden``. A
             trace of memory on fake CPU tensors gives the device that it stands for.
+        is_frozen: Whether the head does not train. Then chunks on a GPU are smaller.
 
     Returns:
         The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the losses, fp32 [N], which
         cannot be differentiated.
     """
-    settings = _ChunkSettings(_product_dtype(hidden), memory_device or hidden.device.type)
+    settings = _ChunkSettings(_product_dtype(hidden), memory_device or hidden.device.type, is_frozen)
     with torch.autocast(hidden.device.type, enabled=False):
         loss_sum, losses = _SummedCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, positions, targets, settings, torch.is_grad_enabled(), scale
@@ -182,6 +199,7 @@ def token_cross_entropy(
     *,
     grad_in_place: bool = False,
     memory_device: str | None = None,
+    is_frozen: bool = False,
 ) -> torch.Tensor:
     """Return the cross entropy of each token, fp32 [N], which can be differentiated once.
 
@@ -190,7 +208,7 @@ def token_cross_entropy(
     :func:`summed_cross_entropy`, which has the same arguments. ``grad_in_place`` says that a gradient may be added to
     ``weight.grad`` immediately, as with ``scale`` there.
     """
-    settings = _ChunkSettings(_product_dtype(hidden), memory_device or hidden.device.type)
+    settings = _ChunkSettings(_product_dtype(hidden), memory_device or hidden.device.type, is_frozen)
     with torch.autocast(hidden.device.type, enabled=False):
         return _TokenCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, positions, targets, settings, grad_in_place
@@ -299,9 +317,9 @@ def _compute_chunks(
         logits = torch.mm(inputs, cast_weight.t(), out=logits_buffer[: len(inputs)])  # [C, V]
         if bias is not None:
             logits += bias
-        losses[chunk] = _token_losses(logits, targets[chunk], needs_gradient)
+        losses[chunk] = _chunk_losses(logits, targets[chunk], needs_gradient, settings)
 
-        # Its gradients. ``_token_losses`` has written the gradient of the losses over the logits.
+        # Its gradients. ``_chunk_losses`` has written the gradient of the losses over the logits.
         grad_logits = logits
         if gradients.hidden is not None:
             grad_inputs = (grad_logits @ cast_weight).float()  # [C, H]
@@ -325,13 +343,28 @@ def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> i
     """Return the number of tokens in a chunk; chunks have nearly equal sizes."""
     device_type = settings.memory_device
     bytes_per_logit = settings.dtype.itemsize
-    works_in_place = settings.dtype == torch.float32 or (device_type == "cuda" and _has_liger())
-    if not works_in_place:
-        bytes_per_logit += 4  # the fp32 log-probabilities
     chunk_bytes = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"])
+    works_in_place = settings.dtype == torch.float32 or (device_type == "cuda" and _has_liger())
+    if settings.saves_memory:
+        chunk_bytes = _FROZEN_LOGITS_BYTES
+    elif not works_in_place:
+        bytes_per_logit += 4  # the fp32 log-probabilities
     max_tokens = max(1, chunk_bytes // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // max_tokens))
     return max(1, -(-num_tokens // num_chunks))
+
+
+def _chunk_losses(
+    logits: torch.Tensor, targets: torch.Tensor, needs_gradient: bool, settings: _ChunkSettings
+) -> torch.Tensor:
+    """Do what ``_token_losses`` does, with few fp32 log-probabilities at a time if memory is to be saved."""
+    if not settings.saves_memory:
+        return _token_losses(logits, targets, needs_gradient)
+    max_tokens = max(1, _FROZEN_LOG_PROBABILITIES_BYTES // (4 * logits.shape[1]))
+    slice_losses = []
+    for slice_logits, slice_targets in zip(logits.split(max_tokens), targets.split(max_tokens), strict=True):
+        slice_losses.append(_token_losses(slice_logits, slice_targets, needs_gradient))
+    return torch.cat(slice_losses)
 
 
 def _token_losses(logits: torch.Tensor, targets: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
@@ -427,6 +460,8 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:
         return False
+    # asked now: a trace of memory freezes a head that trains afterwards
+    is_frozen = not head.weight.requires_grad
     head_forward: Any = _HeadForward(head)
     forward: Callable[..., Any] = model.forward
     head.forward = head_forward  # type: ignore[method-assign]
@@ -450,10 +485,11 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
 
         def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
             inputs = (hidden, head.weight, head.bias, positions, targets)
+            memory_options: Any = {"memory_device": memory_device, "is_frozen": is_frozen}
             if by_token:
-                return token_cross_entropy(*inputs, grad_in_place=grad_in_place, memory_device=memory_device)
+                return token_cross_entropy(*inputs, grad_in_place=grad_in_place, **memory_options)
             scale_in_place = scale if grad_in_place else None
-            loss_sum, losses = summed_cross_entropy(*inputs, scale=scale_in_place, memory_device=memory_device)
+            loss_sum, losses = summed_cross_entropy(*inputs, scale=scale_in_place, **memory_options)
             token_losses.append(losses)
             return loss_sum
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.model import lm_head_loss as chunked_loss
@@ -22,6 +24,7 @@ from fabric_train.model.lm_head_loss import (
     token_cross_entropy,
 )
 from fabric_train.model.parallelize import use_sparse_embedding_grad
+from fabric_train.preflight.memory_activations import _LiveBytes
 from fabric_train.training.objective import CrossEntropy
 from tests.support.rounding import assert_equal_up_to_rounding, num_sums_of_gradient, rounding_tolerance
 
@@ -265,6 +268,60 @@ def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         assert gradient.dtype == weights_dtype
         torch.testing.assert_close(gradient, expected_gradient, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_of_a_frozen_heads_chunk_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+    inputs = (hidden, weight, None, torch.arange(LENGTH), targets)
+
+    def losses_and_gradient(*, is_frozen: bool) -> list[torch.Tensor]:
+        total, losses = summed_cross_entropy(*inputs, memory_device="cuda", is_frozen=is_frozen)
+        return [total.detach(), losses, *torch.autograd.grad(total, hidden)]
+
+    # given chunks of seven tokens in both ways, which a frozen head cuts into slices of three
+    bytes_per_logit = 4 if dtype == torch.float32 else 6
+    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cuda", 7 * bytes_per_logit * VOCABULARY)
+    monkeypatch.setattr(chunked_loss, "_FROZEN_LOGITS_BYTES", 7 * dtype.itemsize * VOCABULARY)
+    monkeypatch.setattr(chunked_loss, "_FROZEN_LOG_PROBABILITIES_BYTES", 3 * 4 * VOCABULARY)
+    monkeypatch.setattr(chunked_loss, "_has_liger", lambda: False)
+    expected_results = losses_and_gradient(is_frozen=False)
+    lengths: list[int] = []
+    token_losses = chunked_loss._token_losses
+
+    def noted_token_losses(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        lengths.append(len(logits))
+        return token_losses(logits, *rest)
+
+    monkeypatch.setattr(chunked_loss, "_token_losses", noted_token_losses)
+    results = losses_and_gradient(is_frozen=True)
+
+    assert set(lengths) == {3, 2, 1}  # chunks of 7 = 3 + 3 + 1 and 5 = 3 + 2 tokens
+    for result, expected in zip(results, expected_results, strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_frozen_head_of_an_8b_takes_a_fifth_of_the_memory_on_a_gpu(is_frozen: bool) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14_336, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=128_256, num_hidden_layers=1, **sizes)
+    with FakeTensorMode():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.lm_head.weight.requires_grad_(not is_frozen)
+        assert compute_loss_in_head(model, memory_device="cuda")
+        model.requires_grad_(requires_grad=False)
+        hidden = torch.zeros(2, 2048, 4096, dtype=torch.bfloat16, requires_grad=True)
+        model.model.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=hidden)
+        positions = torch.arange(4096)
+        with _LiveBytes(model) as live:
+            model(positions=positions, targets=torch.zeros_like(positions))
+    gradient_of_hidden = 4 * 4096 * 4096  # fp32
+    chunks = live.most - gradient_of_hidden
+    assert (chunks < 0.25e9) == is_frozen
+    assert (chunks > 1.0e9) == (not is_frozen)
 
 
 @pytest.mark.cuda
