@@ -107,7 +107,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     run_dir = Path(arguments.save.output_dir)
     lock = run_dir / ".lock"
-    lock_fault = f"--output_dir {run_dir}: another run is writing into it"
+    lock_fault = f"--output_dir {run_dir}: another run is writing to it"
     lock_fix = "wait for it, stop it, or give another --output_dir"
     if writes and not arguments.planning.checks:  # the checked run may begin when the other run has ended
         check_not_held(lock, lock_fault, lock_fix)
@@ -117,7 +117,7 @@ def run_training(arguments: TrainArguments, console: "Console") -> int:
     if arguments.planning.checks:
         for line in run.notes:
             note(line)
-        log.info("arguments, files and data are in order: %d steps", run.plan.num_steps)
+        log.info("arguments, files and data are valid: %d steps", run.plan.num_steps)
         return 0
     if arguments.planning.plan:
         print_plan(run)
@@ -248,7 +248,7 @@ def _report_nothing_left(run: "PreparedRun") -> None:
     from fabric_train.training.logger import LoggedRun
     from fabric_train.training.trackers import complete_trackers
 
-    log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
+    log.info("step %d of %d: nothing left to train", run.start.state.step, run.plan.num_steps)
     if run.early_stopping and run.ends_early:
         log.info(run.early_stopping.describe(run.start.state))
     if global_rank() == 0:

@@ -83,7 +83,7 @@ class TokenizeResult:
     def ledger(self) -> "Ledger":
         """The number of documents and tokens that were read, left out and packed; nothing is unaccounted for."""
         if self.manifest is None:
-            raise InputError(f"{self.path} is a slice: the merged slices have a ledger")
+            raise InputError(f"{self.path} is a slice, which has no ledger; merge the slices to get one")
         return self.manifest.ledger
 
 
@@ -244,7 +244,7 @@ def _read_train_result(arguments: TrainArguments, exit_code: int) -> TrainResult
         return TrainResult(run_dir, "done", step=result["step"], val_loss=result["loss"])
     if evaluation.self_check:
         if exit_code:
-            raise RunError(f"the ways to split a window do not agree: see {run_dir / 'self_check.json'}")
+            raise RunError(f"the ways to split a window disagree; see {run_dir / 'self_check.json'}")
         return TrainResult(run_dir, "done", step=0)
     ending: Literal["done", "stopped"] = "stopped" if exit_code else "done"
     newest = checkpoints.newest_checkpoint(run_dir)
@@ -438,7 +438,7 @@ def generate(**arguments: Any) -> list[str]:
             lines = Path(output).read_text(encoding="utf-8").splitlines()
             return [json.loads(line)["text"] for line in lines]
         if generate_arguments.prompt is None:
-            raise InputError("--prompt is required, or --prompts: a chat in the terminal is of fabric-train generate")
+            raise InputError("--prompt or --prompts is required; only fabric-train generate can chat in the terminal")
         return [continue_prompt(generate_arguments)[1].text]
 
 

@@ -54,7 +54,7 @@ _RESOLVE_SECONDS = 2.0
 _CAP_IPC_LOCK = 14  # linux/capability.h: locks memory beyond the limit
 _CUDA_ERROR_NO_DEVICE = 100
 _CUDA_FIXES = {
-    _CUDA_ERROR_NO_DEVICE: "check that /dev/nvidia* exist and that this user may open them",
+    _CUDA_ERROR_NO_DEVICE: "check that /dev/nvidia* exist and that this user can open them",
     802: "start NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",  # CUDA_ERROR_SYSTEM_NOT_READY
     803: "reboot if the driver was updated, or remove another libcuda.so.1 from LD_LIBRARY_PATH",  # …_DRIVER_MISMATCH
     804: "install a newer driver; this GPU cannot use CUDA's compatibility package",
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         slows = f"{counts['warning']} might slow or stop one"
         summary = f"{len(findings)} checks: {stops}, {slows}"
     else:
-        summary = f"{len(findings)} checks, nothing wrong"
+        summary = f"{len(findings)} checks, no problems"
 
     console = open_console()
     if arguments.json:
@@ -205,7 +205,7 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     if not num_gpus:
         return Finding("ok", f"no NVIDIA GPU here, runs use the CPU; {built}")
     if not cuda_version:
-        observation = f"{built}, and {counted(num_gpus, 'GPU')} would not be used"
+        observation = f"{built}, so {counted(num_gpus, 'GPU')} would not be used"
         return Finding("fault", observation, f"pip install torch=={version.split('+')[0]} from PyPI")
 
     # The kernel's part of the driver.
@@ -215,7 +215,7 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        return Finding("fault", f"{counted(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer_driver}")
+        return Finding("fault", f"{counted(num_gpus, 'GPU')}, but no driver is loaded", f"install {newer_driver}")
     match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
     driver_version = match[0] if match else "of an unknown version"
 
@@ -226,7 +226,7 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     driver_cuda = ctypes.c_int()  # 1000 * major + 10 * minor
     error = cuda.cuDriverGetVersion(ctypes.byref(driver_cuda))
     if error:
-        observation = f"driver {driver_version} is loaded and does not answer (CUDA error {error})"
+        observation = f"driver {driver_version} is loaded but does not respond (CUDA error {error})"
         return Finding("fault", observation, f"install {newer_driver}")
     driver_cuda_major, remainder = divmod(driver_cuda.value, 1000)
     observation = f"driver {driver_version} is for CUDA {driver_cuda_major}.{remainder // 10}, {built}"
@@ -242,20 +242,20 @@ def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> Finding:
     setting = "" if visible_devices is None else f"CUDA_VISIBLE_DEVICES is {visible_devices!r}"
     if not num_gpus:
         if visible_devices:
-            return Finding("warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it")
+            return Finding("warning", f"{setting}, but there is no GPU", "runs use the CPU; unset it")
         return Finding("ok", "none")
     machine = f"this machine has {counted(num_gpus, 'GPU')}"
     if visible_devices is not None and visible_devices.strip() in ("", "-1", "NoDevFiles"):
         observation = f"{setting}, so runs use the CPU; {machine}"
         return Finding("warning", observation, "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)")
     if cuda is None:
-        return Finding("fault", f"{machine}, none can be used without libcuda.so.1", _CONTAINER_FIX)
+        return Finding("fault", f"{machine}, but none can be used without libcuda.so.1", _CONTAINER_FIX)
 
     num_visible = ctypes.c_int()
     error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(num_visible))
     if error:
         if visible_devices and error == _CUDA_ERROR_NO_DEVICE:
-            return Finding("fault", f"{setting}, and none of these exists; {machine}", "correct or unset it")
+            return Finding("fault", f"{setting}, but none of these exist; {machine}", "correct or unset it")
         text = ctypes.c_char_p()
         cuda.cuGetErrorString(error, ctypes.byref(text))
         reason = (text.value or b"unknown error").decode()
@@ -301,9 +301,9 @@ def _check_shared_memory(num_gpus: int) -> Finding:
     free = disk.f_bavail * disk.f_frsize
     observation = f"{show_size(free)} of {show_size(size)} free"
     if free < _MIN_SHARED_MEMORY and num_gpus > 1:
-        return Finding("fault", f"{observation}, too little for NCCL on {num_gpus} GPUs", fix)
+        return Finding("fault", f"{observation}, not enough for NCCL on {num_gpus} GPUs", fix)
     if free < _USUAL_SHARED_MEMORY:
-        return Finding("warning", f"{observation}, little for data workers and NCCL", fix)
+        return Finding("warning", f"{observation}, not much for data workers and NCCL", fix)
     return Finding("ok", observation)
 
 
@@ -320,7 +320,7 @@ def _check_locked_memory(infiniband: list[str]) -> Finding:
     if limit == resource.RLIM_INFINITY or not infiniband or may_lock:
         return Finding("ok", observation)
     fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"
-    return Finding("fault", f"{observation}, too little for InfiniBand ({', '.join(infiniband)})", fix)
+    return Finding("fault", f"{observation}, not enough for InfiniBand ({', '.join(infiniband)})", fix)
 
 
 def _check_open_files() -> Finding:
@@ -369,11 +369,11 @@ def _check_interfaces() -> Finding:
             observation = f"{variable}={patterns}: no such interface is up"
             return Finding("fault", observation, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
     if not addresses:
-        return Finding("ok", "no interface except loopback: runs on this machine alone")
+        return Finding("ok", "no interface except loopback, so runs can only use this machine")
     # Docker's bridges lead to no other machine.
     candidates = [interface for interface in addresses if not interface.startswith("docker")]
     if len(candidates) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
-        observation = f"{len(candidates)} interfaces: {description}; NCCL takes the first that it finds"
+        observation = f"{len(candidates)} interfaces: {description}; NCCL uses the first one it finds"
         fix = f"for runs on several machines set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, e.g. to {candidates[0]}"
         return Finding("warning", observation, fix)
     return Finding("ok", description)
@@ -492,7 +492,7 @@ def _check_folder(folder: Path, usual_bytes: float, level: Level) -> Finding:
     if disk.free < _MIN_FREE_BYTES:
         return Finding(level, observation, "free some space there, or choose a folder on another disk")
     if disk.free < usual_bytes:
-        fix = f"free some space there: less than {show_size(usual_bytes)} is often too little"
+        fix = f"free some space there, since less than {show_size(usual_bytes)} is often not enough"
         return Finding("warning", observation, fix)
     return Finding("ok", observation)
 

@@ -84,7 +84,9 @@ def _compare_losses(
     loss_table.check_same_documents(earlier_losses, weights, documents, folder)
     outdated_models = loss_table.outdated_models(earlier_losses, weights)
     for name in outdated_models:
-        print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
+        print(
+            f"note: the weights of {name} have changed since the earlier evaluation, which is replaced", file=sys.stderr
+        )
 
     # compute the losses of all tokens, and sum them by document
     cache = LossCache(folder / FOLDER)
@@ -133,7 +135,7 @@ def check_output(folder: Path) -> None:
     has_results = any((folder / name).is_file() for name in ("scores.csv", "pairs.json"))
     is_evaluation = has_results or (folder / FOLDER).is_dir()
     if folder.is_dir() and any(folder.iterdir()) and not is_evaluation:
-        raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")
+        raise InputError(f"--output_dir {folder} has other files but no evaluation; choose another folder")
     path = folder.absolute()
     existing_parent = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing_parent.is_dir() or not os.access(existing_parent, os.W_OK | os.X_OK):
@@ -148,7 +150,7 @@ def _open_texts(arguments: EvaluateArguments, models: Sequence[ComparedModel], d
     for model in models:
         if model.checkpoint:
             return open_validation_of(Path(model.source))
-    raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
+    raise InputError("--texts is required, because --models has no checkpoint with a validation split")
 
 
 def _encode_texts(

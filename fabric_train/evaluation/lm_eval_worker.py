@@ -30,7 +30,9 @@ from fabric_train.evaluation.task_file import TaskSettings, is_task_file
 from fabric_train.files.typed_json import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
-_OFFLINE = "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
+_OFFLINE = (
+    "; its data is on the hub; load it once on a machine with internet access, into this machine's cache (HF_HOME)"
+)
 _NO_TEXTS = -1
 """The value of a length that was not requested: RULER's metrics are lengths of texts."""
 _PYTHON_SEED = 0  # of random, as in lm_eval's own program
@@ -127,7 +129,7 @@ def check_lengths(name: str, max_positions: int | None, settings: Sequence[TaskS
         if longest > max_positions:
             faults.append(
                 f"--tasks: {task.task}: max_seq_lengths has {longest:,} tokens, but {name} has {max_positions:,} "
-                f"positions; give {max_positions} or less, or first train it on longer rows"
+                f"positions; give {max_positions} or less, or train the model on longer rows first"
             )
     if faults:
         raise InputError(*faults)
@@ -191,7 +193,7 @@ def _load_tasks_with(requested_tasks: Sequence[RequestedTask], tokenizer_dir: st
         # refuse what must not or cannot be evaluated
         lm_eval_tasks = list(loaded["tasks"].values())  # a group has several
         if any(getattr(lm_eval_task, "UNSAFE_CODE", False) for lm_eval_task in lm_eval_tasks):
-            faults.append(f"--tasks: {name}: it executes code that the model writes; leave it out")
+            faults.append(f"--tasks: {name}: it executes code written by the model; leave it out")
         metrics: set[str] = set()
         for lm_eval_task in lm_eval_tasks:
             metrics |= set(lm_eval_task.aggregation())

@@ -305,8 +305,8 @@ def changes_sections(changes: ShownChanges) -> list[Section]:
     ]
     explanation = (
         "Loss in nats per token. Better and worse are the shares of tokens whose loss fell or rose by at least "
-        f"{CLEAR_CHANGE} nats. By frequency, tokens are grouped by how often their id is predicted in these texts, "
-        "into groups of about the same size."
+        f"{CLEAR_CHANGE} nats. By frequency, tokens are grouped into groups of about the same size by how often "
+        "their id is predicted in these texts."
     )
     sections = [
         Section("changes", "Token changes", f"{table('models | ', rows)}\n\n{explanation}"),

@@ -79,7 +79,7 @@ def notes_on(results: Results, are_same_tokens: bool) -> Iterator[str]:
     """Yield notes on how to read a table of these results."""
     yield "loss in nats per token; lower is better"
     if any(len(loss_by_model) > 1 for loss_by_model in results.values()):
-        yield "better, worse: the interval of the difference (paired bootstrap over documents) is on one side of 0"
+        yield "better, worse: the interval of the difference (paired bootstrap over documents) excludes 0"
     if not are_same_tokens:
         yield "the models have different tokenizers: compare bits per byte, not loss or perplexity"
     for source, loss_by_model in results.items():
@@ -190,9 +190,9 @@ def check_same_documents(
                 conflicting_models.append(model)
         if conflicting_models:
             faults.append(
-                f"--texts {source}: {folder} has losses of {', '.join(conflicting_models)} on other documents of that "
-                "name, or with another --max_length, --overlap or kind of device; name the text otherwise "
-                "(NAME=PLACE), give all these models, or choose another --output_dir"
+                f"--texts {source}: {folder} already has losses of {', '.join(conflicting_models)} for this name on "
+                "other documents, or with another --max_length, --overlap or kind of device; rename the text "
+                "(NAME=PATH), give all these models, or choose another --output_dir"
             )
     if faults:
         raise InputError(*faults)
@@ -226,7 +226,7 @@ def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
         models = [model for model, lines_by_source in evaluated.items() if source in lines_by_source]
         # the bootstrap pairs the documents of the models by their position
         if len({len(evaluated[model][source]) for model in models}) > 1:
-            raise InputError(f"{DOCUMENTS}: damaged, models have other documents of {source}; evaluate again")
+            raise InputError(f"{DOCUMENTS}: damaged (models have different documents of {source}); evaluate again")
         sums = [_document_sums(evaluated[model][source]) for model in models]
         results[source] = dict(zip(models, compare(sums, seed), strict=True))
     return results

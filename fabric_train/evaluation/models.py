@@ -103,7 +103,7 @@ def check_all_evaluated(damaged: Sequence[str]) -> None:
     """Raise a RunError if ``RUN/all`` has damaged checkpoints, after the others have been evaluated."""
     if damaged:
         names = ", ".join(damaged)
-        raise RunError(f"not evaluated, since damaged: {names}; remove them, or restore their files")
+        raise RunError(f"not evaluated because they are damaged: {names}; remove them, or restore their files")
 
 
 def find_model(name: str, tokenizer_dir: Path | None = None) -> ComparedModel:
@@ -144,7 +144,7 @@ def _find_whole_model(name: str, tokenizer_dir: Path | None) -> ComparedModel:
     own_tokenizer = Path(source, "tokenizer") if is_checkpoint else source
     tokenizer = load_hf_tokenizer(tokenizer_dir or own_tokenizer)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
+        raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS to begin a text with; add one")
     saved_base = None
     if is_checkpoint and is_adapter(Path(source)):
         trained_adapter(Path(source))  # reports packages that it needs
@@ -187,7 +187,7 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
     if fault:
         raise InputError(
             f"{dataset.folder}: not tokenized with the tokenizer of {model.name}: {fault} (here: the token "
-            "dataset's, there: the model's); give the documents themselves to --texts"
+            "dataset's, there: the model's); give the original documents to --texts"
         )
 
 

@@ -229,8 +229,8 @@ def _open_pairs(
     num_pairs = {len(text.sources) for text in texts_by_tokenizer.values()}
     if len(num_pairs) > 1:
         raise InputError(
-            f"--pairs {source}: not every pair fits into a row of {arguments.max_length:,} tokens with each tokenizer; "
-            "give a larger --max_length"
+            f"--pairs {source}: some pairs do not fit into a row of {arguments.max_length:,} tokens with every "
+            "tokenizer; give a larger --max_length"
         )
     return {model.name: texts_by_tokenizer[model.tokenizer_id] for model in models}
 
@@ -238,7 +238,7 @@ def _open_pairs(
 def _with_all_pairs(dataset: TokenDataset) -> TokenDataset:
     """Return a token dataset with pairs as its validation split: all pairs if it has no such split."""
     if dataset.manifest is None or not dataset.manifest.has_pairs:
-        raise InputError(f"--pairs {dataset.folder}: a token dataset without preference pairs; give it to --texts")
+        raise InputError(f"--pairs {dataset.folder}: this token dataset has no preference pairs; give it to --texts")
     if dataset.validation is not None:
         return dataset
     return replace(dataset, validation=dataset.train)
@@ -260,7 +260,7 @@ def _tokenize_pairs(location: str, model: ComparedModel, arguments: EvaluateArgu
         with ParityCheck() as check:
             build_token_dataset(tokenize_arguments, check)
     except InputError as error:
-        advice = "; --on_bad_rows skip leaves such rows out"  # which evaluate.py does not have
+        advice = "; --on_bad_rows skip skips such rows"  # which evaluate.py does not have
         raise InputError(*(f"--pairs {location}: {fault.removesuffix(advice)}" for fault in error.faults)) from None
     return _with_all_pairs(open_dataset(str(target)))
 
@@ -323,10 +323,10 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
     console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
     for line in (
-        "accuracy: pairs whose chosen answer has the higher log-probability; per token: the higher mean",
+        "accuracy: share of pairs whose chosen answer has the higher log-probability; per token: the higher mean",
         "margin: the chosen answer's log-probability minus the rejected one's, in nats",
-        "to the first: pairs whose margin is above the first model's",
-        "length bias: accuracy on pairs whose chosen answer is the longer one, minus that on the others",
+        "to the first: share of pairs with a larger margin than the first model's",
+        "length bias: accuracy on pairs whose chosen answer is longer, minus the accuracy on the others",
         f"in brackets: {LEVEL} % intervals (bootstrap over pairs)",
     ):
         console.print(line, style="dim")

@@ -247,7 +247,7 @@ def read_means(file: Path) -> ScoreTable:
                 columns[column] = None
                 cells[name, column] = MetricScore(value, stderr, higher_is_better)
     except (ValueError, KeyError, TypeError, csv.Error):
-        raise InputError(f"{file}: damaged, or of an earlier version; evaluate again") from None
+        raise InputError(f"{file}: damaged, or written by an earlier version; evaluate again") from None
     return ScoreTable(list(columns), list(models.values()), cells)
 
 
@@ -263,7 +263,7 @@ def to_rich(table: ScoreTable) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    rich_table = Table("model", title="mean score over the tasks of each language, ± its standard error")
+    rich_table = Table("model", title="mean score over the tasks of each language, ± standard error")
     for column in table.columns:
         rich_table.add_column(Text(column.title), justify="right")
     for model in table.models:

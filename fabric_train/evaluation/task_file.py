@@ -153,7 +153,7 @@ def _convert_values(
     for key, value in content.items():
         if key not in types:
             hint = nearest_name(str(key), known_keys) or f"; {owner} has {', '.join(known_keys)}"
-            faults.append(f"{key!r}: no such value{hint}")
+            faults.append(f"{key!r}: unknown name{hint}")
             continue
         try:
             values[key] = convert(types[key], value)

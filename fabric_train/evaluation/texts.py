@@ -76,7 +76,7 @@ def open_validation_of(checkpoint: Path) -> list[EvaluatedText]:
     """Open the validation split of a checkpoint's run, to be read as the run itself reads it."""
     saved = read_trainer_json(checkpoint)
     if saved.stream is not None:
-        raise InputError(f"{checkpoint}: its run read a stream, which has no validation split; give --texts")
+        raise InputError(f"{checkpoint}: its run trained on a stream, which has no validation split; give --texts")
     folders = saved.arguments.get("train_data_dir") or []
     if isinstance(folders, str):
         folders = [folders]
@@ -101,8 +101,8 @@ def _read_documents(name: str, location: str, text_column: str, downloads: Path)
     kind = find_kind(source, text_column, skips_bad_rows=True, prefers_text=True)
     if kind != "text":
         raise InputError(
-            f"--texts {location}: its rows are chats or instructions, which are texts only with a template; tokenize "
-            "them with fabric-train tokenize and give the token dataset"
+            f"--texts {location}: its rows are chats or instructions, which need a chat template; tokenize them with "
+            "fabric-train tokenize and give the token dataset"
         )
     texts = []
     locations = []
@@ -110,7 +110,7 @@ def _read_documents(name: str, location: str, text_column: str, downloads: Path)
         texts.append(str(document.content))
         locations.append(document.locate())
     if not texts:
-        raise InputError(f"--texts {location}: no document has text; give another place")
+        raise InputError(f"--texts {location}: no document has text; give another source")
     return DocumentTexts(name, tuple(texts), tuple(locations))
 
 

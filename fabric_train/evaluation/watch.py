@@ -323,7 +323,7 @@ def watch_run(arguments: EvaluateArguments, evaluate: Evaluate = evaluate_in_wor
         watch.print_tables(arguments.seed)
     _print_line(f"written to {output_dir}")
     if watch.failed:
-        raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
+        raise RunError(f"not evaluated (see above): {', '.join(watch.failed.values())}")
     check_all_evaluated(damaged)
 
 
@@ -341,7 +341,7 @@ def _check_tasks(tasks: list[LanguageTask], model_source: str, *, prints: bool) 
     requested = [RequestedTask(task.settings, task.source, task.metric) for task in tasks]
     exit_code = evaluate_in_worker(WorkerRequest(requested, model_source))
     if exit_code and not prints:
-        raise RunError("lm_eval cannot load the tasks: the lines on standard error say why")
+        raise RunError("lm_eval cannot load the tasks; standard error shows why")
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -361,7 +361,7 @@ def _evaluate_all(watch: Watch, arguments: EvaluateArguments, *, prints: bool) -
         if has_ended or not arguments.wait:
             return
         if not is_waiting:
-            _print_line(f"waiting for the next checkpoint of {watch.run}; --wait false or Ctrl-C ends this")
+            _print_line(f"waiting for the next checkpoint of {watch.run}; --wait false or Ctrl-C stops waiting")
         is_waiting = True
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 

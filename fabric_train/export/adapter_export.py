@@ -27,8 +27,8 @@ def check_positions(saved: TrainerJson) -> None:
     options = [f"--{name} {arguments[name]}" for name in ("rope_scaling", "rope_theta") if arguments.get(name)]
     if options:
         raise InputError(
-            f"{saved.checkpoint}: its run had {' '.join(options)}, which the config.json of its base does not have, "
-            "so peft would compute another model; export the whole model with --merge true"
+            f"{saved.checkpoint}: its run used {' '.join(options)}, which the config.json of its base does not have, "
+            "so peft would compute a different model; export the full model with --merge true"
         )
 
 

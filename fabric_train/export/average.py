@@ -131,7 +131,7 @@ def check_one_model(checkpoints: Sequence[Path]) -> None:
                 fault = f"{name} is {value} in its config.json, not {expected_value}"
                 raise _average_error(checkpoint, reference, fault)
         if _read_vocabulary(checkpoint) != expected_vocabulary:
-            raise _average_error(checkpoint, reference, "its tokenizer has another vocabulary")
+            raise _average_error(checkpoint, reference, "its tokenizer has a different vocabulary")
 
 
 def _shapes_by_name(tensors: StoredTensors) -> dict[str, list[int]]:
@@ -154,4 +154,4 @@ def _read_vocabulary(checkpoint: Path) -> dict[str, int] | None:
 
 
 def _average_error(checkpoint: Path, reference: Path, fault: str) -> InputError:
-    return InputError(f"{checkpoint} cannot be averaged with {reference}: {fault}; give checkpoints of one model")
+    return InputError(f"{checkpoint} cannot be averaged with {reference}: {fault}; give checkpoints of the same model")

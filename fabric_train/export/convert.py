@@ -121,7 +121,7 @@ def _record_export(source: ExportSource, target: Path, dtype: torch.dtype, resul
             file.write(json.dumps(asdict(record)) + "\n")
     except (InputError, OSError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else error
-        print(f"note: not in the run's report: {reason}", file=sys.stderr)
+        print(f"note: this export is not in the run's report: {reason}", file=sys.stderr)
 
 
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
@@ -140,7 +140,7 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
     if tensors is source_tensors:
         model_type = shape.config.model_type
         print(
-            f"note: {model_type}: weights keep transformers' own names; other software may not know them",
+            f"note: {model_type}: weights keep transformers' names, which other software may not support",
             file=sys.stderr,
         )
     write_weights(tensors, folder, dtype, max_shard_size, title)

@@ -94,9 +94,9 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
             )
     # a ValueError if the hub refuses the card's metadata, a RuntimeError around the failure of one file
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
-        advice = "the same command pushes the missing files"
+        advice = "run the same command again to push the missing files"
         if request.create_pr:
-            advice += "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
+            advice += "; if a pull request was opened, replace --create_pr with --revision refs/pr/N and its number"
         raise PushError(
             f"{folder} is complete, but pushing it to {name} failed: {_failure_reason(error)}; {advice}"
         ) from error
@@ -124,7 +124,7 @@ def _failure_reason(error: BaseException) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set, so nothing is sent to the hub"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        reason = "the name is taken by a repository that this token cannot see or write"
+        reason = "the name is taken by a repository that this token cannot read or write"
     elif isinstance(error, errors.HfHubHTTPError):
         answer = error.server_message or error.response.reason_phrase
         reason = f"the hub answered {error.response.status_code} ({' '.join(answer.split())})"
@@ -212,14 +212,15 @@ def check_push(request: PushRequest) -> None:
     except errors.HfHubHTTPError as error:
         if error.response.status_code == 401:
             raise InputError(
-                f"{option}: the hub does not accept the token (HF_TOKEN, else the one of `hf auth login`); {_NEW_TOKEN}"
+                f"{option}: the hub does not accept the token (HF_TOKEN, or the token from `hf auth login`); "
+                f"{_NEW_TOKEN}"
             ) from error
         raise InputError(f"{option}: {_failure_reason(error)}; try again later") from error
     except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError) as error:
         raise InputError(
-            f"{option}: {_failure_reason(error)}; without internet, leave out --push_to_hub here, and give the same "
-            "command with it on a machine that reaches the hub (HF_ENDPOINT, HF_HUB_OFFLINE): it pushes the finished "
-            "folder"
+            f"{option}: {_failure_reason(error)}; without internet access, leave out --push_to_hub here, and run the "
+            "same command with it on a machine that can reach the hub (HF_ENDPOINT, HF_HUB_OFFLINE) to push the "
+            "finished folder"
         ) from error
     if refusal:
         raise InputError(f"{option}: {refusal}")
@@ -250,7 +251,7 @@ def _refusal_to_write(api: HfApi, account: dict[str, Any], request: PushRequest)
         status = error.response.status_code
         if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
             return (
-                f"it exists, and {token.description} cannot write to it; {_NEW_TOKEN}, or propose a change with "
+                f"it exists, but {token.description} cannot write to it; {_NEW_TOKEN}, or propose a change with "
                 "--create_pr true"
             )
         if status != 404:  # 404: a mirror without this call; the push itself will show it
@@ -273,12 +274,12 @@ def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | N
         owner_names = [name, *organization_roles]
         if owner.casefold() not in map(str.casefold, owner_names):
             return (
-                f"{name} cannot create a repository of {owner}; give the name of the account or an organization: "
+                f"{name} cannot create a repository for {owner}; use the name of the account or an organization: "
                 f"{', '.join(owner_names)}"
             )
     for organization, role in organization_roles.items():
         if organization.casefold() == owner.casefold() and role == "read":
-            return f"{name} can only read in the organization {owner}; ask for the role write or contributor"
+            return f"{name} only has read access to the organization {owner}; ask for the role write or contributor"
 
     # a fine-grained token names what it may do
     if token.role == "fineGrained" and "repo.write" not in token.permissions_for(owner):
@@ -329,15 +330,17 @@ def _push_notes(api: HfApi, request: PushRequest, repository: ModelInfo | Datase
         if _find_repository(api, request, other_type) is None:
             return []
         return [
-            f"{request.repository} is a {other_type} on the hub; the {request.repo_type} gets a repository of its own"
+            f"{request.repository} is a {other_type} on the hub; the {request.repo_type} gets a separate repository"
         ]
     notes = []
     if request.private and not repository.private:
-        notes.append(f"{request.repository} exists and is public: --private true is only for new repositories")
+        notes.append(
+            f"{request.repository} already exists and is public; --private true only applies to new repositories"
+        )
     files = [file for file in repository.siblings or () if file.rfilename != ".gitattributes"]
     if files and not (request.create_pr or request.revision):
         notes.append(
             f"{request.repository} has {len(files)} files; files of the same name and earlier weights or rows are "
-            "replaced, others stay"
+            "replaced, and others are kept"
         )
     return notes

@@ -67,14 +67,16 @@ def download(
         snapshot_download(name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
     except errors.GatedRepoError as error:
         raise InputError(
-            f"{option}: its owner asks you to accept its terms: do so on the hub, then run hf auth login"
+            f"{option}: its owner requires you to accept its terms; do so on the hub, then run hf auth login"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise InputError(f"{option}: the hub has no such model; for a private one, run hf auth login") from error
     except (OSError, errors.HTTPError) as error:
-        raise InputError(f"{option}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
+        raise InputError(
+            f"{option}: cannot be downloaded: {first_line(error).rstrip('.')}; run the command again"
+        ) from error
 
     # complete the folder, and only then give it its name
     shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # huggingface_hub's; it does not name the repository

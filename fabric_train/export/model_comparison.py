@@ -278,8 +278,8 @@ def _compare_outputs(pair: _ModelPair) -> _OutputComparison:
     outputs = _compare_layers(pair)
     if outputs is None:
         print(
-            f"note: {pair.stored_shape.config.model_type} does not fit in memory and cannot be run layer by layer, so "
-            "only tensors and settings are compared, not the logits",
+            f"note: {pair.stored_shape.config.model_type} does not fit in memory and cannot run layer by layer, so "
+            "only tensors and settings are compared, not logits",
             file=sys.stderr,
         )
         return _NOT_RUN

@@ -54,7 +54,7 @@ def plan_targets(
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
                     same_name = targets[target].checkpoint
-                    faults.append(f"{same_name} and {checkpoint} have the same name: convert them one at a time")
+                    faults.append(f"{same_name} and {checkpoint} have the same name; convert them one at a time")
                 elif _is_finished(target, source, dtype):
                     finished_targets.append(target)
                 targets[target] = source
@@ -68,7 +68,7 @@ def plan_targets(
     if push:
         return targets, damaged_names
     for target in finished_targets:
-        print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
+        print(f"note: {target} is already a verified export of this checkpoint; keeping it", file=sys.stderr)
     return new_targets, damaged_names
 
 
@@ -129,8 +129,8 @@ def plan_average(
     source = ExportSource(checkpoints[-1], tuple(averaged), merges=_check_merge(checkpoints[-1], merges))
     if source.is_adapter:
         raise InputError(
-            f"--average {average}: the product of averaged matrices is not the average of the adapters; average whole "
-            "models, with --merge true"
+            f"--average {average}: averaging an adapter's matrices does not average its product; average full models "
+            "with --merge true"
         )
     if not (push and is_verified_export(output_dir, source, dtype)):
         check_not_taken(output_dir)
@@ -147,7 +147,9 @@ def _averaged_checkpoints(paths: list[Path], average: str) -> list[Path]:
         paths = [paths[0].parent]
     is_run = len(paths) == 1 and bool(saved_checkpoints(paths[0]))
     if count and not is_run:
-        raise InputError(f"--average {average} needs a single --checkpoint, a run; --average all averages a list")
+        raise InputError(
+            f"--average {average} needs a single --checkpoint that is a run; to average a list, use --average all"
+        )
 
     if count:
         # the newest come first, and no more are checked than are needed
@@ -199,7 +201,7 @@ def _check_room(output_dir: Path, sources: Collection[ExportSource], dtype: torc
 def _check_merge(checkpoint: Path, into: MergeInto | None) -> MergeInto | None:
     """Return ``into`` if the checkpoint can be merged into these weights; otherwise raise an InputError."""
     if into and not is_adapter(checkpoint):
-        raise InputError(f"--merge true: {checkpoint} is a whole model, without an adapter; leave it out")
+        raise InputError(f"--merge true: {checkpoint} is a full model without an adapter; leave it out")
     if into == "dequantized" and not is_in_4_bits(checkpoint):
         raise InputError(f"--merge_into dequantized: the base of {checkpoint} was not in 4 bits; leave it out")
     return into

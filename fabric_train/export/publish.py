@@ -88,12 +88,12 @@ def main(argv: list[str] | None = None) -> None:
 def open_finished(folder: Path) -> Manifest:
     """Return the manifest of a token dataset that is complete, with all its parts; otherwise raise an InputError."""
     if is_slice(folder):
-        raise InputError(f"{folder} is a slice of --shard; merge all slices, and publish the result")
+        raise InputError(f"{folder} is a slice made with --shard; merge all slices and publish the result")
     without_parts([folder])  # raises an error if a part is missing or has changed
     splits = open_splits(folder)
     manifest = read_manifest(folder)
     if manifest is None:
-        raise InputError(f"{folder}: no manifest.json, so its sources and tokenizer are unknown; tokenize again")
+        raise InputError(f"{folder}: it has no manifest.json, so its sources and tokenizer are unknown; tokenize again")
     faults = changed_tokenizer(folder, manifest.tokenizer)
     if sorted(splits) != sorted(manifest.ledger.splits):
         faults.append(f"{folder}: its splits differ from its manifest.json; tokenize again")

@@ -99,7 +99,7 @@ def find_faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
     if report.logits is not None:
         tolerance = _tolerance(report.logits, dtype)
         if math.isnan(report.logits.max_difference):
-            faults.append(f"logits in {report.dtype} are not finite: choose another --dtype")
+            faults.append(f"logits in {report.dtype} are not finite; choose another --dtype")
         elif report.logits.max_difference > tolerance:
             faults.append(f"logits differ by {report.logits.max_difference:.3g}, more than {tolerance:.3g}")
     return faults

@@ -17,7 +17,7 @@ from fabric_train.inference.prompts import PromptEncoder, encode_prompts, limits
 from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.reading.documents import Chat, Message
 
-_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+_HELP = "/reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 def continue_prompt(arguments: GenerateArguments, *, prints: bool = False) -> tuple[Any, GeneratedText]:
@@ -84,7 +84,7 @@ def chat_in_terminal(conversation: Conversation) -> None:
     If standard input is not a terminal, a line that cannot be answered ends the program.
     """
     if sys.stdin is None:
-        raise InputError("--chat: standard input is closed, so there is no question; give one there or by --prompt")
+        raise InputError("--chat: standard input is closed, so there is no question; give one there or with --prompt")
     is_terminal = sys.stdin.isatty()
     lines = _typed_lines() if is_terminal else sys.stdin.buffer
     for line_number, line in enumerate(lines, 1):
@@ -110,7 +110,7 @@ def _answer_line(conversation: Conversation, line: bytes) -> str | None:
     except UnicodeDecodeError as error:
         return f"byte {error.start} is not UTF-8"
     except InputError as error:
-        return f"{error}; /reset forgets the conversation"
+        return f"{error}; /reset clears the conversation"
     return None
 
 

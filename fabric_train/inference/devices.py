@@ -72,7 +72,7 @@ def spread(model: Any, gpu_limits: Mapping[int, int]) -> dict[str, str]:
         available = show_size(sum(limits.values()))
         raise InputError(
             f"the model's weights of {needed} do not fit into the {available} of the GPUs and the memory of this "
-            "machine; use a larger one"
+            "machine; use a larger machine"
         )
     return {module: device if device == "cpu" else f"cuda:{device}" for module, device in devices.items()}
 
@@ -115,5 +115,5 @@ def _dispatch(model: Any, device_map: dict[str, str]) -> Any:
             host_bytes += parameter.nbytes
     slow = f"; {show_size(host_bytes)} of the weights stay in host memory, which is slow" if host_bytes else ""
     num_gpus = len(set(device_map.values()) - {"cpu"})
-    print(f"note: the model does not fit into one GPU; it is spread over {num_gpus}{slow}", file=sys.stderr)
+    print(f"note: the model does not fit into one GPU and is spread over {num_gpus}{slow}", file=sys.stderr)
     return dispatch_model(model, device_map)

@@ -50,7 +50,7 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".:")
         raise InputError(
-            f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"
+            f"{folder}: this adapter does not fit {base}: {reason}; give its base model with --base_model"
         ) from error
     for warning in caught_warnings:
         message = str(warning.message).strip()
@@ -73,8 +73,8 @@ def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
     unknown_settings = _find_unknown_settings(file, config)
     if unknown_settings:
         raise InputError(
-            f"{file}: {', '.join(unknown_settings)} is a setting that the installed peft {version('peft')} does not "
-            "have; upgrade peft"
+            f"{file}: {', '.join(unknown_settings)} is not supported by the installed peft {version('peft')}; "
+            "upgrade peft"
         )
 
     def match_modules(setting: str, pattern: str) -> set[str]:
@@ -104,7 +104,7 @@ def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
             names = [names]
         for name in names:
             if not re.fullmatch(r"[\w.]+", str(name)):
-                raise InputError(f"{file}: {setting} {name}: no plain name; give names such as {example}")
+                raise InputError(f"{file}: {setting} {name}: not a plain name; give names such as {example}")
     return config
 
 

@@ -10,7 +10,7 @@ from fabric_train.files.typed_json import parse_json
 from fabric_train.reading.documents import Chat, Message
 from fabric_train.tokenization.chats.formats import read_chat
 
-_ADVICE = 'give a .txt file with a prompt on each line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
+_ADVICE = 'give a .txt file with one prompt per line, or a .jsonl file with {"prompt": ...} or {"messages": ...}'
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def check_prompts(file: Path) -> None:
 def _read_file(file: Path, *, chat: bool, system: str | None) -> tuple[list[Prompt], set[str]]:
     """Return the prompts in a file, and the keys that are not used."""
     if file.suffix not in (".txt", ".jsonl"):
-        raise InputError(f"{file}: unknown kind of file; {_ADVICE}")
+        raise InputError(f"{file}: unknown file type; {_ADVICE}")
     try:
         with open_regular(file, _ADVICE) as opened:
             lines = opened.read().split(b"\n")
@@ -88,7 +88,7 @@ def _read_file(file: Path, *, chat: bool, system: str | None) -> tuple[list[Prom
             content = _with_system_turn(content, system)
         prompts.append(Prompt(content, place, line_number, is_from_file=True))
     if not prompts and not faults:
-        faults.append(f"{file}: there is no prompt in it; {_ADVICE}")
+        faults.append(f"{file}: it has no prompts; {_ADVICE}")
     if faults:
         raise InputError(*faults)
     return prompts, unused_keys
@@ -115,11 +115,11 @@ def _read_line(line: str, unused_keys: set[str], *, is_json: bool) -> str | Chat
         raise ValueError('give either {"prompt": ...} or {"messages": ...}')
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ValueError('"prompt" must be a text, not empty')
+            raise ValueError('"prompt" must be a string that is not empty')
         unused_keys.update(row.keys() - {"prompt"})
         return row["prompt"]
     chat = read_chat(row, "messages")
     unused_keys.update(chat.unused)
     if not chat.messages or chat.messages[-1]["role"] in ("assistant", "system"):
-        raise ValueError('"messages" must end with a turn of the user or of a tool, which the model answers')
+        raise ValueError('"messages" must end with a user or tool turn for the model to answer')
     return chat

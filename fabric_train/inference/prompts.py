@@ -27,11 +27,11 @@ class PromptEncoder:
         self.end_ids: tuple[int, ...] = ()
         if not prompts_chats:
             return
-        self._template = own_template(tokenizer, f"give a model that has learned to chat instead of {name}")
+        self._template = own_template(tokenizer, f"give a chat model instead of {name}")
         if self._template is None:
             raise InputError(
-                f"{name} has no chat template: it is a base model, which continues texts; leave --chat, --system "
-                "and messages out, or give a model that has learned to chat"
+                f"{name} has no chat template, because it is a base model that only continues text; leave out "
+                "--chat, --system and messages, or give a chat model"
             )
         self._shown = ShownMessages(self._template)
         if self._template.end_of_turn:
@@ -96,16 +96,16 @@ def encode_prompts(
         print(f"the chat template does not show {', '.join(sorted(encoder.not_shown))}", file=sys.stderr)
     for prompt, token_ids in zip(prompts, encoded, strict=True):
         if not token_ids:
-            faults.append(f"{prompt.place} has no tokens: give some text")
+            faults.append(f"{prompt.place} has no tokens; give some text")
         elif max(token_ids) >= limits.vocab_size:
             faults.append(
                 f"{prompt.place} has token id {max(token_ids)}, but the model's vocabulary ends at "
-                f"{limits.vocab_size - 1}: use the model's own tokenizer"
+                f"{limits.vocab_size - 1}; use the model's own tokenizer"
             )
         elif limits.max_positions is not None and len(token_ids) + num_tokens > limits.max_positions:
             faults.append(
-                f"{prompt.place} has {len(token_ids)} tokens, which with {option} {num_tokens} exceed the model's "
-                f"{limits.max_positions} positions: shorten it, or give a smaller {option}"
+                f"{prompt.place} has {len(token_ids)} tokens, which with {option} {num_tokens} exceeds the model's "
+                f"{limits.max_positions} positions; shorten it, or give a smaller {option}"
             )
     if faults:
         raise InputError(*faults)

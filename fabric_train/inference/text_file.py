@@ -71,7 +71,7 @@ def generate_for_file(
             num_tokens += sum(len(text.new_ids) for text in texts)
             bar.update(task, completed=end)
     seconds = time.perf_counter() - start
-    stored = f", {num_stored:,} were there" if num_stored else ""
+    stored = f", {num_stored:,} already done" if num_stored else ""
     speed = f"{num_tokens:,} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s"
     print(f"{len(prompts) - num_stored:,} texts{stored}: {speed} → {output.path}", file=sys.stderr)
 
@@ -113,7 +113,7 @@ class OutputFile:
                 raise InputError(f"{self.path}, line {line_number}: damaged ({error}); {_FIX}") from None
             for name, value in _prompt_fields(prompt).items():
                 if row.get(name) != value:
-                    raise InputError(f"{self.path}, line {line_number}: not of {prompt.place}; {_FIX}")
+                    raise InputError(f"{self.path}, line {line_number}: does not belong to {prompt.place}; {_FIX}")
             if row.get("settings") != self._settings:
                 raise InputError(f"{self.path}, line {line_number}: generated with other settings; {_FIX}")
             self.check_model(str(row.get("model")))
@@ -122,7 +122,7 @@ class OutputFile:
     def check_model(self, model: str) -> None:
         """Raise an InputError if another model wrote the lines so far."""
         if self._model not in (None, model):
-            raise InputError(f"{self.path} has texts of {self._model}, not of {model}; {_FIX}")
+            raise InputError(f"{self.path} has texts from {self._model}, not from {model}; {_FIX}")
         self._model = model
 
     @contextmanager

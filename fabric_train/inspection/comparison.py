@@ -150,12 +150,16 @@ def _open_corpus(folder: Path, split_name: str) -> OpenCorpus:
     manifest = load_manifest(folder)
     index = open_index(folder, manifest, split.name)
     if manifest is None or index is None:
-        raise InputError(f"{folder}: no document index, an older version wrote it; tokenize again to compare it")
+        raise InputError(
+            f"{folder}: it has no document index because an older version wrote it; tokenize again to compare it"
+        )
     if split.num_rows != index.num_rows:
-        raise InputError(f"{folder}: {split.name} has more or fewer rows than manifest.json says; tokenize again")
+        raise InputError(
+            f"{folder}: {split.name} has a different number of rows than manifest.json says; tokenize again"
+        )
     vocabulary = load_vocabulary(folder / "tokenizer")
     if vocabulary is None:
-        raise InputError(f"{folder}: no tokenizer/tokenizer.json, so its texts are unknown; tokenize again")
+        raise InputError(f"{folder}: it has no tokenizer/tokenizer.json, so its texts are unknown; tokenize again")
     return OpenCorpus(folder, manifest, split, index, vocabulary)
 
 
@@ -185,7 +189,7 @@ def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iter
     beginnings = _read_beginnings(index, corpus.split, documents, max_tokens, advance)
     for token_ids in beginnings.values():
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocabulary.size):
-            raise InputError(f"{corpus.folder}: rows have tokens that its tokenizer does not have; tokenize again")
+            raise InputError(f"{corpus.folder}: its rows have tokens that its tokenizer does not have; tokenize again")
     for start in range(0, len(documents), _DOCUMENTS_PER_DECODING):
         end = start + _DOCUMENTS_PER_DECODING
         ids_of_documents = [beginnings[document] for document in documents[start:end].tolist()]

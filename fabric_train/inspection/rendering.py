@@ -117,7 +117,7 @@ def _rich_table(table: tables.TextTable) -> Table:
 
 def _print_dropped(report: DatasetReport, console: Console) -> None:
     if report.dropped:
-        _print_heading("some of the documents left out; --html shows more", console)
+        _print_heading("some of the documents that were left out; --html shows more", console)
     for reason, documents in report.dropped.items():
         console.print(Text(visible(tables.dropped_title(report, reason)), style="bold"), soft_wrap=True)
         for document in documents[:_SHOWN_DROPPED]:
@@ -325,16 +325,17 @@ def sections(comparison: Comparison) -> list[Section]:
     else:
         note_on_languages = f"{comparison.no_languages} {note_on_languages}"
     note_on_words = (
-        f"Times per million words of the sample, in lower case. Listed are words in {IN_DOCUMENTS} documents or more "
-        f"that are at least {TIMES_MORE} times as frequent as in the other, the largest difference first."
+        "Occurrences per million words of the sample, in lower case. Lists words that are in at least "
+        f"{IN_DOCUMENTS} documents and at least {TIMES_MORE} times as frequent as in the other dataset, largest "
+        "difference first."
     )
     return [
         Section("Totals", _totals_table(comparison), _about_totals(comparison)),
         Section("Sources", _source_table(comparison)),
-        Section("Lengths of documents", _length_table(comparison)),
+        Section("Document lengths", _length_table(comparison)),
         Section("Languages", languages, note_on_languages),
-        Section("Words that A has more often", _word_table(comparison, 0)),
-        Section("Words that B has more often", _word_table(comparison, 1), note_on_words),
+        Section("Words more frequent in A", _word_table(comparison, 0)),
+        Section("Words more frequent in B", _word_table(comparison, 1), note_on_words),
     ]
 
 
@@ -373,12 +374,12 @@ def _about_totals(comparison: Comparison) -> str:
     sentences = []
     if not comparison.same_tokenizer:
         sentences.append(
-            "The tokenizers differ: numbers of tokens cannot be compared. Compare bytes, and tokens per byte or word."
+            "The tokenizers differ, so token counts are not comparable. Compare bytes, and tokens per byte or word."
         )
-    sentences.append("Tokens include BOS and EOS. Bytes are of the text in UTF-8, or of a chat's messages.")
+    sentences.append("Tokens include BOS and EOS. Bytes count the UTF-8 text, or the messages of a chat.")
     for corpus in comparison.corpora:
         if any(source.epochs != 1 for source in corpus.manifest.sources):
-            sentences.append("A document that --weights repeats counts as often as it is packed.")
+            sentences.append("A document repeated by --weights counts each time it is packed.")
             break
     return " ".join(sentences)
 
@@ -485,12 +486,12 @@ def _about_sample(comparison: Comparison) -> str:
         num_documents = f"{sample.documents:,} of {corpus.totals.all.documents:,} documents of {name}"
         sizes.append(f"{num_documents} ({amount(sample.tokens_read)} tokens, {amount(sample.words)} words)")
     note = (
-        f"Languages and words are counted in a sample that is spread evenly: {sizes[0]} and {sizes[1]}. Long documents "
-        "are cut, so that a sample has at most 2^20 tokens."
+        f"Languages and words are counted in an evenly spread sample: {sizes[0]} and {sizes[1]}. Long documents are "
+        "cut so that a sample has at most 2^20 tokens."
     )
     if comparison.no_languages is None:
         note += (
-            f" A language is {UNCERTAIN_LANGUAGE} below a probability of {DEFAULT_THRESHOLD}; ca includes Valencian."
+            f" Below a probability of {DEFAULT_THRESHOLD}, a language is {UNCERTAIN_LANGUAGE}; ca includes Valencian."
         )
     return note
 

@@ -173,7 +173,7 @@ def _check_tokenizer_files(folder: Path, manifest: Manifest) -> list[Problem]:
         if not file.is_file():
             problems.append(Problem("tokenizer", f"{name} is missing"))
         elif hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            problems.append(Problem("tokenizer", f"{name} is not the file in the manifest"))
+            problems.append(Problem("tokenizer", f"{name} differs from the file in the manifest"))
     return problems
 
 
@@ -199,12 +199,12 @@ def _check_ledger(manifest: Manifest, counts_by_split: dict[str, Counts]) -> lis
         ]
         for unit, in_ledger, in_rows in compared_counts:
             if in_ledger != in_rows:
-                text = f"the ledger has {in_ledger:,} {unit}, the rows have {in_rows:,}"
+                text = f"the ledger has {in_ledger:,} {unit}, but the rows have {in_rows:,}"
                 problems.append(Problem(name, text))
         # pieces may belong to one document, and the two sequences of a pair count as two documents here
         num_documents = (counts.documents or 0) - counts.pieces
         if num_documents > ledger.documents * manifest.sequences_per_document:
-            text = f"the ledger has {ledger.documents:,} documents, {num_documents:,} begin in the rows"
+            text = f"the ledger has {ledger.documents:,} documents, but {num_documents:,} begin in the rows"
             problems.append(Problem(name, text))
     return problems
 

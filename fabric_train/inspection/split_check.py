@@ -199,7 +199,7 @@ class SplitCheck:
         """Return the counts, and the problems in the order in which they were found."""
         self._documents.finish()
         if self._documents.first_row_without_end is not None:
-            self._problems["documents without EOS at their end"] = _Occurrences(
+            self._problems["documents that do not end with EOS"] = _Occurrences(
                 self._documents.num_without_end, self._documents.first_row_without_end
             )
         if not self._has_borders:
@@ -249,7 +249,7 @@ class SplitCheck:
         if batch.labels is not None:
             is_other_label = is_supervised & (batch.labels != token_ids)
             rows = _rows_at(batch, np.flatnonzero(is_other_label))
-            self._note("labels of another token than the one at their position", batch.first_row + rows)
+            self._note("labels that differ from the token at their position", batch.first_row + rows)
         if self.expected.unk_token_id is not None:
             positions = np.flatnonzero(token_ids == self.expected.unk_token_id)
             rows = _rows_at(batch, positions)
@@ -380,7 +380,7 @@ def pair_faults(
     num_different = np.bincount(pair_of_token[chosen_prompts != rejected_prompts], minlength=len(chosen))
     length_differs = np.abs(prompt_lengths[chosen] - prompt_lengths[rejected]) > 1
     chosen_with_other_prompt = chosen[(num_different > 0) | length_differs]
-    yield "pairs of sequences with two prompts", rows[chosen_with_other_prompt]
+    yield "pairs of sequences with different prompts", rows[chosen_with_other_prompt]
 
 
 def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
@@ -426,11 +426,11 @@ class IndexCheck:
                 indices_in_row = np.arange(len(borders_of_rows)) - first_borders
                 borders_of_rows = borders_of_rows[indices_in_row % 2 == 0]
             faulty_rows = np.unique(np.setxor1d(borders_of_index, borders_of_rows) >> 32)
-            self._note("documents begin elsewhere in", batch.first_row + faulty_rows)
+            self._note("documents begin at other positions in", batch.first_row + faulty_rows)
 
         num_tokens = np.bincount(pieces.rows, weights=pieces.lengths, minlength=num_rows).astype(np.int64)
         faulty_rows = np.flatnonzero(num_tokens != ends - batch.offsets[:-1])
-        self._note("documents have more or fewer tokens in", batch.first_row + faulty_rows)
+        self._note("documents have a different number of tokens in", batch.first_row + faulty_rows)
 
         if self._index.checksums is not None:
             checksums = self._index.checksums[batch.first_row : batch.first_row + num_rows]
@@ -452,7 +452,7 @@ class IndexCheck:
             in_ledger = split_ledger.unpaired.desirable
             in_index = int(np.count_nonzero(self._index.is_desirable[:]))
             if in_index != in_ledger:
-                text = f"the ledger has {in_ledger:,} desirable answers, the document index {in_index:,}"
+                text = f"the ledger has {in_ledger:,} desirable answers, but the document index has {in_index:,}"
                 problems.append(Problem(self._split, text))
         # the sums over all documents
         for _, documents in chunks(self._index.documents, lambda _: None):
@@ -466,7 +466,7 @@ class IndexCheck:
                 in_index = int(sums[source_index])
                 if in_ledger != in_index:
                     counted = f"{unit.replace('_', ' ')} of {name}"
-                    text = f"the ledger has {in_ledger:,} {counted}, the document index {in_index:,}"
+                    text = f"the ledger has {in_ledger:,} {counted}, but the document index has {in_index:,}"
                     problems.append(Problem(self._split, text))
         return problems
 

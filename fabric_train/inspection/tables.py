@@ -30,8 +30,8 @@ def success_line(report: DatasetReport) -> str:
     """Return the line of a report without problems."""
     num_rows = sum(counts.rows for counts in report.counts.values())
     if report.manifest is None:
-        return f"no problems found, {num_rows:,} rows counted; there is no ledger to compare them with"
-    return f"no problems found, {num_rows:,} rows counted; the ledger balances and agrees with the rows"
+        return f"no problems found in {num_rows:,} rows; there is no ledger to compare them with"
+    return f"no problems found in {num_rows:,} rows; the ledger balances and agrees with the rows"
 
 
 def facts(report: DatasetReport) -> list[tuple[str, str]]:
@@ -40,7 +40,9 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
     rows_by_split = ", ".join(f"{counts.rows:,} {name}" for name, counts in report.counts.items())
     lines = [("rows", rows_by_split)]
     if manifest is None:
-        lines.append(("manifest", "none: an older folder; the figures below are counted in its rows"))
+        lines.append(
+            ("manifest", "none: an older version wrote this folder; the numbers below are counted from its rows")
+        )
         return lines
 
     # settings may differ between the parts of a merged dataset
@@ -71,7 +73,7 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
 
     # what a reader of the rows has to know
     if not manifest.has_index:
-        lines.append(("document index", "none: an older version wrote this dataset, or a part of it"))
+        lines.append(("document index", "none: an older version wrote this dataset, or part of it"))
     if tokenizer.chat_template_sha256:
         template = tokenizer.chat_template_sha256[:12]
         lines.append(("chats", f"supervised by --train_on {setting('train_on')}; template {template}"))
@@ -274,11 +276,11 @@ def length_notes(report: DatasetReport) -> list[str]:
     ledger = report.manifest.ledger.splits.get(report.split) if report.manifest else None
     num_documents = counts.documents or 0
     if ledger and ledger.pairs:
-        return [f"{num_documents:,} sequences, two of each of {ledger.documents:,} preference pairs."]
+        return [f"{num_documents:,} sequences, two for each of {ledger.documents:,} preference pairs."]
     if ledger and ledger.unpaired:
-        return [f"{num_documents:,} sequences, two of each of {ledger.documents:,} unpaired answers."]
+        return [f"{num_documents:,} sequences, two for each of {ledger.documents:,} unpaired answers."]
     if counts.pieces and ledger and num_documents != ledger.documents:
-        return [f"best_fit splits documents longer than a row; these are {num_documents:,} pieces of documents."]
+        return [f"best_fit splits documents longer than a row; this counts {num_documents:,} pieces of documents."]
     notes = [f"{counts.documents_over_rows:,} of {num_documents:,} documents continue in the next row."]
     if counts.documents_cut:
         notes.append(f"Cut off at the end of the split or of a merged part: {counts.documents_cut:,}.")

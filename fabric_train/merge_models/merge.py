@@ -176,16 +176,16 @@ def describe_conflicts(merged: MergedModels) -> str:
     if merged.recipe.method != "ties" or not num_shared:
         return ""
     share = sum(change.in_conflict for change in changes) / num_shared
-    return f"Of {num_shared:,} values that more than one model changes, {share:.1%} have both signs."
+    return f"Of {num_shared:,} values changed by more than one model, {share:.1%} have conflicting signs."
 
 
 def describe_vocabularies(merged: MergedModels) -> Iterator[str]:
     """Yield a sentence for each model whose tokens are not in the same rows as the first model's."""
     for folder, matched in merged.opened.matched.items():
         label = _name_model(folder).label
-        missing = f"; the other {matched.missing:,} have the first model's rows" if matched.missing else ""
-        left_out = f"; {matched.left_out:,} of its own are left out" if matched.left_out else ""
-        yield f"{label}: {matched.common:,} of the first model's tokens are in its vocabulary{missing}{left_out}."
+        missing = f"; the other {matched.missing:,} keep the first model's rows" if matched.missing else ""
+        left_out = f"; {matched.left_out:,} of its tokens are left out" if matched.left_out else ""
+        yield f"{label}: its vocabulary has {matched.common:,} of the first model's tokens{missing}{left_out}."
 
 
 def _name_model(folder: Path) -> ModelName:

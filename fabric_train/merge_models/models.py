@@ -226,7 +226,7 @@ def open_models(folders: Sequence[Path]) -> OpenedModels:
         # otherwise the same tokens are found by their texts, for which both need a tokenizer
         if vocabulary is None or first_vocabulary is None:
             without_tokenizer = first_model.folder if first_vocabulary is None else model.folder
-            fault = f"{without_tokenizer} has no tokenizer to find the same tokens by"
+            fault = f"{without_tokenizer} has no tokenizer, so its tokens cannot be matched"
             raise _cannot_be_merged(model, first_model, fault)
         aligned, matched = _align(model, first_model, vocabulary, first_vocabulary)
         opened.tensors.append(aligned)
@@ -246,7 +246,7 @@ def _align(
     num_common = len(first_rows.keys() & rows.keys())
     if num_common < LEAST_SHARE * len(first_rows):
         fault = f"only {num_common:,} of the {len(first_rows):,} tokens are in both vocabularies"
-        raise _cannot_be_merged(model, first_model, fault, "give models whose tokenizers have a common origin")
+        raise _cannot_be_merged(model, first_model, fault, "give models with related tokenizers")
     # for each row of the first model, the row of the same token in this model, or -1
     row_indices = torch.full((num_first_rows,), -1)
     for token, first_row in first_rows.items():
@@ -285,10 +285,13 @@ def _check_sizes(model: ModelTensors, first_model: ModelTensors) -> None:
         first_value = first_settings.get(name)
         if value != first_value:
             values = f"{value} in {model.folder}, {first_value} in {first_model.folder}"
-            print(f"note: {name} is {values}; the result has the latter", file=sys.stderr)
+            print(f"note: {name} is {values}; the result has the first model's value", file=sys.stderr)
 
 
 def _cannot_be_merged(
-    model: ModelTensors, first_model: ModelTensors, fault: str, advice: str = "give models of one architecture and size"
+    model: ModelTensors,
+    first_model: ModelTensors,
+    fault: str,
+    advice: str = "give models of the same architecture and size",
 ) -> InputError:
     return InputError(f"{model.folder} cannot be merged with {first_model.folder}: {fault}; {advice}")

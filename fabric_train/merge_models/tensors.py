@@ -39,31 +39,32 @@ class MethodFacts:
 
 
 METHODS: dict[Method, MethodFacts] = {
-    "linear": MethodFacts("Linear", "arXiv:2203.05482", "the mean of the models, each with its weight"),
+    "linear": MethodFacts("Linear", "arXiv:2203.05482", "the weighted mean of the models"),
     "slerp": MethodFacts(
         "SLERP",
         "https://en.wikipedia.org/wiki/Slerp",
-        "the point on the arc from the first to the second model, for each tensor as one vector",
+        "a point on the arc from the first to the second model, with each tensor as one vector",
     ),
     "ties": MethodFacts(
         "TIES",
         "arXiv:2306.01708",
-        "the base and, for each value, the mean of the differences that have the sign of their sum; only the largest "
-        "differences of each tensor count",
+        "the base plus, for each value, the mean of the differences whose sign agrees with their sum; only the "
+        "largest differences of each tensor are used",
         from_base=True,
         drops=True,
     ),
     "dare": MethodFacts(
         "DARE",
         "arXiv:2311.03099",
-        "the base and the weighted sum of the differences from it; random ones are dropped, the others scaled up",
+        "the base plus the weighted sum of the differences from it; random differences are dropped and the others "
+        "scaled up",
         from_base=True,
         drops=True,
     ),
     "task_arithmetic": MethodFacts(
         "Task arithmetic",
         "arXiv:2212.04089",
-        "the base and the weighted sum of the differences of the models from it",
+        "the base plus the weighted sum of the models' differences from it",
         from_base=True,
     ),
 }

@@ -331,7 +331,7 @@ def javascript() -> str:
 def _note_failure(error: DrawError | OSError) -> None:
     """Say once why there are no pictures; the picture and the charts of a page fail for the same reason."""
     reason = describe_os_error(error) if isinstance(error, OSError) else error
-    note(f"pictures and charts are left out: {reason}")
+    note(f"no pictures and charts: {reason}")
 
 
 def sample_points(x: np.ndarray, y: np.ndarray, max_points: int) -> np.ndarray:

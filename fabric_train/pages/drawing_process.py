@@ -89,9 +89,9 @@ def _request(process: "subprocess.Popen[str]", request: str) -> str:
     _drawing_process.cache_clear()
 
     if is_late:
-        raise DrawError(f"drawing failed: no answer in {_MAX_SECONDS} s")
+        raise DrawError(f"drawing failed: no response within {_MAX_SECONDS} s")
     ending = f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
-    raise _EndedError(f"drawing failed: its process was ended {ending}, perhaps for want of memory")
+    raise _EndedError(f"drawing failed: its process was killed {ending}, perhaps because memory ran out")
 
 
 def main() -> None:

@@ -254,12 +254,12 @@ def print_report(report: "VerificationReport", name: str) -> None:
 
     from fabric_train.cli.output import open_console
 
-    table = Table("compared with the checkpoint", "found", title=f"{name}, verified by a fresh process")
+    table = Table("compared with the checkpoint", "found", title=f"{name}, verified by a separate process")
 
     # the tensors in the files
     tensors = report.tensors
     fault_counts = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
-    table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
+    table.add_row("tensors, bit-identical", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
     table.add_row("missing, unexpected, different", fault_counts)
     table.add_row("largest difference of a weight", f"{tensors.max_difference:g}")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.build import Outcome
     from fabric_train.tokenization.shards import ShardSizes
 
-_MEMORY_ADVICE = "use a smaller --num_proc, or tokenize some sources at a time and merge the results"
+_MEMORY_ADVICE = "use a smaller --num_proc, or tokenize the sources in several runs and merge the results"
 _WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
         return
 
     if manifest:
-        print(f"{arguments.output_dir} has this token dataset already: it is only pushed")
+        print(f"{arguments.output_dir} already has this token dataset; only pushing it")
     else:
         outcome = build_dataset(arguments, sizes)
         manifest = outcome.manifest
@@ -95,15 +95,15 @@ def _print_slice(arguments: "TokenizeArguments", lines: "list[str] | None") -> N
     from fabric_train.tokenization.slices import beside_slices, encode_command, merge_command
 
     if lines is None:
-        print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
+        print(f"{arguments.output_dir} already has slice {arguments.shard}; nothing to do")
     else:
         print(*lines, f"written    {arguments.output_dir}", sep="\n")
     if not arguments.counts_lines:
-        print(f"next       when all slices are there: {merge_command(arguments, 'DIR')}")
+        print(f"next       when all slices are done: {merge_command(arguments, 'DIR')}")
         return
     # Lines that repeat across slices are known once all slices are counted, and are then left out of the encoding.
     lines_dir = beside_slices(arguments, "lines")
-    print(f"next       when all slices are there: {merge_command(arguments, lines_dir)}")
+    print(f"next       when all slices are done: {merge_command(arguments, lines_dir)}")
     print(f"then       for this slice: {encode_command(arguments, lines_dir)}")
 
 
@@ -137,7 +137,7 @@ def written_documents(documents: Iterable[Mapping[str, Any]], file: Path, output
 
     check_not_taken(Path(output_dir).expanduser())
     if os.path.lexists(file):
-        raise InputError(f"--dataset: {file}, to which the documents are written, exists; remove it or rename it")
+        raise InputError(f"--dataset: cannot write the documents to {file}, which exists already; remove or rename it")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x", encoding="utf-8", newline="\n") as lines:
@@ -164,7 +164,7 @@ def _describe_unvalidated_sources(manifest: "Manifest") -> list[str]:
     for name in splits["train"].sources:
         if name not in validation_sources or not validation_sources[name].documents:
             lines.append(
-                f"{name} has no document in validation/, so a run does not see its loss; give a larger "
+                f"{name} has no documents in validation/, so runs cannot measure its loss; give a larger "
                 "--validation_split, or --validation_dataset"
             )
     return lines
@@ -225,7 +225,7 @@ def _summary_lines(arguments: "TokenizeArguments", outcome: "Outcome") -> list[s
     if tokenizer.bos_token:
         beginning = f"begin with {tokenizer.bos_token}"
     else:
-        beginning = "begin without BOS, which this tokenizer does not have,"
+        beginning = "begin without BOS (this tokenizer has none)"
     lines.append(
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {beginning} and end with "
         f"{tokenizer.eos_token}"

@@ -58,7 +58,7 @@ def comparison_sections(runs: Sequence[ReportedRun], price_per_hour: float | Non
     sections = [
         Section("differences", "Differences of configuration", _compare_arguments(compared_runs)),
         Section("data", "Differences of data", _compare_data(compared_runs)),
-        Section("fair", "Unfair comparisons", warnings or "Nothing speaks against comparing these runs."),
+        Section("fair", "Unfair comparisons", warnings or "These runs can be compared."),
         Section("results", "Results", _compare_results(compared_runs, price_per_hour)),
         Section("curves", "Curves", "" if charts else "No run has logged steps.", tuple(charts)),
         health_section([(run.name, run.files) for run in compared_runs if run.metrics is not None]),
@@ -125,22 +125,22 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
         first_name, first_evaluation = evaluations[0]
         if not first_evaluation.is_comparable(evaluation):
             yield (
-                f"{name} was evaluated on other validation rows than {first_name}: do not compare their validation "
-                "losses."
+                f"{name} was evaluated on different validation rows than {first_name}: their validation losses are "
+                "not comparable."
             )
         first_unit = first_evaluation.whole.unit
         unit = evaluation.whole.unit
         if first_unit != unit:
-            yield f"{name} and {first_name} have losses of different units: {unit}s and {first_unit}s."
+            yield f"{name} and {first_name} report losses in different units: per {unit} and per {first_unit}."
         elif first_evaluation.whole.has_own_unit or evaluation.whole.has_own_unit:
-            yield f"{name} or {first_name} has a registered objective: compare losses only if both have the same one."
+            yield f"{name} or {first_name} has a registered objective: only compare losses if both use the same one."
 
     # tokenizers
     tokenizers = [(run.name, run.record.manifest.tokenizer) for run in runs if run.record and run.record.manifest]
     for name, tokenizer in tokenizers[1:]:
         first_name, first_tokenizer = tokenizers[0]
         if tokenizer.vocab_size != first_tokenizer.vocab_size or tokenizer.name != first_tokenizer.name:
-            yield f"{name} has another tokenizer than {first_name}: compare bits per byte alone, not losses."
+            yield f"{name} has a different tokenizer than {first_name}: compare bits per byte, not losses."
 
     # missing evaluations
     names_without = [run.name for run in runs if run.evaluation is None]

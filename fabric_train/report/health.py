@@ -68,7 +68,7 @@ def _check_data_wait(table: MetricsTable) -> Iterator[Finding]:
     mean_wait = float(table.columns["data_wait"][row_indices].mean())
     if mean_wait > _MAX_WAIT:
         yield Finding(
-            f"Steps wait for data {mean_wait:.1%} of their time, more than {_MAX_WAIT:.0%}: raise --num_workers, or "
+            f"Steps wait for data {mean_wait:.1%} of the time, more than {_MAX_WAIT:.0%}: increase --num_workers, or "
             "put the token dataset on a faster disk.",
             "docs/how-to/slow.md",
         )
@@ -91,7 +91,7 @@ def _check_norm_spikes(table: MetricsTable) -> Iterator[Finding]:
         step = int(table.steps[row_indices[highest_spike]])
         yield Finding(
             f"The gradient norm has {counted(len(spikes), 'spike')} above {_SPIKE_FACTOR:.0f} times its median; the "
-            f"highest, {norms[highest_spike]:.3g}, is at step {step:,}. To see its documents: "
+            f"highest, {norms[highest_spike]:.3g}, is at step {step:,}. To see the documents of this step, run "
             f"fabric-train trace RUN --step {step}.",
             "docs/how-to/loss_nan_or_flat.md",
         )
@@ -112,15 +112,16 @@ def _check_rising_sources(table: MetricsTable) -> Iterator[Finding]:
         num_since_lowest = len(losses) - 1 - lowest_index
         if num_since_lowest > 1 and losses[-1] > losses[lowest_index] * (1 + _RISE):
             yield Finding(
-                f"The validation loss of {source} rises: {losses[lowest_index]:.4f} at step {steps[lowest_index]:,}, "
-                f"{losses[-1]:.4f} at step {steps[-1]:,}: give it a larger share, or lower --lr.",
+                f"The validation loss of {source} rises, from {losses[lowest_index]:.4f} at step "
+                f"{steps[lowest_index]:,} to {losses[-1]:.4f} at step {steps[-1]:,}: give it a larger share, or use "
+                "a lower --lr.",
                 "docs/mixture.md",
             )
         has_loss_before_training = steps[0] == 0
         if has_loss_before_training and losses[-1] > losses[0]:
             yield Finding(
-                f"The model forgets {source}: its validation loss is {losses[-1]:.4f}, before training it was "
-                f"{losses[0]:.4f}.",
+                f"The model forgets {source}: its validation loss is {losses[-1]:.4f}, up from {losses[0]:.4f} "
+                "before training.",
                 "docs/mixture.md",
             )
 
@@ -138,8 +139,8 @@ def _check_slow_rank(table: MetricsTable) -> Iterator[Finding]:
     is_slowest_of_most = counts.max() > len(row_indices) / 2
     if is_slowest_of_most and mean_lag > _MAX_LAG:
         yield Finding(
-            f"The others wait for rank {rank:.0f}: its own time is {mean_lag:.1%} of a step above the median: look at "
-            "its machine's temperature, its GPU's clock, and other programs there.",
+            f"The other ranks wait for rank {rank:.0f}, whose steps take {mean_lag:.1%} longer than the median: "
+            "check its machine's temperature, its GPU's clock, and other programs there.",
             "docs/how-to/slow.md",
         )
 
@@ -155,8 +156,8 @@ def _check_speed(table: MetricsTable) -> Iterator[Finding]:
     last_speed = float(np.median(speeds[-quarter:]))
     if last_speed < _MIN_SPEED * first_speed:
         yield Finding(
-            f"The run got slower: {first_speed:,.0f} tokens/s in its first quarter, {last_speed:,.0f} in its last: "
-            "look for another program on the machine, a hot GPU or a slow disk.",
+            f"The run became slower: {first_speed:,.0f} tokens/s in its first quarter, {last_speed:,.0f} in its "
+            "last: look for another program on the machine, a hot GPU or a slow disk.",
             "docs/how-to/slow.md",
         )
 
@@ -166,7 +167,7 @@ def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
     num_skipped = table.last_value("skipped_steps") or 0
     if num_skipped:
         yield Finding(
-            f"{num_skipped:,.0f} steps were left out, because their loss or gradient was not finite.",
+            f"{num_skipped:,.0f} steps were skipped because their loss or gradient was not finite.",
             "docs/how-to/loss_nan_or_flat.md",
         )
 
@@ -174,9 +175,7 @@ def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
 def _check_has_evaluation(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if a run of some length was never evaluated."""
     if len(table.steps) >= _LEARNING_STEPS and not len(table.measured_rows("val_loss")):
-        yield Finding(
-            "The run has no evaluation: nobody sees whether it learns by heart.", "docs/training.md#evaluation"
-        )
+        yield Finding("The run has no evaluation, so overfitting would go unnoticed.", "docs/training.md#evaluation")
 
 
 _CHECKS_OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
@@ -205,8 +204,8 @@ def _check_near_uniform(run: ReportedRun, table: MetricsTable) -> Iterator[Findi
     guessing_loss = math.log(max(vocab_size, 2))
     if float(mean_loss) > _NEAR_UNIFORM * guessing_loss:
         yield Finding(
-            f"The training loss is {mean_loss:.2f}; a model that guesses has {guessing_loss:.2f}, ln {vocab_size:,}: "
-            "look at the tokens with fabric-train inspect, and at --lr.",
+            f"The training loss is {mean_loss:.2f}; random guessing gives {guessing_loss:.2f}, ln {vocab_size:,}: "
+            "check the tokens with fabric-train inspect, and check --lr.",
             "docs/how-to/loss_nan_or_flat.md",
         )
 
@@ -227,8 +226,8 @@ def _check_lost_time(run: ReportedRun) -> Iterator[Finding]:
     if lost_share > _MAX_LOST_TIME:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in lost_shares.items() if share >= 0.001)
         yield Finding(
-            f"Saves and failures cost {lost_share:.1%} of the time, more than {_MAX_LOST_TIME:.0%}: {shares}. "
-            "--plan true says which --save_step_interval loses the least.",
+            f"Saves and failures cost {lost_share:.1%} of the time, more than {_MAX_LOST_TIME:.0%}: {shares}. --plan "
+            "true shows which --save_step_interval loses the least.",
             "docs/reliability.md#goodput",
         )
 

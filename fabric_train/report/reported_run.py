@@ -82,7 +82,7 @@ class ReportedRun(RunFolder):
         for row_index in row_indices:
             if table.columns["skipped_steps"][row_index] > num_skipped:
                 step = int(table.steps[row_index])
-                yield Mark(step, "skipped", f"step {step:,} was left out, not finite")
+                yield Mark(step, "skipped", f"step {step:,} was skipped (not finite)")
             num_skipped = table.columns["skipped_steps"][row_index]
 
     def _marks_of_log(self) -> Iterator[Mark]:

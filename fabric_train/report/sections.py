@@ -63,7 +63,7 @@ def run_sections(run: ReportedRun, price_per_hour: float | None = None) -> list[
         ("lineage", "Lineage", _lineage_section),
         ("checkpoints", "Checkpoints", _checkpoints_section),
         ("exports", "Exports", _exports_section),
-        ("repeat", "How to repeat this run", _repeat_section),
+        ("repeat", "Repeat this run", _repeat_section),
         ("configuration", "Configuration", _configuration_section),
     )
     sections: list[Section] = []
@@ -169,7 +169,7 @@ def _metric_rows(run: ReportedRun) -> Rows:
     row_indices = metrics.measured_rows("tokens_per_second")
     if len(row_indices):
         median_speed = np.median(metrics.columns["tokens_per_second"][row_indices])
-        rows.append(("speed", f"{median_speed:,.0f} tokens/s, the median"))
+        rows.append(("speed", f"{median_speed:,.0f} tokens/s (median)"))
     return rows
 
 
@@ -201,14 +201,14 @@ def _health_section(run: ReportedRun) -> Iterator[Section]:
 def _curves_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the curves of the metrics."""
     charts = metric_charts([(run.name, run.metrics)], run.marks)
-    yield Section("curves", "Curves", "" if charts else "No step is logged yet.", tuple(charts))
+    yield Section("curves", "Curves", "" if charts else "No steps are logged yet.", tuple(charts))
 
 
 def _events_section(run: ReportedRun) -> Iterator[Section]:
     """Yield what happened at which step, and the last lines of run.log about stops and faults."""
     # events on the axis of steps
     event_rows = [(int(mark.x), mark.kind, mark.text) for mark in run.marks]
-    body = table("step | what | ", event_rows) if event_rows else "Nothing but training."
+    body = table("step | what | ", event_rows) if event_rows else "Only training."
 
     # lines of the log
     num_lines = len(run.problems)
@@ -216,7 +216,7 @@ def _events_section(run: ReportedRun) -> Iterator[Section]:
     if lines:
         heading = f"The last {len(lines):,} of {num_lines:,} lines" if num_lines > len(lines) else "Lines"
         log_rows = [(line.time, line.machine, line.rank, line.text) for line in lines]
-        body = f"{body}\n\n{heading} of {code('run.log')} about stops and faults:\n\n"
+        body = f"{body}\n\n{heading} of {code('run.log')} about stops and errors:\n\n"
         body += table("time | machine | rank | line", log_rows)
     yield Section("events", "What happened", body)
 
@@ -225,23 +225,23 @@ def _time_section(run: ReportedRun) -> Iterator[Section]:
     """Yield a table of how the run's time was used, and of how long saves and starts took."""
     times = run.times
     if times is None:
-        body = f"Not known: the run has no {code(TIMES)}, which earlier versions did not write."
+        body = f"Unknown: the run has no {code(TIMES)}, because an earlier version trained it."
         yield Section("time", "Where the time went", body)
         return
     rows = []
     for name, seconds in times.parts.items():
         rows.append((name, describe_seconds(seconds), f"{times.share(seconds):.1%}"))
     rows.append(("in all", describe_seconds(times.total), ""))
-    sentences = [f"Goodput: {times.goodput:.1%} of the time went into steps that count."]
+    sentences = [f"Goodput: {times.goodput:.1%} of the time was spent on steps that count."]
     if times.stall is not None:
         stall = describe_seconds(times.stall)
-        sentences.append(f"A save held up the steps for {stall}, the median of {len(times.stalls)}.")
+        sentences.append(f"A save blocked training for {stall} (median of {len(times.stalls)}).")
     if times.save is not None:
         sentences.append(f"It was complete {describe_seconds(times.save)} after it began.")
     if times.start is not None:
         sentences.append(
-            f"A start took {describe_seconds(times.start)} from the start of the program to the end of its first step, "
-            f"the median of {len(times.starts)}."
+            f"A start took {describe_seconds(times.start)} from program start to the end of the first step (median "
+            f"of {len(times.starts)})."
         )
     body = f"{table('what | time | share', rows, 2)}\n\n{' '.join(sentences)}"
     yield Section("time", "Where the time went", body)
@@ -321,7 +321,7 @@ def _data_section(run: ReportedRun) -> Iterator[Section]:
     phase_rows = card_facts.phase_rows(record)
     if phase_rows:
         paragraphs.append(table("phase: first step | shares | learning rate", phase_rows))
-    body = "\n\n".join(paragraphs) or "The data are not described in the checkpoint."
+    body = "\n\n".join(paragraphs) or "The checkpoint does not describe the data."
     yield Section("data", "Data", body)
 
 
@@ -387,7 +387,7 @@ def _checkpoints_section(run: ReportedRun) -> Iterator[Section]:
         rows.append((step, f"{num_bytes / 1e9:,.3f}", loss_cell, _content_hash(folder), content))
     paragraphs = [
         table("step | GB | validation loss | hash of checksums.json | content", rows),
-        f"Hash of the rows read up to the newest one: {code(str(run.newest.state.rows_hash))}.",
+        f"Hash of the rows read up to the newest checkpoint: {code(str(run.newest.state.rows_hash))}.",
     ]
     yield Section("checkpoints", "Checkpoints", "\n\n".join(paragraphs))
 
@@ -405,14 +405,14 @@ def _exports_section(run: ReportedRun) -> Iterator[Section]:
         if export.faults:
             verification = f"not exported: {export.faults}"
         else:
-            verification = f"{export.num_tensors:,} tensors equal, bit for bit"
+            verification = f"{export.num_tensors:,} tensors bit-identical"
         if export.logit_difference is not None:
             verification += f"; logits differ by {export.logit_difference:.3g} at most"
         weights = [f"{escaped(name)} {code(digest[:SHOWN_DIGITS])}" for name, digest in export.weights.items()]
         hashes = Markdown(", ".join(weights))
         rows.append((export.time, export.source, export.folder, export.dtype, verification, hashes))
     if rows:
-        columns = "time | weights of | folder | dtype | verification | SHA-256 of weights"
+        columns = "time | weights | folder | dtype | verification | SHA-256 of weights"
         yield Section("exports", "Exports", table(columns, rows))
 
 
@@ -428,7 +428,7 @@ def _repeat_section(run: ReportedRun) -> Iterator[Section]:
     )
     note = "The second command trains some steps again and compares every loss with this run's."
     blocks = "\n\n".join(_code_block(command) for command in commands)
-    yield Section("repeat", "How to repeat this run", f"{blocks}\n\n{note}")
+    yield Section("repeat", "Repeat this run", f"{blocks}\n\n{note}")
 
 
 def _configuration_section(run: ReportedRun) -> Iterator[Section]:

@@ -59,7 +59,7 @@ def write_report(runs: Sequence[ReportedRun], page: Path, price_per_hour: float 
     lines = list(chain.from_iterable(section.terminal_lines for section in sections))
     faults = [section.fault for section in sections if section.fault]
     for fault in dict.fromkeys(faults):  # a damaged file is missing in several sections
-        lines.append(f"left out of the report: {fault}")
+        lines.append(f"not in the report: {fault}")
     lines.append(f"written {page} and {markdown.name}")
     return WrittenPage(page, markdown, [escape_controls(line) for line in lines])
 

@@ -18,5 +18,5 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     file = run_dir / CONFIG
     content = yaml_core.load_file(str(file), CONFIG)
     if not isinstance(content, dict):
-        raise InputError(f"{file}: not a configuration")
+        raise InputError(f"{file}: not a configuration file")
     return content

@@ -69,7 +69,7 @@ def list_documents(history: RunHistory, step: int, rank: int | None) -> StepDocu
     data = history.data_of(segment)
     ranks, checkpoint = history.ranks_of(step)
     if rank is not None and rank >= ranks.num_ranks:
-        raise InputError(f"--rank {rank}: step {step} has the ranks 0 to {ranks.num_ranks - 1}, as {checkpoint} says")
+        raise InputError(f"--rank {rank}: step {step} has ranks 0 to {ranks.num_ranks - 1}, according to {checkpoint}")
 
     # the rows of the step, in the order of the window
     data_step = step - segment.data_starts_after  # counted from the beginning of the data order
@@ -244,8 +244,8 @@ def _open_splits(dataset: TokenDataset) -> Iterator[_IndexedSplit]:
         index = open_index(dataset.folder, manifest, name) if manifest else None
         if manifest is None or index is None:
             raise InputError(
-                f"{dataset.folder} has no document index, so its rows cannot be traced to documents: an older version "
-                "wrote it; --step names the rows that a step read"
+                f"{dataset.folder} has no document index because an older version wrote it, so its rows cannot be "
+                "traced to documents; --step lists the rows that a step read"
             )
         yield _IndexedSplit(dataset, manifest, name, index)
 
@@ -273,7 +273,7 @@ def _find_file(splits: list[_IndexedSplit], name: str) -> dict[Path, list[int]]:
             f"--document: no token dataset of the run has a file {name}; they have {_list_names(sorted(all_names))}"
         )
     if len(full_names) > 1:
-        raise InputError(f"--document: {name} is the end of several names, give one of them: {_list_names(full_names)}")
+        raise InputError(f"--document: {name} matches several files; give one of them: {_list_names(full_names)}")
     full_name = full_names[0]
     return {folder: numbers[full_name] for folder, numbers in matches.items() if full_name in numbers}
 

@@ -29,7 +29,7 @@ def print_step(step_documents: StepDocuments) -> None:
     note = "" if step_documents.is_taken else ", which no checkpoint has yet"
     position = f"epoch {step_documents.epoch}, {step_documents.num_rows} rows"
     _print_line(console, f"step {step_documents.step:,} of {run}{note}: {position}")
-    _print_line(console, f"{counted(step_documents.num_ranks, 'rank')}, as {checkpoint} says")
+    _print_line(console, f"{counted(step_documents.num_ranks, 'rank')}, according to {checkpoint}")
 
     table = _create_table(("rank", "row", "source", "document", "tokens", "first words"), right_aligned=("tokens",))
     for document in step_documents.documents:
@@ -44,7 +44,7 @@ def print_step(step_documents: StepDocuments) -> None:
 
 def _describe_origin(document: DocumentInStep) -> str:
     if document.file is None:
-        return "not known: no document index"
+        return "unknown: no document index"
     origin = f"{document.file}:{document.line}"
     if document.first_token:
         origin += f", from token {document.first_token:,}"
@@ -65,7 +65,7 @@ def print_document(steps: DocumentSteps) -> None:
     else:
         _print_line(console, f"read by no step up to {steps.num_done:,}, the newest checkpoint")
     if steps.to_come:
-        _print_line(console, f"will be read by {_count_steps(steps.to_come)} if the run goes on:")
+        _print_line(console, f"will be read by {_count_steps(steps.to_come)} if the run continues:")
         console.print(_create_table_of_reads(steps.to_come))
 
     # checkpoints
@@ -75,7 +75,7 @@ def print_document(steps: DocumentSteps) -> None:
     if steps.last_without:
         _print_line(console, f"newest without it {_shorten_path(steps.last_without)}")
     else:
-        start = "none is left: start from the weights that the first run began with"
+        start = "none left; start from the weights that the first run began with"
         _print_line(console, f"newest without it {start}")
     for note in steps.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -84,7 +84,7 @@ def print_document(steps: DocumentSteps) -> None:
 def _describe_document(document: IndexedDocument) -> str:
     """Return a line about a document in a split of a token dataset: its origin, size and rows."""
     if document.rows:
-        training_note = "" if document.split == "train" else ", which is not trained on"
+        training_note = "" if document.split == "train" else ", which is not used for training"
         copies = "" if document.copies == 1 else f", {document.copies} times"
         num_in_rows = sum(row.tokens - row.repeated for row in document.rows)
         num_tokens = document.tokens * document.copies

@@ -161,7 +161,9 @@ class RunHistory:
                     start_checkpoints[arguments.checkpoint] = None
         notes = []
         for start_checkpoint in start_checkpoints:
-            notes.append(f"a run began with the weights of {start_checkpoint}, whose own steps are not searched")
+            notes.append(
+                f"a run began with the weights of {start_checkpoint}; the steps before that checkpoint are not searched"
+            )
         return notes
 
     def segment_of(self, step: int) -> RunSegment:
@@ -200,7 +202,7 @@ class RunHistory:
         if saved is None:
             raise InputError(
                 f"{segment.run.folder}: the run of the steps {segment.first_step} to {segment.last_step:g} has no "
-                "checkpoint any more, and the steps after it read other data; put one of its checkpoints back"
+                "checkpoint any more, and later steps read other data; restore one of its checkpoints"
             )
         order = _token_order(saved)
         has_data_of_last_segment = segment.data_starts_after == self.segments[-1].data_starts_after
@@ -211,8 +213,8 @@ class RunHistory:
         state = saved.state
         if state.rows_hash != window_order.rows_hash(state.step - segment.data_starts_after):
             raise InputError(
-                f"{saved.checkpoint}: up to step {state.step} its run took other rows than this version computes; "
-                "use the version of fabric_train and numpy that saved it"
+                f"{saved.checkpoint}: up to step {state.step}, its run read different rows than this version "
+                "computes; use the versions of fabric_train and numpy that saved it"
             )
         return RunData(datasets, window_order)
 
@@ -284,7 +286,7 @@ def _token_order(saved: TrainerJson) -> DataOrder:
     if isinstance(order, StreamOrder):
         raise InputError(
             f"{saved.checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be "
-            "computed from a step; tokenize the texts with fabric-train tokenize for runs that can be traced"
+            "computed from a step; to trace future runs, tokenize the texts with fabric-train tokenize"
         )
     return order
 
@@ -320,12 +322,12 @@ def _open_datasets(
     for folder in folders:
         if not Path(folder).is_dir():
             raise InputError(
-                f"{folder}: no such folder, where the run of {checkpoint} read a token dataset; start this program "
-                "where the run was started, or give its token datasets with --train_data_dir"
+                f"{folder}: no such folder, but the run of {checkpoint} read a token dataset there; start this "
+                "program in the folder where the run was started, or give its token datasets with --train_data_dir"
             )
     if not folders or len(folders) != len(saved_dirs):
         raise InputError(
-            f"--train_data_dir: the run of {checkpoint} read {', '.join(saved_dirs)}; give as many folders"
+            f"--train_data_dir: the run of {checkpoint} read {', '.join(saved_dirs)}; give the same number of folders"
         )
 
     # one token dataset, or a mixture
@@ -350,8 +352,8 @@ def _open_datasets(
         changed_datasets = [dataset for dataset in datasets.parts if dataset.fingerprint not in saved_fingerprints]
         changed_folders = ", ".join(str(dataset.folder) for dataset in changed_datasets or datasets.parts)
         raise InputError(
-            f"{changed_folders}: not what the run of {checkpoint} read, manifest.json "
-            "differs; give its token datasets, in the same order, with --train_data_dir"
+            f"{changed_folders}: manifest.json differs from the token dataset that the run of {checkpoint} read; "
+            "give its token datasets, in the same order, with --train_data_dir"
         )
     return datasets
 
@@ -361,7 +363,7 @@ def _build_window_order(
 ) -> WindowOrder:
     """Return the rows of each step as the run has computed them; its data order begins after ``step_before_data``."""
     if order.version not in (SHUFFLED, Mixture.VERSION, KEYED):
-        raise InputError(f"the order of the run has version {order.version}, which this version does not compute")
+        raise InputError(f"the run's data order has version {order.version}, which this version does not support")
     mixture_order = None
     if isinstance(data, TokenMixture) and order.rows_per_epoch is not None:
         mixture_order = order_of_mixture(

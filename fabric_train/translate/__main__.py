@@ -64,14 +64,14 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(arguments.output).expanduser()
     template_file = output.with_suffix(".chat_template.jinja")
     if os.path.lexists(output):
-        raise InputError(f"--output {arguments.output}: it exists already; give another file")
+        raise InputError(f"--output {arguments.output} already exists; give another file")
     if not output.parent.is_dir():
         raise InputError(f"--output {arguments.output}: its folder does not exist; create it")
     translated = translate(arguments, str(template_file))
     template = translated.translation.templates.get("jinja")
     if template is not None:
         if os.path.lexists(template_file):
-            raise InputError(f"{template_file}: it exists already; move it, or give another --output")
+            raise InputError(f"{template_file} already exists; move it, or give another --output")
         template_file.write_text(template, encoding="utf-8")
     output.write_text(translated.config, encoding="utf-8")
     _print_summary(translated, arguments)
@@ -118,7 +118,9 @@ def _compute_by_length(translation: Translation, folder: str | None, devices: in
         return
     if devices is None:
         names = ", ".join(translation.by_length)
-        raise InputError(f"--train_data_dir: the number of steps depends on the devices; give --devices for {names}")
+        raise InputError(
+            f"--train_data_dir: the number of steps depends on the number of devices; give --devices to compute {names}"
+        )
     num_epochs = translation.number("num_epochs", "num_train_epochs", "epochs")
     if num_epochs is None:
         num_epochs = float(translation.training["number_epochs"].value)
@@ -136,7 +138,7 @@ def _check(translation: Translation) -> None:
         if tokenizing_values:
             build_arguments(TokenizeArguments, tokenizing_values)
     except InputError as error:
-        raise InputError(*(f"{path}: translated, but refused: {fault}" for fault in error.faults)) from None
+        raise InputError(*(f"{path}: the translation is not valid: {fault}" for fault in error.faults)) from None
 
 
 def _print_summary(translated: Translated, arguments: TranslateArguments) -> None:
@@ -144,14 +146,14 @@ def _print_summary(translated: Translated, arguments: TranslateArguments) -> Non
     translation = translated.translation
     file = translation.file
     counts = Counter(translation.outcomes.values())
-    print(f"{file.path} is a file of {file.program} with {counted(len(file.settings), 'setting')}:")
+    print(f"{file.path} is a {file.program} file with {counted(len(file.settings), 'setting')}:")
     print(f"  {counts['training']:>4}  are arguments of training in {arguments.output}")
     print(f"  {counts['tokenizing']:>4}  are arguments of tokenizing")
-    print(f"  {counts['no counterpart']:>4}  have no counterpart: comments at the end of {arguments.output}")
-    print(f"  {counts['off']:>4}  are empty, off, or always so here")
+    print(f"  {counts['no counterpart']:>4}  have no counterpart (comments at the end of {arguments.output})")
+    print(f"  {counts['off']:>4}  are empty, off, or always on here")
     if translation.by_length:
         names = ", ".join(translation.by_length)
-        print(f"the number of steps decides {names}: translate again with --train_data_dir and --devices")
+        print(f"{names} depend on the number of steps; translate again with --train_data_dir and --devices")
     for note in translation.notes:
         print(escape_controls(f"note: {note}"))
     command = tokenize_command(translation)

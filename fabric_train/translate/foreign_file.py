@@ -65,15 +65,13 @@ def read_foreign_file(path: str, program: Program | None) -> ForeignFile:
     """
     content = yaml_core.load_file(path, "FILE")
     if not isinstance(content, dict) or not content:
-        raise InputError(f"{path}: expected the lines 'name: value' of a training file")
+        raise InputError(f"{path}: expected a training file with lines 'name: value'")
     if any(not isinstance(name, str) for name in content):
         raise InputError(f"{path}: every name must be text")
     program = program or recognise(content)
     if program is None:
         programs = ", ".join(PROGRAMS)
-        raise InputError(
-            f"{path}: this is no training file of {programs}, as far as its names say; give --from PROGRAM"
-        )
+        raise InputError(f"{path}: its names are not those of a training file of {programs}; give --from PROGRAM")
     settings: dict[str, Any] = {}
     for name, value in content.items():
         settings |= _flatten(name, value, program)

@@ -148,7 +148,9 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
     file = translation.file
     losses = [loss for loss in translation.texts("loss_type") if loss not in ("nll", "sft", "chunked_nll")]
     if len(losses) > 1:
-        raise translation.fault("loss_type", "this project has one preference loss at a time; leave one in the file")
+        raise translation.fault(
+            "loss_type", "this project uses one preference loss at a time; keep only one in the file"
+        )
     if losses:
         return _named_objective(translation, "loss_type", losses[0]), ("loss_type",)
     if file.names("desirable_weight", "undesirable_weight"):
@@ -157,7 +159,7 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
     text_names = file.names("assistant_only_loss", "completion_only_loss", "packing", "dataset_text_field")
     if pair_names and not text_names:
         translation.notes.append(
-            f"{', '.join(pair_names)}: taken for a file of trl dpo; if it is one of trl orpo, write objective: orpo"
+            f"{', '.join(pair_names)}: assuming a file for trl dpo; if it is for trl orpo, write objective: orpo"
         )
         return "dpo", ("loss_type",)
     return "sft", ("loss_type",)
@@ -166,7 +168,7 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
 def _named_objective(translation: Translation, name: str, loss: str) -> str:
     objective = _OBJECTIVES.get(loss.lower())
     if objective is None:
-        raise translation.fault(name, f"of preference losses this project has {_PREFERENCES}")
+        raise translation.fault(name, f"this project has the preference losses {_PREFERENCES}")
     return objective
 
 
@@ -248,7 +250,8 @@ def _translate_model(translation: Translation) -> None:
     from_scratch_names = [name for name in ("reinit_weights", "train_from_scratch") if file.is_on(name)]
     if from_scratch_names:
         advice = (
-            "--from_scratch FAMILY with the sizes of the model begins with random weights; this begins with the model's"
+            "--from_scratch FAMILY with the model's sizes starts from random weights; this starts from the model's "
+            "weights"
         )
         translation.leave_out(advice, *from_scratch_names)
         translation.notes.append(f"{from_scratch_names[0]}: {advice}")
@@ -338,12 +341,12 @@ def _adapter_of(translation: Translation) -> tuple[bool, tuple[str, ...]]:
     if file.program == "axolotl":
         adapter = file.get("adapter")
         if adapter not in (None, "", "lora", "qlora"):
-            raise translation.fault("adapter", "of adapters this project has lora and dora")
+            raise translation.fault("adapter", "this project has the adapters lora and dora")
         return bool(adapter), ("adapter",)
     if file.program == "llama-factory":
         kind = file.get("finetuning_type") or "lora"
         if kind == "freeze":
-            why = "name the trained layers: --train_only 'layers.(30|31)'; without it all weights train"
+            why = "name the trained layers: --train_only 'layers.(30|31)'; without it, all weights are trained"
             translation.leave_out(why, "finetuning_type")
         elif kind not in ("lora", "full"):
             raise translation.fault("finetuning_type", "this project trains lora or all weights (full)")
@@ -363,7 +366,7 @@ def _translate_quantization(translation: Translation) -> None:
         if file.get(name) == "nf4":
             translation.ignore(name)
         else:
-            translation.leave_out("of 4-bit types this project has nf4", name)
+            translation.leave_out("this project has the 4-bit type nf4", name)
     method = file.get("quantization_method")
     if method in ("bnb", "bitsandbytes"):
         translation.ignore("quantization_method")
@@ -410,7 +413,7 @@ def _translate_targets(translation: Translation) -> None:
         translation.set_default("lora_targets", ["all-linear"])
     else:
         translation.set_default(
-            "lora_targets", ["q_proj", "v_proj"], "peft's choice for a Llama; other families have others"
+            "lora_targets", ["q_proj", "v_proj"], "peft's choice for Llama; other families have others"
         )
 
 

@@ -142,7 +142,7 @@ def _translate_length(translation: Translation) -> None:
     max_step = _read_max_step(translation)
     if max_step is not None:
         # The other programs repeat epochs until that step; here both numbers are limits.
-        comment = "max_step ends the run, whatever the epochs"
+        comment = "max_step ends the run regardless of the epochs"
         translation.set_training("number_epochs", _MANY_EPOCHS, *epoch_names, comment=comment)
         translation.set_training("max_step", max_step, *file.names(*_MAX_STEPS))
     elif epochs is not None:
@@ -157,7 +157,7 @@ def _translate_length(translation: Translation) -> None:
     if file.program == "torchtune" and file.get("max_steps_per_epoch") is not None:
         steps_per_epoch = translation.whole_number("max_steps_per_epoch") or 1
         torchtune_max_step = steps_per_epoch * math.ceil(epochs or 1)
-        comment = "max_steps_per_epoch × epochs; each epoch begins with other rows there"
+        comment = "max_steps_per_epoch × epochs; there, each epoch begins with other rows"
         translation.set_training("max_step", torchtune_max_step, "max_steps_per_epoch", comment=comment)
 
 
@@ -212,7 +212,7 @@ def _translate_schedule(translation: Translation) -> None:
         translation.set_training("lr_schedule", our_schedule, *names)
     elif schedule:
         translation.leave_out("lr_schedule is cosine, linear, constant, step, exponential or wsd; cosine here", *names)
-        translation.notes.append(f"{names[0]}: {file.get(*names)}: there is no such schedule; the result has cosine")
+        translation.notes.append(f"{names[0]}: {file.get(*names)}: there is no such schedule; using cosine")
         translation.set_default("lr_schedule", "cosine")
     _translate_lowest_rate(translation, options)
     if schedule == "warmup_stable_decay":
@@ -256,7 +256,7 @@ def _translate_lowest_rate(translation: Translation, options: dict[str, Any]) ->
     elif origins:
         translation.ignore(*origins)
     if translation.number("cosine_constant_lr_ratio"):
-        translation.leave_out("the cosine falls until the last step here", "cosine_constant_lr_ratio")
+        translation.leave_out("here, the cosine falls until the last step", "cosine_constant_lr_ratio")
     else:
         translation.ignore("cosine_constant_lr_ratio")
 
@@ -332,8 +332,8 @@ def _translate_optimizer(translation: Translation) -> None:
     elif optimizer == "muon" and "adapter" not in translation.training:  # not the factors of an adapter here
         translation.set_training("optimizer", "muon", *names)
     elif optimizer:
-        translation.leave_out("the optimizer is AdamW here; another one may need another learning rate", *names)
-        translation.notes.append(f"{names[0]}: {file.get(*names)}: the optimizer is AdamW here, with the same lr")
+        translation.leave_out("the optimizer here is AdamW, which may need a different learning rate", *names)
+        translation.notes.append(f"{names[0]}: {file.get(*names)}: the optimizer here is AdamW, with the same lr")
     for name, argument in (("adam_beta1", "beta1"), ("adam_beta2", "beta2")):
         if file.get(name) is not None:
             translation.set_training(argument, translation.number(name), name)

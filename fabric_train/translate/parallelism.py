@@ -129,9 +129,7 @@ def _translate_deepspeed(translation: Translation) -> None:
     config = translation.file.get("deepspeed")
     stage, offloads = _read_zero_stage(config)
     if stage is None:
-        advice = (
-            "its stage is not known here: 2 is sharding_strategy SHARD_GRAD_OP, 3 is FULL_SHARD, of --parallelism fsdp"
-        )
+        advice = "its stage is unknown: 2 is sharding_strategy SHARD_GRAD_OP, 3 is FULL_SHARD, of --parallelism fsdp"
         translation.leave_out(advice, "deepspeed")
         translation.notes.append(f"deepspeed: {config}: {advice}")
         return
@@ -142,7 +140,7 @@ def _translate_deepspeed(translation: Translation) -> None:
     strategy = "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP"
     words = f"ZeRO {stage}"
     if stage == 1:
-        words += " divides optimizer states only; the nearest one here divides gradients too"
+        words += " shards optimizer states only; the closest strategy here also shards gradients"
     translation.set_training("sharding_strategy", strategy, "deepspeed", comment=words)
     if offloads:
         translation.set_training("cpu_offload", True, "deepspeed")

@@ -31,5 +31,5 @@ def count_rows(folder: str) -> int:
         raise InputError(f"--train_data_dir {folder}: {missing_folder(path)}")
     manifest = load_manifest(path)
     if manifest is None or "train" not in manifest.ledger.splits:
-        raise InputError(f"--train_data_dir {folder}: no token dataset; write one with fabric-train tokenize")
+        raise InputError(f"--train_data_dir {folder}: not a token dataset; write one with fabric-train tokenize")
     return manifest.ledger.splits["train"].rows

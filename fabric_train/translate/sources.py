@@ -72,7 +72,7 @@ def find_sources(translation: Translation) -> Sources:
     }
     sources = finders[translation.file.program](translation)
     if not sources.training:
-        raise InputError(f"{translation.file.path}: it names no data set, so there is nothing to train on")
+        raise InputError(f"{translation.file.path}: it does not name a dataset to train on")
     return sources
 
 
@@ -98,7 +98,7 @@ def _read_entries(translation: Translation, name: str) -> list[dict[str, Any]]:
         if isinstance(entry, str):
             entry = {"path": entry}
         if not isinstance(entry, dict):
-            raise InputError(f"{translation.file.path}: {name}: expected a list of data sets")
+            raise InputError(f"{translation.file.path}: {name}: expected a list of datasets")
         entries.append(entry)
     return entries
 
@@ -132,7 +132,7 @@ def _entry_of_axolotl(translation: Translation, where: str, entry: Mapping[str, 
     for name, value in entry.items():
         if name not in translated and value not in (None, False, "", [], {}):
             is_column = name.startswith(("field", "message_"))
-            advice = _RENAME if is_column else "tokenize has no such setting of one source"
+            advice = _RENAME if is_column else "tokenize has no such setting per source"
             translation.absent[f"{where}.{name}"] = advice
     _describe_row_type(translation, where, row_type)
     return Source(_join_location(translation, where, entry), is_text, text_column)
@@ -141,7 +141,7 @@ def _entry_of_axolotl(translation: Translation, where: str, entry: Mapping[str, 
 def _describe_row_type(translation: Translation, where: str, row_type: Any) -> None:
     """Record what the user must do for rows of axolotl's ``type``, if anything."""
     if isinstance(row_type, dict):
-        advice = "a prompt format of its own; write its rows as messages (docs/tokenization.md)"
+        advice = "its own prompt format; write its rows as messages (docs/tokenization.md)"
         translation.absent[f"{where}.type"] = advice
     if not isinstance(row_type, str):
         return
@@ -167,7 +167,7 @@ def _join_location(translation: Translation, where: str, entry: Mapping[str, Any
     if files and (has_loader or Path(str(path)).is_dir()):
         file_names = files if isinstance(files, list) else [files]
         if len(file_names) > 1:
-            translation.notes.append(f"{where}: data_files: further files are sources of their own: {file_names[1:]}")
+            translation.notes.append(f"{where}: data_files: additional files become separate sources: {file_names[1:]}")
         return str(file_names[0]) if has_loader else f"{path}/{file_names[0]}"
 
     # a file, a folder, or a data set on the hub
@@ -212,7 +212,7 @@ def _sources_of_trl(translation: Translation) -> Sources:
         entries = [{"path": path, "split": split, "weight": weight} for path, weight in mixer.items()]
     if entries:
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise InputError(f"{file.path}: datasets: expected a list of data sets")
+            raise InputError(f"{file.path}: datasets: expected a list of datasets")
         training = tuple(_entry_of_trl(translation, index, entry) for index, entry in enumerate(entries))
         return Sources(training, (), origins)
 
@@ -312,7 +312,7 @@ def _datasets_of_torchtune(translation: Translation, name: str) -> tuple[Source,
     entries = file.settings.get(name)
     if isinstance(entries, list):
         if not all(isinstance(entry, dict) for entry in entries):
-            raise InputError(f"{file.path}: {name}: expected a list of data sets")
+            raise InputError(f"{file.path}: {name}: expected a list of datasets")
         return tuple(_entry_of_torchtune(translation, f"{name}[{index}]", entry) for index, entry in enumerate(entries))
     prefix = f"{name}."
     entry = {key.removeprefix(prefix): value for key, value in file.settings.items() if key.startswith(prefix)}
@@ -324,7 +324,7 @@ def _entry_of_torchtune(translation: Translation, where: str, entry: Mapping[str
     qualified_component = str(entry.get("_component_", ""))
     component = qualified_component.rpartition(".")[2]
     if "multimodal" in qualified_component:
-        raise InputError(f"{translation.file.path}: {where}: only text is trained on here")
+        raise InputError(f"{translation.file.path}: {where}: only text is supported")
     path = entry.get("source") or _HUB_NAMES_OF_TORCHTUNE.get(component)
     location = _join_location(translation, where, {**entry, "path": path})
 

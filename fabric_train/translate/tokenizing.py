@@ -115,7 +115,9 @@ def _list_locations(translation: Translation, training: tuple[Source, ...]) -> l
     """Return the locations of the sources, without repetitions, for which a note is recorded."""
     locations = list(dict.fromkeys(source.location for source in training))
     if len(locations) < len(training):
-        translation.notes.append("a data set that is listed twice is read once; shares: FOLDER=2 reads rows twice")
+        translation.notes.append(
+            "a dataset that is listed twice is read once; use shares: FOLDER=2 to read its rows twice"
+        )
     return locations
 
 
@@ -137,7 +139,7 @@ def _translate_shares(translation: Translation, sources: Sources, dataset_dir: s
     if not shares_by_location:
         return
     shares = [f"{dataset_dir}:{location}={share:g}" for location, share in shares_by_location.items()]
-    comment = "an epoch reads this share of the rows, the next epoch another one"
+    comment = "an epoch reads this share of the rows, and the next epoch different rows"
     translation.set_training("shares", shares, *sources.origins, comment=comment)
 
 
@@ -185,7 +187,7 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
         isolates_documents = strategy != "wrapped"
     translation.set_tokenizing("packing", packing, *names)
     if not isolates_documents:
-        comment = "documents of a row see each other there; true keeps them apart"
+        comment = "there, documents of a row attend to each other; true isolates them"
         translation.set_training("isolate_documents", False, *names, comment=comment)
     translation.ignore(*file.names("pad_to_sequence_len", "eval_sample_packing", "padding_free", "eval_packing"))
 
@@ -196,7 +198,7 @@ def _translate_packing(translation: Translation, sources: Sources, uses_pairs: b
     elif file.get("truncation_mode") == "keep_end":
         translation.set_tokenizing("too_long", "cut_start", "truncation_mode")
     elif uses_pairs:
-        translation.notes.append("a document that is too long is left out here, for an answer is never cut")
+        translation.notes.append("a document that is too long is left out here, because answers are never cut")
     translation.ignore(*file.names("truncation_mode", "excess_length_strategy"))
 
 
@@ -215,7 +217,9 @@ def _translate_template(translation: Translation) -> None:
     elif template in _NAMES_OF_TOKENIZERS_TEMPLATE:
         translation.ignore(*names)
     else:
-        advice = "the tokenizer's own chat template is used; another one is a Jinja file: --chat_template FILE"
+        advice = (
+            "the tokenizer's chat template is used; give another template as a Jinja file with --chat_template FILE"
+        )
         translation.leave_out(advice, *names)
         translation.notes.append(f"{names[0]}: {template}: {advice}")
 
@@ -245,7 +249,7 @@ def _translate_supervision(translation: Translation, sources: Sources, uses_pair
     supervises_all = file.is_on("train_on_inputs", "train_on_prompt") or choices == {True}
     translation.set_tokenizing("train_on", "all" if supervises_all else "assistant", *names)
     if len(choices) > 1:
-        translation.notes.append("train_on: the sources differ in what is supervised; here it is one choice for all")
+        translation.notes.append("train_on: the sources differ in what is supervised; here, one choice applies to all")
 
 
 def _translate_validation(translation: Translation, sources: Sources) -> None:
@@ -259,7 +263,7 @@ def _translate_validation(translation: Translation, sources: Sources) -> None:
     if sources.validation:
         locations = [source.location for source in sources.validation]
         if locations == [source.location for source in sources.training]:
-            translation.notes.append("the validation set is a part of the same split: --validation_split makes one")
+            translation.notes.append("the validation set is part of the same split; --validation_split creates one")
             translation.set_tokenizing("validation_split", 0.05, *names)
         else:
             translation.set_tokenizing("validation_dataset", locations, *sources.origins, *names)
@@ -282,7 +286,7 @@ def _translate_limits(translation: Translation, sources: Sources) -> None:
         if len(sources.training) == 1:
             translation.set_tokenizing("max_documents", file.get("max_samples"), "max_samples")
         else:
-            advice = "it is of each data set there, and --max_documents of all together"
+            advice = "there, it applies to each dataset; --max_documents applies to all together"
             translation.leave_out(advice, "max_samples")
     process_names = file.names("dataset_num_proc", "preprocessing_num_workers", "dataset_processes")
     if process_names:
@@ -301,7 +305,7 @@ def _translate_text_column(translation: Translation, sources: Sources, *, trains
     origins = translation.file.names("dataset_text_field")
     if len(columns) > 1:
         raise InputError(
-            f"{translation.file.path}: texts in the columns {', '.join(sorted(columns))}; tokenize takes one"
+            f"{translation.file.path}: texts in the columns {', '.join(sorted(columns))}; tokenize supports one"
         )
     column = next(iter(columns), None)
     if column in (None, "text"):

@@ -54,8 +54,8 @@ def _format_header(translation: Translation, output: str, devices: int | None) -
     if translation.by_length:
         lines.append("#")
         words = (
-            f"The number of steps decides: {', '.join(translation.by_length)}. After tokenizing, translate again with "
-            "--train_data_dir and --devices, and they are written as numbers."
+            f"These depend on the number of steps: {', '.join(translation.by_length)}. After tokenizing, translate "
+            "again with --train_data_dir and --devices to write them as numbers."
         )
         lines += _comment_lines(words)
     for argument, setting in translation.tokenizing.items():

@@ -61,12 +61,12 @@ class Savings:
     def describe(self) -> str:
         """Return, in words, the tokens per word before and after, and the share that is saved."""
         if not self.num_words:
-            return "too little text to hold out a tenth: what the tokens save is not known"
+            return "too little text to hold out a tenth, so the savings are unknown"
         old_rate = self.old_tokens / self.num_words
         new_rate = self.new_tokens / self.num_words
         share = 1 - self.new_tokens / self.old_tokens
         held_out = f"held-out {show_size(self.num_bytes)}"
-        return f"{old_rate:.2f} → {new_rate:.2f} tokens a word on the {held_out}, saves {share:.1%}"
+        return f"{old_rate:.2f} → {new_rate:.2f} tokens per word on the {held_out}, saves {share:.1%}"
 
 
 class Extension:
@@ -78,7 +78,9 @@ class Extension:
     def __init__(self, model: str, folder: Path) -> None:
         """Open a hub name or a folder, and save its tokenizer in ``folder``."""
         if means_checkpoint(Path(model)):
-            raise InputError(f"--model {model}: a run or checkpoint; convert it with fabric-train convert first")
+            raise InputError(
+                f"--model {model}: this is a run or checkpoint; convert it with fabric-train convert first"
+            )
         self.name = model
         try:
             self.shape = hf_model.read_shape(model)
@@ -94,8 +96,8 @@ class Extension:
         self.first_id = self.tokenizer.first_id
         if self.first_id > self.shape.vocab_size:
             raise InputError(
-                f"--model {model}: its tokenizer has {self.first_id:,} ids, its embedding {self.shape.vocab_size:,} "
-                "rows; use a model whose files fit together"
+                f"--model {model}: its tokenizer has {self.first_id:,} ids, but its embedding has "
+                f"{self.shape.vocab_size:,} rows; use a model whose files match"
             )
         self._matrices = self._find_matrices()
 
@@ -248,7 +250,7 @@ def _read_tokens(file: str | None, option: str) -> tuple[str, ...]:
         raise InputError(f"{option} {file}: cannot be read ({error}); give a text file in UTF-8") from None
     tokens = tuple(line for line in lines if line.strip())
     if not tokens:
-        raise InputError(f"{option} {file}: no token in it; write one a line")
+        raise InputError(f"{option} {file}: it has no tokens; write one per line")
     return tokens
 
 
@@ -280,7 +282,7 @@ def _print_plan(extension: Extension, new: NewTokens, savings: Sequence[Savings]
     num_taken = extension.num_taken(new)
     if num_taken:
         without_token = f"{old_rows - extension.first_id:,} stored rows without a token"
-        print(f"           the new tokens take {num_taken:,} of {without_token}; the others stay as they are")
+        print(f"           the new tokens use {num_taken:,} of {without_token}; the others are unchanged")
     matrices = "the embedding, tied with the head" if extension.is_tied else "embedding and head"
     old_bytes = extension.bytes_of_rows(old_rows)
     new_bytes = extension.bytes_of_rows(new_rows)
@@ -353,7 +355,7 @@ def _write_card(
     paragraphs = [
         f"# {origin.name} with more tokens",
         f"{origin.name} with {learned} learned from text and {num_listed:,} given ones. They are not trained yet: "
-        "continue the training before use. Text without a new token has the same ids as before.",
+        "continue training before you use the model. Text without a new token has the same ids as before.",
         f"- Tokens: {extension.first_id:,} of the base model, {extension.first_id + len(new.texts):,} now.",
         f"- Rows of embedding and head: {extension.num_rows(new):,}, padded to a multiple of {PADDED_TO}.",
         f"- A new row is {row_origin}.{_describe_taken_rows(extension, new)}",
@@ -377,5 +379,5 @@ def _describe_taken_rows(extension: Extension, new: NewTokens) -> str:
     num_taken = extension.num_taken(new)
     if not num_taken:
         return ""
-    sentence = f"{num_taken:,} of them take the place of rows that the base model has without a token"
-    return f" {sentence}; its other rows stay."
+    sentence = f"{num_taken:,} of them use rows of the base model that had no token"
+    return f" {sentence}; its other rows are unchanged."

@@ -90,8 +90,8 @@ class ExtendableTokenizer:
         if self._is_sentencepiece:
             return self._learn_sentencepiece(documents, num_tokens, excluded)
         raise InputError(
-            f"--num_tokens: the tokenizer is neither a byte-level BPE nor a SentencePiece BPE, but "
-            f"{self._model.get('type')}; only --tokens and --special_tokens can extend it"
+            f"--num_tokens does not work with a {self._model.get('type')} tokenizer, only with byte-level BPE and "
+            "SentencePiece BPE; use --tokens or --special_tokens"
         )
 
     def _learn_sentencepiece(self, documents: Sequence[str], num_tokens: int, excluded: Sequence[str]) -> Learned:
@@ -130,7 +130,7 @@ class ExtendableTokenizer:
     def check_listed(self, tokens: Sequence[str], option: str) -> None:
         """Raise an InputError if one of the listed tokens is already a token, or is given twice."""
         vocabulary = self.fast.get_vocab(with_added_tokens=True)
-        faults = [f"{option}: {token!r} is a token already; leave it out" for token in tokens if token in vocabulary]
+        faults = [f"{option}: {token!r} is already a token; leave it out" for token in tokens if token in vocabulary]
         faults += [f"{option}: {token!r} is given twice" for token, times in Counter(tokens).items() if times > 1]
         if faults:
             raise InputError(*faults)

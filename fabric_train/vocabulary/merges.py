@@ -81,7 +81,7 @@ def learn_merges(
             pair = pairs.most_frequent()
             if pair is None:
                 raise InputError(
-                    f"--num_tokens {num_tokens}: the texts have only {len(learned.tokens):,} new tokens that come "
+                    f"--num_tokens {num_tokens}: the texts have only {len(learned.tokens):,} new tokens that occur "
                     f"{_MIN_COUNT} times; give a lower number, or more text"
                 )
             # A pair that cannot become a token is never looked at again.

@@ -176,7 +176,7 @@ def _count(language: LanguageTexts, document_words: Sequence[Counter[str]], enco
     cut_words: set[str] = set()
     for begin in range(0, len(unique_words), _TEXTS_AT_ONCE):
         words = unique_words[begin : begin + _TEXTS_AT_ONCE]
-        encoded = encoder.encode_batch([f"a {word}" for word in words])
+        encoded = encoder.encode_batch([f"per {word}" for word in words])
         for word, token_ids in zip(words, encoded, strict=True):
             if len(token_ids) - len(prefix_ids) >= MANY_PIECES:
                 cut_words.add(word)
@@ -263,9 +263,9 @@ def recommend(figures: Sequence[TokenizerFigures]) -> list[str]:
 def thresholds() -> str:
     """Return, in words, the rule behind :func:`recommend`."""
     return (
-        f"below {KEEP_BELOW:.0%} saved: keep the tokenizer; from {CHANGE_FROM:.0%} on: change it; between: it depends "
-        f"on the cost of training new rows. A tokenizer alone: up to {GOOD_UP_TO} tokens a word is good, from "
-        f"{BAD_FROM} on measure what an extension saves"
+        f"below {KEEP_BELOW:.0%} saved, keep the tokenizer; from {CHANGE_FROM:.0%} on, change it; in between, it "
+        f"depends on the cost of training new rows. For a single tokenizer, up to {GOOD_UP_TO} tokens per word is "
+        f"good; from {BAD_FROM} on, measure what an extension saves"
     )
 
 
@@ -276,14 +276,14 @@ def _advice(reference: TokenizerFigures, alternatives: Sequence[TokenizerFigures
     assert saving is not None
     change = f"{reference.tokens_per_word.value:.2f} → {best.tokens_per_word.value:.2f}"
     if saving.value <= 0:
-        return f"keep {reference.tokenizer}: no other needs fewer tokens ({change} with {best.tokenizer})"
+        return f"keep {reference.tokenizer}: no other tokenizer needs fewer tokens ({change} with {best.tokenizer})"
     interval = f" ({saving.interval[0]:.1%} to {saving.interval[1]:.1%})" if saving.interval else ""
     saves = f"{change} with {best.tokenizer} saves {saving.value:.1%}{interval}"
     certain_saving = saving.interval[0] if saving.interval else saving.value
     if saving.value < KEEP_BELOW:
         return f"keep {reference.tokenizer}: {saves}"
     if certain_saving >= CHANGE_FROM:
-        return f"change it: {saves}; extend {reference.tokenizer}, or train a model that has the other"
+        return f"change it: {saves}; extend {reference.tokenizer}, or train a model that uses the other tokenizer"
     return f"it depends: {saves}; change it if context or speed in this language decide"
 
 

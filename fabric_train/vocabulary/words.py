@@ -95,7 +95,7 @@ def _read_place(name: str, place: str, text_column: str, byte_limit: int, seed: 
             num_bytes += size
             show(min(1.0, num_bytes / expected_bytes))
     if not documents:
-        raise InputError(f"--texts {place}: no document has text; give another place")
+        raise InputError(f"--texts {place}: no document has text; give another source")
     if unused_columns:
         notes.append(f"{name}: columns of {place} not used: {', '.join(sorted(unused_columns))}")
     return LanguageTexts(name, tuple(documents), "; ".join(notes))

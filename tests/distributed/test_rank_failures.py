@@ -342,8 +342,8 @@ def test_a_second_run_into_a_folder_is_refused_until_the_first_ends(
         second = forked_runs.start(arguments(folder, **options), 1)
         assert second.wait(60) == [2]
         assert second.stderr() == (
-            f"error: --output_dir {folder}: another run is writing into it (process {first.pids[0]} on {HOST}); "
-            "wait for it, stop it, or give another --output_dir\n"
+            f"error: --output_dir {folder}: another run is writing to it (process {first.pids[0]} on {HOST}); wait "
+            "for it, stop it, or give another --output_dir\n"
         )
         assert second.stdout() == ""
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

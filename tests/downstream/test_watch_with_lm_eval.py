@@ -210,6 +210,6 @@ def test_tasks_that_cannot_be_run_are_refused_before_anything_runs(folder: Path,
     unknown, offline, metric = stderr.splitlines()[-3:]
     assert unknown == "error: --tasks: xnli_ess: lm_eval 0.4.13 has no such task; did you mean xnli_es?"
     assert "xnli_es: cannot be loaded: " in offline
-    assert "; its data is on the hub: " in offline
+    assert "; its data is on the hub; " in offline
     assert metric.endswith("quiz.yaml: it has no metric accuracy; it has acc, acc_norm")
     assert not (folder / "run" / "evaluation").exists()

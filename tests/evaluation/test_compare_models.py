@@ -280,7 +280,9 @@ def test_a_source_means_the_same_documents_and_windows_for_all_models(
     other_windows = ("--texts", es, "--max_length", 32)
     other_documents = ("--texts", f"es.jsonl={en_file}", "--max_length", 64)
     for words in (other_windows, other_documents):
-        with pytest.raises(InputError, match=rf"has losses of {tiny_model_dir} on other documents of that name, or .*"):
+        with pytest.raises(
+            InputError, match=rf"already has losses of {tiny_model_dir} for this name on other documents, or .*"
+        ):
             evaluated(tmp_path, "--models", run, *words)
     assert (tmp_path / "evaluation.json").read_text() == results
 
@@ -299,7 +301,7 @@ def test_a_model_with_other_weights_replaces_the_former_one_with_a_note(
     after = evaluated(tmp_path / "out", "--models", model, "--texts", texts[0], "--max_length", 64)[str(model)]
     assert list(after) == ["es.jsonl"]
     assert after["es.jsonl"]["loss"] != before["es.jsonl"]["loss"]
-    assert f"note: {model} has other weights than in the earlier evaluation" in capsys.readouterr().err
+    assert f"note: the weights of {model} have changed since the earlier evaluation" in capsys.readouterr().err
 
 
 def test_all_means_each_checkpoint_and_a_damaged_one_fails_after_the_others(
@@ -311,7 +313,9 @@ def test_all_means_each_checkpoint_and_a_damaged_one_fails_after_the_others(
     weights = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     words = ("--models", tmp_path / "run" / "all", "--texts", texts[1], "--max_length", 64)
-    with pytest.raises(RunError, match=r"^not evaluated, since damaged: .*/run/step-00000002; remove them, or restore"):
+    with pytest.raises(
+        RunError, match=r"^not evaluated because they are damaged: .*/run/step-00000002; remove them, or restore"
+    ):
         evaluated(tmp_path / "out", *words)
     figures_by_model = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert list(figures_by_model) == [str(tmp_path / "run" / f"step-{step:08}") for step in (1, 3)]
@@ -345,7 +349,7 @@ def test_losses_of_another_type_or_number_are_damage(tmp_path: Path) -> None:
     # one model has two documents, the other one
     losses = [loss, replace(loss, document="es.jsonl:2"), replace(loss, model="two")]
     file.write_text("".join(json.dumps(asdict(document_loss)) + "\n" for document_loss in losses))
-    with pytest.raises(InputError, match="models have other documents of es"):
+    with pytest.raises(InputError, match="models have different documents of es"):
         compare_evaluated(read_evaluated(tmp_path), seed=0)
 
 
@@ -459,5 +463,5 @@ def test_models_that_cannot_be_evaluated_are_refused_at_once(
 
 
 def test_an_output_folder_with_other_files_is_refused(tmp_path: Path, run: Path) -> None:
-    with pytest.raises(InputError, match="has other files, and no evaluation"):
+    with pytest.raises(InputError, match="has other files but no evaluation"):
         evaluated(run, "--models", run)

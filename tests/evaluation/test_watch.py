@@ -274,8 +274,8 @@ def test_tasks_take_the_general_settings_unless_they_have_their_own(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("languages: {es: [a]}\nnum_fewshots: 3", "'num_fewshots': no such value; did you mean num_fewshot?"),
-        ("languages: {es: [{task: a, limits: 3}]}", "'limits': no such value; did you mean limit?"),
+        ("languages: {es: [a]}\nnum_fewshots: 3", "'num_fewshots': unknown name; did you mean num_fewshot?"),
+        ("languages: {es: [{task: a, limits: 3}]}", "'limits': unknown name; did you mean limit?"),
         ("languages: {es: [{task: a, limit: 0}]}", "es: task 1: limit: expected a whole number above 0, got 0"),
         ("languages: {es: [{limit: 3}]}", "es: task 1: expected a name or {task: NAME, ...}, got {'limit': 3}"),
         ("languages: {es: a}", "es: expected a list of tasks"),
@@ -412,7 +412,7 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
 
     # other texts under the same name
     write_jsonl(texts, ["Another text."])
-    with pytest.raises(InputError, match="on other documents of that name"):
+    with pytest.raises(InputError, match="for this name on other documents"):
         watch_once()
 
 

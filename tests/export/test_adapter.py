@@ -164,7 +164,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_export(
     exported(ExportSource(checkpoint), tmp_path / "export")
     assert "![" not in (tmp_path / "export" / "README.md").read_text()
     assert not [*(tmp_path / "export").glob("*.png")]
-    assert capsys.readouterr().err.count("note: pictures and charts are left out: ") == 1
+    assert capsys.readouterr().err.count("note: no pictures and charts: ") == 1
 
 
 def test_an_exported_adapter_stops_where_the_run_said(
@@ -262,7 +262,7 @@ def test_a_merged_model_is_base_and_adapter(tmp_path: Path, tiny_model_dir: Path
 def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, checkpoint: Path) -> None:
     run = checkpoint.parents[1]
     target = tmp_path / "out"
-    with pytest.raises(InputError, match="average whole models, with --merge true"):
+    with pytest.raises(InputError, match="average full models with --merge true"):
         plan_average([run], target, average="last:2", decay=1.0, dtype=torch.float32)
     plan = plan_average([run], target, average="last:2", decay=1.0, dtype=torch.float32, merges="original")
     exported(plan[target], target)
@@ -273,7 +273,7 @@ def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, ch
 
 def test_a_whole_model_is_not_merged(tmp_path: Path, tiny_model_dir: Path) -> None:
     whole = write_full(tmp_path / "step-00000001", tiny_model_dir, trained_weights(tiny_model_dir), step=1)
-    with pytest.raises(InputError, match="step-00000001 is a whole model, without an adapter; leave it out"):
+    with pytest.raises(InputError, match="step-00000001 is a full model without an adapter; leave it out"):
         plan_targets([whole], tmp_path / "out", torch.float32, merges="original")
 
 

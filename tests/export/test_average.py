@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_signal_does_not_count_for_the_last_ones(
         ({"intermediate_size": 96}, "model.layers.0.mlp.down_proj.weight is [64, 96], not [64, 128]"),
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight is absent, not [64]"),
         ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5 in its config.json"),
-        ({"vocabulary": True}, "its tokenizer has another vocabulary"),
+        ({"vocabulary": True}, "its tokenizer has a different vocabulary"),
     ],
 )
 def test_checkpoints_of_different_models_are_refused(
@@ -239,7 +239,7 @@ def test_checkpoints_of_different_models_are_refused(
     "average, names, fault",
     [
         ("last:4", [""], "--average last:4 needs 4 different checkpoints"),
-        ("last:2", ["", ""], "--average last:2 needs a single --checkpoint, a run"),
+        ("last:2", ["", ""], "--average last:2 needs a single --checkpoint that is a run"),
         ("all", ["best", "step-1"], "--average all needs 2 different checkpoints"),
         ("last:1", [""], "--average: expected last:K such as last:5, or all"),
         ("3", [""], "--average: expected last:K such as last:5, or all"),

@@ -295,7 +295,7 @@ def test_all_checkpoints_are_exported_although_one_fails(
     time_written = kept_file.stat().st_mtime_ns
     monkeypatch.setattr("sys.argv", ["convert_to_hf.py", *map(str, argv)])
     convert_to_hf.main()
-    assert f"note: {target / 'step-00000002'} is a verified export of this checkpoint" in capfd.readouterr().err
+    assert f"note: {target / 'step-00000002'} is already a verified export of this checkpoint" in capfd.readouterr().err
     assert sorted(entry.name for entry in target.iterdir()) == ["step-00000001", "step-00000002"]
     assert kept_file.stat().st_mtime_ns == time_written
     assert f"{target / 'step-00000001'} already exists" in _refusal(monkeypatch, *argv, "--dtype", "float16")

@@ -100,7 +100,7 @@ def test_a_push_that_was_cut_sends_no_file_again(hub: StandInHub, folder: Path, 
     hub.faults.append(Fault(f"PUT /lfs/{first}/3"))  # in the middle of the parts, each time
     line = failure(folder)
     assert f"{folder} is complete, but pushing it to alice/model failed: no answer from {hub.address}" in line
-    assert line.endswith("; the same command pushes the missing files")
+    assert line.endswith("; run the same command again to push the missing files")
     assert len(waits) == 5
     hub.faults.clear()
     push(folder, TO, "message")
@@ -177,7 +177,7 @@ def test_with_hf_xet_no_chunk_is_uploaded_again(
 def test_a_name_taken_by_a_hidden_repository_is_reported(hub: StandInHub, folder: Path) -> None:
     hub.add(PLACE, {})
     hub.faults.append(Fault("(GET|POST) /api/models/", 404, headers={"X-Error-Code": "RepoNotFound"}))
-    assert "the name is taken by a repository that this token cannot see or write" in failure(folder)
+    assert "the name is taken by a repository that this token cannot read or write" in failure(folder)
 
 
 # ------------------------------------------------------------------------------------------- checks before
@@ -194,7 +194,10 @@ def refusal(request: PushRequest = TO) -> str:
 NO_RIGHTS = {
     "a token that reads": (account("alice", "read"), "'token-of-alice' of alice can only read; create one"),
     "another's name": (account("bob", orgs={"team": "write"}), "account or an organization: bob, team"),
-    "a reader of the organization": (account("bob", orgs={"alice": "read"}), "bob can only read in the organization"),
+    "a reader of the organization": (
+        account("bob", orgs={"alice": "read"}),
+        "bob only has read access to the organization",
+    ),
     "a scope for another place": (
         account("alice", "fineGrained", scopes={"team": ["repo.write"]}),
         "has no write access to the repositories of alice; add it (repo.write)",
@@ -213,7 +216,7 @@ def test_a_token_without_the_right_to_create_is_refused(hub: StandInHub, case: s
 def test_a_token_without_the_right_to_write_is_refused(hub: StandInHub) -> None:
     hub.add("models/other/model", {})
     line = refusal(PushRequest("other/model", "model"))
-    assert "it exists, and the token 'token-of-alice' of alice cannot write to it" in line
+    assert "it exists, but the token 'token-of-alice' of alice cannot write to it" in line
     assert line.endswith("or propose a change with --create_pr true")
     scopes = {"other/model": ["repo.content.write"]}
     hub.accounts[TOKEN] = account("alice", "fineGrained", orgs={"other": "write"}, scopes=scopes)
@@ -237,17 +240,19 @@ def test_a_hub_that_is_not_reached_is_reported_before_work(hub: StandInHub, monk
     assert "no answer from http://127.0.0.1:9 (" in refusal()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     line = refusal()
-    assert "HF_HUB_OFFLINE is set, so nothing is sent to the hub; without internet, leave out --push_to_hub" in line
+    assert (
+        "HF_HUB_OFFLINE is set, so nothing is sent to the hub; without internet access, leave out --push_to_hub" in line
+    )
 
 
 def test_a_repository_that_exists_is_described(hub: StandInHub, capfd: pytest.CaptureFixture[str]) -> None:
     hub.add("datasets/alice/model", {})
     check_push(TO)
-    assert "note: alice/model is a dataset on the hub; the model gets a repository" in capfd.readouterr().err
+    assert "note: alice/model is a dataset on the hub; the model gets a separate repository" in capfd.readouterr().err
     hub.add(PLACE, {"config.json": b"{}"})
     check_push(TO)
     notes = capfd.readouterr().err.splitlines()
-    assert notes[0] == "note: alice/model exists and is public: --private true is only for new repositories"
+    assert notes[0] == "note: alice/model already exists and is public; --private true only applies to new repositories"
     assert notes[1].startswith("note: alice/model has 1 files; ")
     gone = PushRequest("alice/model", "model", revision="refs/pr/9")
     assert refusal(gone).endswith("--revision refs/pr/9: there is no such pull request")

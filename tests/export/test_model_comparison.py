@@ -293,7 +293,7 @@ def test_a_family_that_cannot_run_by_layers_is_compared_by_tensors_with_a_note(
     report = compare(good["5GB"], source, torch.float32)
     assert (report.method, report.logits, report.faults) == ("tensors only", None, [])
     assert report.tensors.compared == 20
-    assert "note: llama does not fit in memory and cannot be run layer by layer" in capfd.readouterr().err
+    assert "note: llama does not fit in memory and cannot run layer by layer" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("layer", "logit"), [(0.5, 0.0), (0.0, 0.5), (float("nan"), 0.0), (0.0, float("nan"))])

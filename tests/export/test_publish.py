@@ -179,7 +179,7 @@ def test_the_same_command_pushes_a_token_dataset_that_is_finished(
     assert (folder / MANIFEST).stat().st_mtime_ns == made
     assert hub.repositories[PLACE].messages == ["Again"]
     assert capfd.readouterr().out.splitlines()[-2:] == [
-        f"{folder} has this token dataset already: it is only pushed",
+        f"{folder} already has this token dataset; only pushing it",
         f"pushed to  {hub.address}/datasets/alice/tokens",
     ]
 
@@ -188,7 +188,7 @@ def test_nothing_is_tokenized_for_a_token_without_rights(
     tmp_path: Path, tiny_model_dir: Path, sources: list[Path], hub: StandInHub
 ) -> None:
     hub.accounts[TOKEN] = account("alice", "read")
-    with pytest.raises(InputError, match="can only read"):
+    with pytest.raises(InputError, match=r"only has read access|can only read"):
         tokenize(tmp_path / "tokens", tiny_model_dir, sources[0], push_to_hub="alice/tokens")
     assert not (tmp_path / "tokens").exists()
 
@@ -288,7 +288,9 @@ def test_published_slices_name_each_source_once(
         options = ["--shard", f"{number}/2", "--parts", "true", "--max_length", "16", "--num_proc", "1"]
         argv = ["--dataset", f"ca={sources[0].parent}", f"es={sources[1]}", "--tokenizer_name", tiny_model_dir]
         tokenize_dataset.main([*map(str, argv), "--output_dir", str(folder), *options], ShardSizes(500, 1 << 20))
-    with pytest.raises(InputError, match=r"secret/1 is a slice of --shard; merge all slices, and publish the result"):
+    with pytest.raises(
+        InputError, match=r"secret/1 is a slice made with --shard; merge all slices and publish the result"
+    ):
         push_folder(slices[0], "tokens")
     merge.main([*map(str, slices), "--parts", "true", "--output_dir", str(tmp_path / "all")])
     hub.faults.append(Fault("POST .*/commit/", 500))

@@ -71,4 +71,4 @@ def test_a_family_that_cannot_be_converted_is_noted(
     export = tmp_path / "export"
     export.mkdir()
     write_export(ExportSource(tmp_path / "step-00000001"), export, torch.float32, "20KB", CardFacts(model.name))
-    assert f"note: {model.name}: weights keep transformers' own names" in capsys.readouterr().err
+    assert f"note: {model.name}: weights keep transformers' names" in capsys.readouterr().err

@@ -142,5 +142,5 @@ def test_the_template_says_which_token_ends_turns(chatml_dir: Path) -> None:
 
 
 def test_a_base_model_without_a_template_is_refused(tiny_model_dir: Path) -> None:
-    with pytest.raises(InputError, match="models/base has no chat template: it is a base model"):
+    with pytest.raises(InputError, match="models/base has no chat template, because it is a base model"):
         PromptEncoder(AutoTokenizer.from_pretrained(tiny_model_dir), "models/base", prompts_chats=True)

@@ -151,7 +151,7 @@ def test_the_models_own_sampling_settings_do_not_apply(run: Path) -> None:
 
 
 def test_more_tokens_than_positions_are_refused(loaded: tuple[Any, Any]) -> None:
-    with pytest.raises(InputError, match="exceed the model's 256 positions"):
+    with pytest.raises(InputError, match="exceeds the model's 256 positions"):
         encode_prompts(
             PromptEncoder(loaded[1], "tiny", prompts_chats=False), [Prompt(PROMPT)], limits_of(loaded[0]), 256
         )

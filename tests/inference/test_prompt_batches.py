@@ -67,7 +67,7 @@ def test_texts_are_in_order_resumed_and_the_same_for_any_batch_size(
     again = _start(forked_runs, run, prompts, files[1], "--batch_size", 2)
     again.finish()
     assert files[1].read_text() == whole
-    assert f"{5 - found} texts, {found} were there: " in again.stderr()
+    assert f"{5 - found} texts, {found} already done: " in again.stderr()
 
 
 def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: Path) -> None:
@@ -112,9 +112,9 @@ def test_every_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
     assert [fault.split(": ")[0].removeprefix(f"{file}, line ") for fault in caught.value.faults] == [*"2345678"]
     for name, content in (("empty.txt", "\n \n"), ("prompts.csv", "x")):
         (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match="there is no prompt in it"):
+    with pytest.raises(InputError, match="it has no prompts"):
         read_prompts(tmp_path / "empty.txt")
-    with pytest.raises(InputError, match=r"unknown kind of file; give a \.txt"):
+    with pytest.raises(InputError, match=r"unknown file type; give a \.txt"):
         read_prompts(tmp_path / "prompts.csv")
     with pytest.raises(InputError, match="No such file"):
         read_prompts(tmp_path / "absent.txt")

@@ -204,7 +204,7 @@ def test_best_fit_may_put_parts_of_a_long_document_in_any_rows() -> None:
     starts = [[0], [0], [0], []]
     assert problems_of(rows, starts, in_sequence=False) == []
     assert problems_of([*rows, [BOS, 5, 9, 9]], [*starts, [0]], in_sequence=False) == [
-        "train: documents without EOS at their end: 1, first in row 4"
+        "train: documents that do not end with EOS: 1, first in row 4"
     ]
 
 
@@ -215,11 +215,11 @@ FAULTY: dict[str, tuple[dict[str, list[Any]], str]] = {
     ),
     "no EOS": (
         {"input_ids": [[BOS, 5, EOS, BOS], [6, 8, BOS, 8]], "document_starts": [[0, 3], [2]]},
-        "documents without EOS at their end: 1, first in row 1",
+        "documents that do not end with EOS: 1, first in row 1",
     ),
     "no EOS before padding": (
         {"input_ids": [[5, 6, 2, 2]], "labels": [[5, 6, IGNORED, IGNORED]], "document_starts": [[0]]},
-        "documents without EOS at their end: 1, first in row 0",
+        "documents that do not end with EOS: 1, first in row 0",
     ),
     "nothing supervised": (
         {
@@ -235,7 +235,7 @@ FAULTY: dict[str, tuple[dict[str, list[Any]], str]] = {
     ),
     "labels shifted": (
         {"input_ids": [[5, 6, EOS]], "labels": [[6, EOS, EOS]], "document_starts": [[0]]},
-        "labels of another token than the one at their position: 2, first in row 0",
+        "labels that differ from the token at their position: 2, first in row 0",
     ),
     "borders": (
         {"input_ids": [[5, EOS], [5, EOS], [5, EOS]], "document_starts": [[0], [0, 2], [0, 0]]},
@@ -301,7 +301,7 @@ def test_wrong_row_length_and_changed_tokenizer_are_reported(
     (dataset_copy / "tokenizer" / "tokenizer_config.json").write_text("{}")
     code, _, problems = inspected(dataset_copy, capsys)
     assert code == 1
-    assert "tokenizer: tokenizer_config.json is not the file in the manifest" in problems
+    assert "tokenizer: tokenizer_config.json differs from the file in the manifest" in problems
     rows = manifest["ledger"]["train"]["rows"]
     assert f"train: rows that are not 65 tokens long: {rows}, first in row 0" in problems
 

@@ -204,7 +204,7 @@ def test_rows_of_other_vocabularies_are_found_by_the_text_of_their_tokens(
     assert torch.equal(found[EMBEDDING][len(extended) :], one[EMBEDDING][len(extended) :])  # rows of no token
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == {t: i for i, t in enumerate(extended)}
     line = f"two: {len(shuffled) - 1:,} of the first model's tokens are in its vocabulary; the other 7 have the first "
-    line += "model's rows; 1 of its own are left out."
+    line += "model's rows; 1 of its tokens are left out."
     assert line in " ".join(capsys.readouterr().out.split())
     assert line in (tmp_path / "merged" / "README.md").read_text()
 
@@ -239,12 +239,14 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
     wide: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model_dir, intermediate_size=96))
     wide.save_pretrained(tmp_path / "wide")
     fault = refusal(tmp_path / "out", *linear, other, tmp_path / "wide")
-    assert "model.layers.0.mlp.down_proj.weight is [64, 96], not [64, 128]; give models of one architecture" in fault
+    assert (
+        "model.layers.0.mlp.down_proj.weight is [64, 96], not [64, 128]; give models of the same architecture" in fault
+    )
 
     mistral = shutil.copytree(other, tmp_path / "mistral")
     config = json.loads((mistral / "config.json").read_text())
     (mistral / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
-    assert "it is a mistral, not a llama; give models of one architecture" in refusal(
+    assert "it is a mistral, not a llama; give models of the same architecture" in refusal(
         tmp_path / "out", *linear, other, mistral
     )
 
@@ -253,12 +255,15 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
     common = sorted(vocabulary, key=vocabulary.__getitem__)[:300]
     with_vocabulary(tmp_path / "few", tiny_model_dir, [*common, *few], 1000)
     fault = refusal(tmp_path / "out", *linear, other, tmp_path / "few")
-    assert f"only 300 of the {len(vocabulary):,} tokens are in both vocabularies; give models whose tokenizers" in fault
+    assert (
+        f"only 300 of the {len(vocabulary):,} tokens are in both vocabularies; give models with related tokenizers"
+        in fault
+    )
 
     for file in (tmp_path / "few").glob("tokenizer*"):
         file.unlink()
     fault = refusal(tmp_path / "out", *linear, other, tmp_path / "few")
-    assert f"{tmp_path / 'few'} has no tokenizer to find the same tokens by" in fault
+    assert f"{tmp_path / 'few'} has no tokenizer, so its tokens cannot be matched" in fault
 
     assert "no such folder" in refusal(tmp_path / "out", *linear, other, tmp_path / "gone")
     assert "is complete and stays as it is" in refusal(other / "out", *linear, run, other)
@@ -279,7 +284,7 @@ def test_other_settings_are_noted_and_taken_from_the_first_model(
     (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     merge(tmp_path / "out", "--method", "linear", "--models", other, longer)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 256
-    note = f"note: max_position_embeddings is 512 in {longer}, 256 in {other}; the result has the latter"
+    note = f"note: max_position_embeddings is 512 in {longer}, 256 in {other}; the result has the first model's value"
     assert note in capsys.readouterr().err
 
 
@@ -332,7 +337,7 @@ def test_models_without_a_tokenizer_are_merged_if_they_have_the_same_number_of_r
     found = merge(tmp_path / "merged", "--method", "linear", "--models", *bare)
     assert len(found) == 20
     assert json.loads((tmp_path / "merged" / "verification.json").read_text())["tokenizer"] == "absent"
-    assert "has no tokenizer to find the same tokens by" in refusal(
+    assert "has no tokenizer, so its tokens cannot be matched" in refusal(
         tmp_path / "out", "--method", "linear", "--models", other, bare[0]
     )
 

@@ -320,7 +320,7 @@ CASES: dict[str, Case] = {
     "more tokens than positions": Case(
         "generate",
         "--num_tokens 256",
-        "the prompt has … tokens, which with --num_tokens 256 exceed the model's 256 positions: …",
+        "the prompt has … tokens, which with --num_tokens 256 exceeds the model's 256 positions; …",
     ),
     "a slice that there is not": Case(
         "tokenize", "--shard 5/4", "--shard: expected I/N such as 3/64, from 1/64 to 64/64, got '5/4'"
@@ -734,7 +734,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …", process=True
     ),
     "two checkpoints with the same name": Case(
-        "convert", "--checkpoint runs/good runs/cut-config", "… have the same name: convert them one at a time"
+        "convert", "--checkpoint runs/good runs/cut-config", "… have the same name; convert them one at a time"
     ),
     # --------------------------------------------------------------------------------------------- places to write to
     "a folder with a run": Case(

@@ -121,7 +121,7 @@ def test_infiniband_needs_locked_memory_and_its_library_or_device(tmp_path: Path
     """
     checks = in_namespace(script, "--mount")
     assert checks["locked memory"][0] == "fault"
-    assert "limit of 0.1 MB, too little for InfiniBand (mlx5_0)" in checks["locked memory"][1]
+    assert "limit of 0.1 MB, not enough for InfiniBand (mlx5_0)" in checks["locked memory"][1]
     assert checks["InfiniBand"][0] == "warning"
     assert "NCCL would use TCP" in checks["InfiniBand"][1]
     assert results(run_doctor("bash", "-c", f"ulimit -l 64; {JSON}"))["locked memory"][0] == "ok"
@@ -174,11 +174,11 @@ class GpuNode:
 
 
 GPU_NODES = {
-    "driver": GpuNode("driver", "2 GPUs, and no driver is loaded; install driver 580 or newer", "driver"),
+    "driver": GpuNode("driver", "2 GPUs, but no driver is loaded; install driver 580 or newer", "driver"),
     "old": GpuNode("driver", "for CUDA 12.4, torch 2.13.0 is built for CUDA 13.0; install", "", {"DRIVER_CUDA": 12040}),
-    "silent": GpuNode("driver", "is loaded and does not answer (CUDA error 3); install", "", {"DRIVER_ERROR": 3}),
+    "silent": GpuNode("driver", "is loaded but does not respond (CUDA error 3); install", "", {"DRIVER_ERROR": 3}),
     "libcuda": GpuNode("driver", "driver 550.54.15 is loaded, but its libcuda.so.1 is not found here; in a", "libcuda"),
-    "wheel": GpuNode("driver", "built without CUDA, and 2 GPUs would not be used; pip install torch==2.13.0", "cuda"),
+    "wheel": GpuNode("driver", "built without CUDA, so 2 GPUs would not be used; pip install torch==2.13.0", "cuda"),
     "fabric": GpuNode(
         "GPUs", "not yet initialized (802); this machine has 2 GPUs; start NVIDIA's", "", {"CUINIT": 802}
     ),

@@ -93,7 +93,7 @@ def test_a_job_is_checked_and_has_its_settings_in_it(
     settings = "NODES=3 JOB_OPTIONS=(--time=1:00:00)\n"
     done = submit(tmp_path, sbatch, "train", *given, settings=settings)
     assert not done.returncode, done.stderr
-    assert "arguments, files and data are in order: " in done.stderr
+    assert "arguments, files and data are valid: " in done.stderr
     text = done.stdout
     assert "\n--nodes=3\n" in text
     assert text.index("--time=24:00:00") < text.index("--time=1:00:00")

@@ -237,10 +237,10 @@ def test_a_source_without_a_document_for_validation_is_noted(
     many = write_jsonl(tmp_path / "es.jsonl")
     one = write_jsonl(tmp_path / "en.jsonl", [f"{TEXTS[0]} {TEXTS[1]}"])
     tokenize(tmp_path / "out", tiny_model_dir, f"es={many}", f"en={one}", validation_split=0.1)
-    assert "note       en has no document in validation/, so a run does not see its loss;" in capsys.readouterr().out
+    assert "note       en has no documents in validation/, so runs cannot measure its loss;" in capsys.readouterr().out
     tokenize(tmp_path / "all", tiny_model_dir, f"es={many}", f"en={many}", validation_split=0.5)
     tokenize(tmp_path / "none", tiny_model_dir, f"es={many}", f"en={one}", validation_split=0)
-    assert "no document in validation/" not in capsys.readouterr().out
+    assert "no documents in validation/" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("max_tokens", [1, 200, 10**6])

@@ -141,7 +141,7 @@ def test_inspector_shows_both_answers_and_the_first_token_that_differs(
     assert re.search(r"▸It is \d+\..*│ ▸I do not know", shown)
     page = (tmp_path / "page.html").read_text()
     assert len(re.findall(r'class="s[a-z ]* first"', page)) == 2 * page.count("rejected, differs from position")
-    assert "two of each of 24 preference pairs" in page
+    assert "two for each of 24 preference pairs" in page
 
 
 def test_documents_of_a_row_are_named_by_pair_and_found(made: Path, rows: list[dict[str, Any]]) -> None:

@@ -136,7 +136,7 @@ def test_another_label_is_found_by_the_inspector(tmp_path: Path, model: Path, so
     labels = np.load(file)
     labels[0] = not labels[0]
     np.save(file, labels)
-    assert any("desirable answers, the document index" in problem for problem in problems_of(folder))
+    assert any("desirable answers, but the document index" in problem for problem in problems_of(folder))
     file.unlink()
     with pytest.raises(InputError, match=r"desirable.npy: the file is missing; tokenize again"):
         desirable_of(folder)

@@ -256,7 +256,7 @@ def test_finished_run_reports_it_and_ends_with_0(trainer: Trainer, uninterrupted
     before = timeless(uninterrupted)
     run = trainer.start("uninterrupted", 1, resume="true")
     run.finish()
-    assert "nothing is left to train" in run.stdout() + run.stderr()
+    assert "nothing left to train" in run.stdout() + run.stderr()
     assert timeless(uninterrupted) == before
 
 

@@ -47,7 +47,7 @@ def test_the_newest_readable_checkpoint_is_read_if_a_later_one_is_damaged(run: P
 
 def test_a_damaged_file_is_an_error_for_the_strict_reader_alone(run: Path) -> None:
     folder = RunFolder(run)
-    with pytest.raises(InputError, match=r"config\.yaml: not a configuration"):
+    with pytest.raises(InputError, match=r"config\.yaml: not a configuration file"):
         print(folder.config)
     assert folder.metrics.steps.tolist() == [1]
     summary = summarize_run(run)

@@ -434,7 +434,7 @@ def move_to_other_source(documents: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (move_border, "document index: documents begin elsewhere in 2 rows, first in row 0"),
+        (move_border, "document index: documents begin at other positions in 2 rows, first in row 0"),
         (move_to_other_source, "documents of es, the document index"),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_stopped_counting_task_continues_and_a_finished_one_does_nothing(
     expected = content(counted.folder / "counts" / "2")
     assert finished.pop("config.yaml") != expected.pop("config.yaml")  # it has the folder's name
     assert finished == expected
-    assert "has slice 2/3 already: nothing to do" in printed_by(tokenize, tiny_model_dir, words)
+    assert "already has slice 2/3; nothing to do" in printed_by(tokenize, tiny_model_dir, words)
     with pytest.raises(InputError, match="2 was written with --boilerplate 10; choose another folder, or remove it"):
         tokenize(tiny_model_dir, words.replace("--boilerplate 10", "--boilerplate lines"))
 

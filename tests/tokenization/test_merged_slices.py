@@ -341,7 +341,7 @@ def test_a_task_that_was_stopped_continues_and_a_finished_one_does_nothing(
     # a finished slice stays as it is
     finished_content = content(tmp_path / "s")
     run(tiny_model_dir, tmp_path / "s", "--shard 2/3 --num_proc 2")
-    assert "has slice 2/3 already: nothing to do" in capsys.readouterr().out
+    assert "already has slice 2/3; nothing to do" in capsys.readouterr().out
     assert content(tmp_path / "s") == finished_content
     for words, made_with in {"--shard 1/3": "--shard 2/3", "--shard 2/3 --seed 1": "--seed 0"}.items():
         with pytest.raises(InputError, match=f"s was written with {made_with}; choose another folder, or remove it"):

@@ -356,8 +356,8 @@ def test_rows_hold_whole_pairs_with_two_borders_each(
         (None, None),
         ("drop a border", "rows with half a pair of sequences"),
         ("unsupervised answer", "pairs of sequences without two supervised answers"),
-        ("other prompt", "pairs of sequences with two prompts"),
-        ("longer prompt", "pairs of sequences with two prompts"),
+        ("other prompt", "pairs of sequences with different prompts"),
+        ("longer prompt", "pairs of sequences with different prompts"),
     ],
 )
 def test_what_is_wrong_with_pairs_is_found_by_row(change: str | None, fault: str | None) -> None:

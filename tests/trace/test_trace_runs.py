@@ -240,7 +240,7 @@ def test_what_is_printed_names_documents_steps_and_checkpoints(
     )
     main(["early", "--document", "{}:{}".format(*validation)])
     printed = capsys.readouterr().out
-    assert "validation split, which is not trained on: " in printed
+    assert "validation split, which is not used for training: " in printed
     assert "\nread by no step up to 2, the newest checkpoint\n" in printed
     assert "\nnewest without it " in printed
 
@@ -255,7 +255,7 @@ def test_ranks_that_split_a_model_read_the_same_rows() -> None:
     ("words", "fault"),
     [
         ("trunk --step 7", "--step 7: the run of .*trunk/checkpoints/step-00000006 ends at step 6"),
-        ("trunk --step 2 --rank 2", "--rank 2: step 2 has the ranks 0 to 1, as "),
+        ("trunk --step 2 --rank 2", "--rank 2: step 2 has ranks 0 to 1, according to "),
         ("nothing --step 2", "nothing: neither a complete checkpoint nor a run folder that has one|no such folder"),
         (
             "trunk --document b.jsonl:1",
@@ -264,11 +264,18 @@ def test_ranks_that_split_a_model_read_the_same_rows() -> None:
         ("trunk --document va.jsonl:21", r"no such document in va, so no step read it: it was left out \(empty\), is "),
         (
             "trunk --step 1 --train_data_dir gone es",
-            "gone: no such folder, where the run of .*trunk/.* read a token dataset",
+            "gone: no such folder, but the run of .*trunk/.* read a token dataset",
         ),
-        ("trunk --step 1 --train_data_dir es va", "es, va: not what the run of .*trunk/"),
+        (
+            "trunk --step 1 --train_data_dir es va",
+            "es, va: manifest.json differs from the token dataset that the run of .*trunk/",
+        ),
         ("stream --step 1", "its run read --streaming_dataset, whose rows depend on the texts"),
-        ("older --document va.jsonl:1", "older/va has no document index, so its rows cannot be traced to documents"),
+        (
+            "older --document va.jsonl:1",
+            "older/va has no document index because an older version wrote it, so its rows cannot be traced to "
+            "documents",
+        ),
         ("moved --document va.jsonl:1", "trunk: the run of the steps 1 to 4 has no checkpoint any more"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_run_ends_after_a_save_when_a_loss_has_stopped_falling(stopping: Stopp
     assert reason in run.stdout()
     again = stopping.start("early", resume="true", **given)
     again.finish()
-    assert f"step {end} of {MAX_STEP}: nothing is left to train" in again.stdout()
+    assert f"step {end} of {MAX_STEP}: nothing left to train" in again.stdout()
     assert reason in again.stdout()
     killed = stopping.start("killed", at_point("os.kill(os.getpid(), signal.SIGKILL)", end, "OPTIMIZER"), **given)
     assert killed.wait() == [-9]

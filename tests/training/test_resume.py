@@ -198,7 +198,7 @@ def test_tensorboard_and_wandb_hold_every_step_once_after_kills(killing: Killing
     assert (run / "checkpoints" / f"step-{NUM_LOGGED:08d}").is_dir()
     again = killing.runs.start(line, 1)
     again.finish()
-    assert "nothing is left to train" in again.stdout()
+    assert "nothing left to train" in again.stdout()
     rows = metrics(run)
     (tracked,) = (run / "wandb").glob("offline-run-*")
     history = read_history(tracked)
@@ -375,7 +375,7 @@ def test_finished_run_continues_when_given_more_steps(resumed: Resumed, raised: 
     before = metrics(resumed.killing.folder / name)
     again = resumed(name, 1, {**first, "checkpoint": "null", "resume": "true"})
     again.finish()
-    assert f"step {len(before)} of {len(before)}: nothing is left to train" in again.stdout()
+    assert f"step {len(before)} of {len(before)}: nothing left to train" in again.stdout()
     assert metrics(resumed.killing.folder / name) == before
     more = resumed(name, 1, {**first, **raised, "checkpoint": "null", "resume": "true"})
     more.finish()

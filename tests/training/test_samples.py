@@ -131,7 +131,7 @@ def test_wrong_prompts_are_refused_before_the_run(
     for options, fault in (
         ({"sample_prompts": tmp_path / "none.txt"}, "none.txt: No such file or directory; give a .txt file"),
         ({"sample_prompts": prompts, "sample_tokens": 250}, "prompts.txt, line 2 has "),
-        ({"sample_prompts": chats}, "has no chat template: it is a base model"),
+        ({"sample_prompts": chats}, "has no chat template, because it is a base model"),
     ):
         run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **options), 1)
         assert run.wait() == [2]

@@ -375,8 +375,8 @@ def test_devices_that_compute_a_row_together_read_it_once(translate: Translate, 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (AXOLOTL.replace("surprise: 7", "rl: grpo"), "rl: grpo: of preference losses this project has dpo, ipo"),
-        (TRL + "loss_type: [sigmoid, bco_pair]\n", "this project has one preference loss at a time"),
+        (AXOLOTL.replace("surprise: 7", "rl: grpo"), "rl: grpo: this project has the preference losses dpo, ipo"),
+        (TRL + "loss_type: [sigmoid, bco_pair]\n", "this project uses one preference loss at a time"),
         ("stage: sft\nmodel_name_or_path: a\ntrain_dataset: data.yaml\n", "a file for LLaMA-Factory v1"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: rm"), "stage: rm: this project trains the stages"),
         (TRL + "reward_funcs: accuracy\n", "reward_funcs: a file for GRPO"),
@@ -386,9 +386,9 @@ def test_devices_that_compute_a_row_together_read_it_once(translate: Translate, 
         (TRL + "datasets: [{path: a, weight: x}]\n", "datasets[0].weight: expected a number, got 'x'"),
         (AXOLOTL.replace("2e-4", "-1"), "learning_rate: expected a number above 0"),
         (AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: 1.5"), "micro_batch_size: expected a whole number"),
-        (TRL.replace("dataset_name: org/pairs\n", ""), "it names no data set"),
+        (TRL.replace("dataset_name: org/pairs\n", ""), "it does not name a dataset"),
         ("a: 1\n", "give --from PROGRAM"),
-        ("- 1\n", "expected the lines 'name: value'"),
+        ("- 1\n", "expected a training file with lines 'name: value'"),
         ("base_model: *x\n", "an alias"),
     ],
 )
@@ -440,7 +440,7 @@ def test_the_command_tokenizes_and_the_steps_then_decide_the_shares(
 
 def test_steps_need_the_number_of_devices(tmp_path: Path) -> None:
     (fault,) = faults(AXOLOTL, tmp_path, "--train_data_dir", str(tmp_path))
-    assert fault.startswith("--train_data_dir: the number of steps depends on the devices; give --devices")
+    assert fault.startswith("--train_data_dir: the number of steps depends on the number of devices; give --devices")
 
 
 @pytest.mark.parametrize("output_dir", ["data/sft", "./data/sft/", "data/sft/run", "data"])

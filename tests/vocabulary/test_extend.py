@@ -157,7 +157,7 @@ def test_a_learned_token_is_the_pair_that_comes_most(tmp_path: Path, chatml_dir:
     learned = tokenizer.learn([" zqx zqx zqx zqx and"], len(before) - 1)
     assert learned.tokens[-1] == "Ġzqx"
     assert learned.pieces[-1] == tuple(before)
-    with pytest.raises(InputError, match=r"only .* new tokens that come 2 times; give a lower number, or more text"):
+    with pytest.raises(InputError, match=r"only .* new tokens that occur 2 times; give a lower number, or more text"):
         tokenizer.learn([" zqx zqx"], 1000)
 
 
@@ -245,8 +245,8 @@ def test_only_rows_that_get_a_token_change(
         assert torch.nonzero(~is_equal).flatten().tolist() == [2000, 2001]
         assert new[name].shape == (2112, WIDTH)
     said = f"{capsys.readouterr().out} {(tmp_path / 'out' / 'README.md').read_text()}"
-    assert "the new tokens take 2 of 64 stored rows without a token" in said
-    assert "2 of them take the place of rows that the base model has without a token" in said
+    assert "the new tokens use 2 of 64 stored rows without a token" in said
+    assert "2 of them use rows of the base model that had no token" in said
 
 
 @pytest.mark.parametrize("stores_head", [False, True])
@@ -263,7 +263,7 @@ def test_a_plan_counts_the_rows_that_are_taken_and_a_tied_matrix_once(
     words = f"--model {base} --tokens {tmp_path / 'tokens.txt'} --output_dir {tmp_path / 'out'} --plan true"
     main(["extend", *words.split()])
     printed = capsys.readouterr().out
-    assert "the new tokens take 64 of 64 stored rows without a token" in printed
+    assert "the new tokens use 64 of 64 stored rows without a token" in printed
     row = load_file(base / "model.safetensors")["model.embed_tokens.weight"][0]
     assert f"{2112 * row.nbytes / 1e6:.1f} MB\n" in printed.partition("in the embedding, tied with the head: ")[2]
 
@@ -329,7 +329,7 @@ def test_a_plan_says_what_the_tokens_save_and_cost_and_writes_nothing(
     words = f"--model {base} --texts ca={catalan} --num_tokens 150 --output_dir {tmp_path / 'out'} --plan true"
     main(["extend", *words.split()])
     printed = capsys.readouterr().out
-    assert "tokens a word on the held-out" in printed
+    assert "tokens per word on the held-out" in printed
     assert "tokens     2,000 → 2,150: 150 learned, 0 given, 0 special\n" in printed
     assert "rows       2,000 → 2,176 (vocab_size in config.json), padded to a multiple of 64\n" in printed
     assert f"costs      {176 * WIDTH * 2 * 2 / 1e6:.1f} MB more in embedding and head" in printed
@@ -362,8 +362,8 @@ def digest(folder: Path) -> dict[str, str]:
         ("--num_tokens 10", "--texts and --num_tokens belong together"),
         ("", "no tokens to add; give --texts with --num_tokens, --tokens or --special_tokens"),
         ("--tokens nothing.txt", "--tokens nothing.txt: cannot be read"),
-        ("--tokens KNOWN", "' the' is a token already; leave it out|'Ġthe' is a token already; leave it out"),
-        ("--texts ca=CA --num_tokens 900000", "new tokens that come 2 times; give a lower number, or more text"),
+        ("--tokens KNOWN", "' the' is already a token; leave it out|'Ġthe' is already a token; leave it out"),
+        ("--texts ca=CA --num_tokens 900000", "new tokens that occur 2 times; give a lower number, or more text"),
         ("--texts ca=CA --num_tokens 5 --max_shard_size big", "--max_shard_size: expected a size"),
         ("--texts ca=CA --num_tokens 5 --output_dir MODEL/in", "is complete and stays as it is"),
     ],
@@ -388,7 +388,7 @@ def test_a_model_that_does_not_fit_its_tokenizer_is_refused(base: Path, catalan:
         file.unlink()
     write_llama(folder, 1500, tied=False)
     words = f"--model {folder} --texts ca={catalan} --num_tokens 5 --output_dir {tmp_path / 'out'}"
-    with pytest.raises(InputError, match="its tokenizer has 2,000 ids, its embedding 1,500 rows"):
+    with pytest.raises(InputError, match="its tokenizer has 2,000 ids, but its embedding has 1,500 rows"):
         main(["extend", *words.split()])
     shutil.copytree(folder, tmp_path / "step-1")
     (tmp_path / "step-1" / "trainer.json").write_text("{}")

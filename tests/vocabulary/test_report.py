@@ -113,7 +113,7 @@ def figures_of(tokenizer: str, num_tokens: int, saving: Estimate | None) -> Toke
     "num_tokens, interval, advice",
     [
         (127, (0.02, 0.04), "keep A: 1.31 → 1.27 with B saves 3.1% (2.0% to 4.0%)"),
-        (140, None, "keep A: no other needs fewer tokens"),
+        (140, None, "keep A: no other tokenizer needs fewer tokens"),
         (110, (0.13, 0.18), "it depends: 1.31 → 1.10 with B saves 16.0%"),
         (95, (0.24, 0.31), "it depends: 1.31 → 0.95 with B saves 27.5%"),
         (90, (0.26, 0.36), "change it: 1.31 → 0.90 with B saves 31.3%"),
