@@ -91,7 +91,7 @@ def test_changed_or_missing_base_is_one_line_before_anything_is_written(
     for use in uses(checkpoint, base, tiny_tokens_dir):
         with pytest.raises(InputError) as refused:
             use()
-        assert [fault.count(f"its base {base} is gone") for fault in refused.value.faults] == [1]
+        assert [fault.count(f"its base {base} no longer exists") for fault in refused.value.faults] == [1]
     assert prepare(
         parse(TrainArguments, [*argv(moved, tiny_tokens_dir, tmp_path / "run", **GIVEN), "--resume", "true"])
     )

@@ -166,7 +166,7 @@ def test_a_long_row_of_numbers_takes_little_memory_and_hides_none() -> None:
 def test_a_missing_package_is_one_line_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "phonenumbers", None)
     with pytest.raises(
-        InputError, match=r"^--redact phone needs phonenumbers: pip install 'fabric-train\[cleaning\]'$"
+        InputError, match=r"^--redact phone needs phonenumbers; run pip install 'fabric-train\[cleaning\]'$"
     ):
         open_redaction(["email", "phone"])
     assert open_redaction(["email", "ip"]).kinds == ("email", "ip")

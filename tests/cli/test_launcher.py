@@ -58,7 +58,7 @@ NAMES = [*TORCHRUN, "NODE_RANK", *OPEN_MPI, *MPICH, *SRUN, "SLURM_PTY_PORT", "PB
         ({**TORCHRUN, "WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment: expected a whole number from 1"),
         ({**TORCHRUN, "WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment: expected a whole number from 1"),
         ({**TORCHRUN, "RANK": "²"}, "RANK='²' in the environment: expected a whole number from 0"),
-        ({**TORCHRUN, "RANK": "5"}, "RANK=5 in the environment is not below WORLD_SIZE=2: ranks count from 0"),
+        ({**TORCHRUN, "RANK": "5"}, "RANK=5 in the environment is not below WORLD_SIZE=2, but ranks count from 0"),
         ({"RANK": "1"}, "RANK=1 in the environment without a launcher (no TORCHELASTIC_RUN_ID)"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 in the environment without a launcher"),
         ({"PMI_RANK": "3", "PMI_SIZE": "2"}, "PMI_RANK=3 in the environment is not below PMI_SIZE=2"),

@@ -132,7 +132,7 @@ def test_chats_that_cannot_be_used_are_refused_with_their_place(
     assert fault.endswith("; fix it, or skip such rows with fabric-train tokenize --on_bad_rows skip")
     tools = {"messages": [user("Hi"), assistant("Hello")], "tools": [{"type": "function"}]}
     bad.write_text("\n".join([*lines, json.dumps(tools)]))  # found when it is encoded, not when it is read
-    assert fault_of(bad, chatml_dir).startswith(f"{bad}, line 3: the chat template leaves out its tools; ")
+    assert fault_of(bad, chatml_dir).startswith(f"{bad}, line 3: the chat template drops its tools; ")
 
 
 def test_columns_of_which_nothing_is_made_are_named_at_the_start(tmp_path: Path, chatml_dir: Path) -> None:

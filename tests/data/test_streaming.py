@@ -368,7 +368,7 @@ def test_sources_without_text_are_refused_before_the_run(
     assert fault.endswith("by --chat_template of fabric-train tokenize")
     file = write_jsonl(tmp_path / "a.jsonl", ["text"])
     fault = refusal(lambda: stream_of([file], tiny_model_dir, tmp_path, text_column="body"))
-    assert "no column 'body'; there are: text" in fault
+    assert "no column 'body'; it has text" in fault
     fault = refusal(lambda: stream_of([file], tmp_path, tmp_path))
     assert fault.startswith(f"--model_name {tmp_path}: it has neither tokenizer.json")
     fault = refusal(lambda: stream_of([tmp_path / "missing.jsonl"], tiny_model_dir, tmp_path))

@@ -423,7 +423,7 @@ def test_without_lm_eval_the_program_names_the_extra_and_writes_nothing(
     tasks = write_tasks(tmp_path, "languages: {es: [xnli_es]}")
     program = forked_runs.start(["--watch", run, "--tasks", tasks], 1, program="fabric_train.programs.evaluate")
     assert program.wait() == [2]
-    assert program.stderr() == "error: --tasks needs lm_eval: pip install 'fabric-train[eval]'\n"
+    assert program.stderr() == "error: --tasks needs lm_eval; run pip install 'fabric-train[eval]'\n"
     assert not (run / "evaluation").exists()
 
 

@@ -137,7 +137,9 @@ def test_what_an_export_lacks_is_one_line_before_it_begins(
     for source, merges, package in ((checkpoint, None, "peft"), (in_4_bits, "original", "bitsandbytes")):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            with pytest.raises(InputError, match=f"needs {package}: pip install 'fabric-train.{package}.'") as refused:
+            with pytest.raises(
+                InputError, match=f"needs {package}; run pip install 'fabric-train.{package}.'"
+            ) as refused:
                 plan_targets([source], target, torch.float32, merges=cast(MergeInto | None, merges))
             assert len(refused.value.faults) == 1
     monkeypatch.setattr(requirements, "free_bytes", lambda folder: 1000)

@@ -142,7 +142,7 @@ def test_a_fault_that_stays_is_one_line_and_uploads_are_kept(
 ) -> None:
     before = content(folder)
     hub.faults.append(Fault("POST .*/commit/", status, content={"error": "too\nmany"}))
-    assert f"the hub answered {status} (too many); the same command" in failure(folder)
+    assert f"the hub answered {status} (too many); run the same command" in failure(folder)
     assert content(folder) == before
     uploads = hub.calls_of("PUT ")
     hub.faults.clear()

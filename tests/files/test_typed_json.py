@@ -51,7 +51,7 @@ class Numbers:
         (b'{"a": ' + b"9" * 5000 + b"}", "an integer of more than 128 bits"),
         (b'{"a": ' * 101 + b"1" + b"}" * 101, "nested too deeply"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"a": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"a": "\\ud800"}', "half a surrogate pair"),
     ],
 )
 def test_each_kind_of_damage_is_named(tmp_path: Path, content: bytes, reason: str) -> None:

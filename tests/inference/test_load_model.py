@@ -72,7 +72,7 @@ def test_an_adapter_needs_peft(tmp_path: Path, tiny_model_dir: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "peft", None)
     folder = _adapter(tmp_path / "adapter", str(tiny_model_dir))
     (folder / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match=r"needs peft: pip install 'fabric-train\[peft\]'"):
+    with pytest.raises(InputError, match=r"needs peft; run pip install 'fabric-train\[peft\]'"):
         load_for_inference(str(folder))
 
 

@@ -77,7 +77,7 @@ def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: P
     row = {"line": 1, **ROWS[0], "text": "", "model": "a", "settings": OutputFile(output, given, settings)._settings}
     for change, fault in (
         ({}, None),
-        ({"prompt": "Another"}, r"out.jsonl, line 1: not of .*prompts.jsonl, line 1;"),
+        ({"prompt": "Another"}, r"out.jsonl, line 1: does not belong to .*prompts.jsonl, line 1;"),
         ({"settings": {"num_tokens": 9}}, "line 1: generated with other settings;"),
     ):
         output.write_text(json.dumps(row | change) + "\n")
@@ -153,5 +153,5 @@ def test_a_chat_in_a_file_of_prompts_loses_nothing_without_a_word(
     shown = capsys.readouterr().err
     assert "the chat template does not show id of the user's turns, reasoning of turns that are not supervised" in shown
     file.write_text(json.dumps({"messages": turns, "tools": [{"type": "function", "function": {"name": "find"}}]}))
-    with pytest.raises(InputError, match="line 1: the chat template leaves out its tools"):
+    with pytest.raises(InputError, match="line 1: the chat template drops its tools"):
         encoder.encode(read_prompts(file)[0])

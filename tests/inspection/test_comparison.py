@@ -278,7 +278,7 @@ def test_languages_are_those_of_the_documents(
     output = " ".join(capsys.readouterr().out.split())
     page = (tmp_path / "page.html").read_text(encoding="utf-8").replace("&#39;", "'")
     for text in (output, page):
-        assert "this table needs py3langid: pip install 'fabric-train[cleaning]'" in text
+        assert "this table needs py3langid; run pip install 'fabric-train[cleaning]'" in text
         assert "25 of 25 documents of B" in text
 
 

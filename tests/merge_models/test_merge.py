@@ -203,7 +203,7 @@ def test_rows_of_other_vocabularies_are_found_by_the_text_of_their_tokens(
         torch.testing.assert_close(found[EMBEDDING][row], sum(both) / len(both), rtol=0, atol=1e-7)
     assert torch.equal(found[EMBEDDING][len(extended) :], one[EMBEDDING][len(extended) :])  # rows of no token
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == {t: i for i, t in enumerate(extended)}
-    line = f"two: {len(shuffled) - 1:,} of the first model's tokens are in its vocabulary; the other 7 have the first "
+    line = f"two: its vocabulary has {len(shuffled) - 1:,} of the first model's tokens; the other 7 keep the first "
     line += "model's rows; 1 of its tokens are left out."
     assert line in " ".join(capsys.readouterr().out.split())
     assert line in (tmp_path / "merged" / "README.md").read_text()
@@ -266,7 +266,7 @@ def test_models_that_do_not_fit_together_are_refused_in_one_line(
     assert f"{tmp_path / 'few'} has no tokenizer, so its tokens cannot be matched" in fault
 
     assert "no such folder" in refusal(tmp_path / "out", *linear, other, tmp_path / "gone")
-    assert "is complete and stays as it is" in refusal(other / "out", *linear, run, other)
+    assert "is complete and is never changed" in refusal(other / "out", *linear, run, other)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "an adapter without its base; convert its checkpoint with --merge true" in refusal(

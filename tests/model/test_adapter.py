@@ -323,7 +323,7 @@ def test_a_base_that_moved_is_found_and_one_that_changed_is_refused(
     save_file(weights, elsewhere / "model.safetensors", {"format": "pt"})
     stopped = forked_runs.start(argv(elsewhere, tokens, run, max_step=3, **settings), 1)
     assert stopped.wait() == [2]
-    assert "elsewhere has other weights" in stopped.stderr()
+    assert "elsewhere has different weights" in stopped.stderr()
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_compared_by_the_tokenizer_attached_to_it(tokens: Path, 
     checkpoint = write_full(tmp_path / "step-00000001", model, trained_weights(model), step=1)
     assert compare(tokens, checkpoint) == SILENT
     change(checkpoint / "tokenizer" / "tokenizer.json", swap_two_tokens)
-    assert f"there {checkpoint}/tokenizer/tokenizer.json" in fault(tokens, checkpoint)
+    assert f"there: {checkpoint}/tokenizer/tokenizer.json" in fault(tokens, checkpoint)
 
 
 # -------------------------------------------------------------------------------------------------- the folder itself
@@ -241,7 +241,7 @@ def test_other_tokenizer_than_the_models_is_refused_with_the_difference(
     change(model / "tokenizer.json", how)
     line = fault(tokens, model)
     assert line.startswith(f"{tokens}: not tokenized with the tokenizer of {model}: {words.format_map(ids)}")
-    assert f"; tokenize with --tokenizer_name {model}, or train a model of " in line
+    assert f"; tokenize with --tokenizer_name {model}, or train a model that uses " in line
 
 
 def test_a_model_from_the_hub_is_compared_by_its_cached_tokenizer(

@@ -428,7 +428,7 @@ CASES: dict[str, Case] = {
     "weights of another model": Case(
         "generate",
         "--model_name models/deeper",
-        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, such as …; fetch …",
+        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, such as …; download …",
         process=True,
     ),
     # ------------------------------------------------------------------------------------------------ token datasets
@@ -440,7 +440,7 @@ CASES: dict[str, Case] = {
         num_ranks=2,
     ),
     "a file as token dataset": Case(
-        "train", "--train_data_dir file", "--train_data_dir file: a file, not a folder; make …"
+        "train", "--train_data_dir file", "--train_data_dir file: a file, not a folder; write …"
     ),
     "a folder that is not a token dataset": Case(
         "train",
@@ -448,14 +448,14 @@ CASES: dict[str, Case] = {
         "--train_data_dir model: the folder has no dataset_dict.json; write a token dataset with fabric-train "
         "tokenize --output_dir model",
     ),
-    "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
+    "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; write …"),
     "an empty training set": Case(
         "train", "--train_data_dir datasets/no-rows", "… a split has no rows; leave it out or …"
     ),
     "rows of one token": Case(
         "train",
         "--train_data_dir datasets/short-rows",
-        "datasets/short-rows: rows of train have 1 tokens, none to predict; …",
+        "datasets/short-rows: rows of train have 1 tokens, which leaves none to predict; …",
     ),
     "texts as token dataset": Case(
         "train",
@@ -555,7 +555,7 @@ CASES: dict[str, Case] = {
     "merging a token dataset without a manifest": Case(
         "merge",
         "tokens datasets/no-manifest",
-        "datasets/no-manifest: no manifest.json, so its tokenizer is unknown; …",
+        "datasets/no-manifest: it has no manifest.json, so its tokenizer is unknown; …",
     ),
     "an edited tokenizer": Case(
         "merge",
@@ -601,7 +601,7 @@ CASES: dict[str, Case] = {
         "texts/numbers.parquet: column 'text' holds double, not text; choose another with --text_column",
     ),
     "no column with texts": Case(
-        "tokenize", "--dataset texts/other-column.jsonl", "… line 1: no column 'text'; there are: body; …"
+        "tokenize", "--dataset texts/other-column.jsonl", "… line 1: no column 'text'; it has body; …"
     ),
     "texts of another encoding": Case(
         "tokenize",
@@ -707,10 +707,10 @@ CASES: dict[str, Case] = {
         "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
     ),
     "a trainer.json that is not an object": Case(
-        "train", "--checkpoint runs/list-trainer", "… is damaged: trainer.json: damaged (no JSON object); there is …"
+        "train", "--checkpoint runs/list-trainer", "… is damaged: trainer.json: damaged (no JSON object); the run …"
     ),
     "a trainer.json without most values": Case(
-        "train", "--checkpoint runs/bare-trainer", "… is damaged: trainer.json: damaged (…: Field required); there …"
+        "train", "--checkpoint runs/bare-trainer", "… is damaged: trainer.json: damaged (…: Field required); the run …"
     ),
     "a checkpoint of another format": Case(
         "convert", "--checkpoint runs/format", "… has format 99, but this version reads format …"
@@ -814,11 +814,11 @@ CASES: dict[str, Case] = {
     "texts without permission to read": Case(
         "tokenize", "--dataset secret.jsonl", "Permission denied: secret.jsonl; give …", code=1, before=AS_A_USER
     ),
-    "a full disk for tokens": Case("tokenize", "--output_dir disk-1/tokens", "…the smallest token dataset takes …"),
+    "a full disk for tokens": Case("tokenize", "--output_dir disk-1/tokens", "…the smallest token dataset needs …"),
     "a disk that becomes full": Case(
         "tokenize", "--output_dir disk-1/tokens", "…No space left on device…", code=1, before=ROOM_AT_FIRST
     ),
-    "a full disk for an export": Case("convert", "--output_dir disk-2/export", "…the export takes …"),
+    "a full disk for an export": Case("convert", "--output_dir disk-2/export", "…the export needs …"),
     "a full disk for a page": Case(
         "inspect", "tokens --html /dev/full", "No space left on device…; free some space …", code=1
     ),

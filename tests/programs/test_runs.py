@@ -112,7 +112,7 @@ def test_rows_are_sorted_and_filtered(found: Found, capsys: pytest.CaptureFixtur
     runs.main([str(found.folder / "done")])
     table = capsys.readouterr().out
     assert table.splitlines()[1].split()[:3] == ["done", "done", "4/4"]
-    with pytest.raises(InputError, match="no such folder; give a folder with runs in it"):
+    with pytest.raises(InputError, match="no such folder; give a folder that contains runs"):
         runs.main([str(found.folder / "none")])
 
 

@@ -133,7 +133,7 @@ def test_row_of_unknown_format_is_shown_with_file_line_and_formats(tmp_path: Pat
     source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho"), {"messages": "Hello"}])
     with pytest.raises(InputError, match=r"line 2: .*accepted: messages \[.*Hello.*--on_bad_rows skip"):
         run(tmp_path / "out", tokenizer_dir, source, packing="none")
-    with pytest.raises(InputError, match=r"no column 'text'; there are: question; .*conversations .*the row: \{"):
+    with pytest.raises(InputError, match=r"no column 'text'; it has question; .*conversations .*the row: \{"):
         run(tmp_path / "out", tokenizer_dir, write(tmp_path / "b.jsonl", [{"question": "Hi"}]))
 
 

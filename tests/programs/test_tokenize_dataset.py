@@ -316,10 +316,10 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "missing column, jsonl": (
         "a.jsonl",
         bytes_of(b'{"body": "a", "id": 1}\n'),
-        "no column 'text'; there are: body, id;",
+        "no column 'text'; it has body, id;",
     ),
-    "missing column, csv": ("a.csv", bytes_of(b"id;text\n1;a\n"), "no column 'text'; there are: id;text;"),
-    "missing column, parquet": ("a.parquet", parquet_of(body=["a"], id=[1]), "there are: body, id;"),
+    "missing column, csv": ("a.csv", bytes_of(b"id;text\n1;a\n"), "no column 'text'; it has id;text;"),
+    "missing column, parquet": ("a.parquet", parquet_of(body=["a"], id=[1]), "it has body, id;"),
     "numbers, parquet": ("a.parquet", parquet_of(text=[1, 2]), "column 'text' holds int64, not text"),
     "empty folder": ("a", lambda path: path.mkdir(), "no readable file among the 0 files of this folder"),
     "pdf": ("a.pdf", bytes_of(b"%PDF"), r"cannot read \.pdf; readable are \.txt, \.md"),
@@ -327,7 +327,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "saved, missing column": (
         "a",
         lambda path: datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(path),
-        r"\(train\), row 1: no column 'text'; there are: body",
+        r"\(train\), row 1: no column 'text'; it has body",
     ),
     "saved, damaged": ("a", damaged_saved_dataset, "incomplete save_to_disk folder"),
 }

@@ -201,7 +201,7 @@ def test_a_rewritten_file_is_not_what_was_listed(tmp_path: Path, keep_time: bool
     with pytest.raises(InputError, match=r"a\.jsonl: changed while it was being read"):
         list(hash_files([listed]))
     listed.path.unlink()
-    with pytest.raises(InputError, match=r"a\.jsonl: removed while it was read"):
+    with pytest.raises(InputError, match=r"a\.jsonl: removed while it was being read"):
         check_unchanged(listed, digest)
 
 

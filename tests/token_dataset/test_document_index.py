@@ -435,7 +435,7 @@ def move_to_other_source(documents: np.ndarray) -> None:
     ("spoil", "problem"),
     [
         (move_border, "document index: documents begin at other positions in 2 rows, first in row 0"),
-        (move_to_other_source, "documents of es, the document index"),
+        (move_to_other_source, "documents of es, but the document index has"),
     ],
 )
 def test_inspect_finds_an_index_that_is_not_that_of_the_rows(
@@ -524,7 +524,7 @@ def test_the_name_before_an_equals_sign_names_the_source(tmp_path: Path, monkeyp
         match=r"lang=es: ambiguous, since it is a path and could also be es with the name lang; give \./lang=es",
     ):
         split_names(["lang=es"], "--dataset")
-    with pytest.raises(InputError, match=r"--dataset all=corpus: losses of all sources .* give NAME=corpus"):
+    with pytest.raises(InputError, match=r"--dataset all=corpus: the name all is reserved .* give another NAME=corpus"):
         split_names(["all=corpus"], "--dataset")
 
 

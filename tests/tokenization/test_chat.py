@@ -361,7 +361,7 @@ def test_a_system_prompt_of_the_template_is_noted(
 ) -> None:
     (note,) = encoder(chatml_dir).notes
     prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert f"begins each chat that gives none: '{prompt}'; to leave it out, give a template" in note
+    assert f"adds its own system prompt to chats without one: '{prompt}'; to leave it out, give a template" in note
     without = (
         inst_dir,
         small_llama3_dir,
@@ -400,12 +400,12 @@ def test_template_that_leaves_out_assistant_text_is_refused(with_template: Calla
 def test_no_template_and_not_llama3_is_an_input_error(with_template: Callable[[str | None], Path]) -> None:
     with pytest.raises(InputError, match="has no chat template; give the tokenizer of an instruct model, or a"):
         encoder(with_template(None))
-    with pytest.raises(InputError, match=r"unusable .*refuses it: never"):
+    with pytest.raises(InputError, match=r"unusable .*rejects it: never"):
         encoder(with_template("{{ raise_exception('never') }}"))
 
 
 def test_chat_that_the_template_refuses_is_a_bad_row(inst_dir: Path) -> None:
-    with pytest.raises(BadRowError, match="refuses it: a user begins"):
+    with pytest.raises(BadRowError, match="rejects it: a user begins"):
         encoder(inst_dir).encode({"messages": [ANSWER, QUESTION]})
 
 
@@ -422,13 +422,13 @@ def test_tool_calls_are_accepted_if_the_template_renders_them(
     folder = with_template(TOOLS)
     document = encoded(encoder(folder), chat)
     assert supervised_text(folder, document) == 'count{"of": "them"}<|im_end|>Seven of them.<|im_end|>'
-    with pytest.raises(BadRowError, match="leaves out its tool_calls"):
+    with pytest.raises(BadRowError, match="drops its tool_calls"):
         encoder(small_llama3_dir).encode({"messages": chat})
     tools = [{"type": "function", "function": {"name": "count"}}]
     with_tools = encoder(folder).encode({"messages": [QUESTION, ANSWER], "tools": tools})
     assert isinstance(with_tools, EncodedDocument)
     assert '"name": "count"' in decoded(folder, with_tools.input_ids)
-    with pytest.raises(BadRowError, match="leaves out its tools"):
+    with pytest.raises(BadRowError, match="drops its tools"):
         encoder(small_llama3_dir).encode({"messages": [QUESTION, ANSWER], "tools": tools})
 
 
@@ -511,7 +511,7 @@ def test_row_of_unknown_format_is_shown_with_the_accepted_formats(
 
 
 def test_half_of_a_surrogate_pair_is_refused(chatml_dir: Path) -> None:
-    with pytest.raises(BadRowError, match="half of a surrogate pair"):
+    with pytest.raises(BadRowError, match="half a surrogate pair"):
         encoder(chatml_dir).encode({"prompt": "\ud83d", "completion": "x"})
 
 

@@ -30,19 +30,19 @@ FAULTY = {
     "a large range": ("{% for i in range(10**9) %}{% endfor %}", "fails with OverflowError: Range too big."),
     "loops for ever": (FOR_EVER, "is still running after "),
     "a number of a billion digits": ("{{ 9 ** (9 ** 9) }}", "is still running after "),
-    "wrong syntax": ("{% for %}", "refuses it: Expected an expression"),
+    "wrong syntax": ("{% for %}", "rejects it: Expected an expression"),
     "loops in loops": ("{% for a in messages %}" * 30 + "{% endfor %}" * 30, "fails with SyntaxError: "),
     "deep brackets": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "fails with RecursionError: "),
-    "more memory than there is": ("{{ 'x' * 10**15 }}", "takes more than 256 MiB of memory"),
-    "much memory at once": ("{{ 'x' * 10**10 }}", "takes more than 256 MiB of memory"),
-    "memory by doubling": (DOUBLING, "takes more than 256 MiB of memory"),
+    "more memory than there is": ("{{ 'x' * 10**15 }}", "needs more than 256 MiB of memory"),
+    "much memory at once": ("{{ 'x' * 10**10 }}", "needs more than 256 MiB of memory"),
+    "memory by doubling": (DOUBLING, "needs more than 256 MiB of memory"),
     "a long text": (
         "{% for i in [1, 2] %}{{ 'x' * i * 10**7 }}{% endfor %}",
         "expands it to 30,000,000 characters, far",
     ),
-    "its own refusal": ("{{ raise_exception('never\n') }}", "refuses it: never"),
+    "its own refusal": ("{{ raise_exception('never\n') }}", "rejects it: never"),
     "another file": ("{% include '/etc/passwd' %}", "fails with TypeError: "),
-    "Python's objects": ("{{ ''.__class__.__mro__ }}", "refuses it: "),
+    "Python's objects": ("{{ ''.__class__.__mro__ }}", "rejects it: "),
 }
 
 
@@ -103,7 +103,7 @@ def test_a_template_that_takes_memory_only_for_some_chats_is_a_bad_row() -> None
     source = "{% if messages[0].content == 'double' %}" + DOUBLING + "{% endif %}{{ messages[0].content }}"
     template = ChatTemplate(source, {}, (), ())
     before = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(BadRowError, match="takes more than 256 MiB of memory"):
+    with pytest.raises(BadRowError, match="needs more than 256 MiB of memory"):
         template.render([{"role": "user", "content": "double"}])
     assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
     assert resource.getrlimit(resource.RLIMIT_AS) == before[0]
@@ -121,7 +121,7 @@ def test_a_template_is_tried_in_a_process_of_its_own_once(monkeypatch: pytest.Mo
         ChatTemplate("{{ messages[0].content }} once", {}, (), ())
     assert len(trials) == 1
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(BadRowError, match="takes more than 256 MiB of memory"):
+    with pytest.raises(BadRowError, match="needs more than 256 MiB of memory"):
         ChatTemplate(DOUBLING, {}, (), ())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < size + (100 << 10)
 

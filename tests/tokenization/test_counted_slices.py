@@ -243,7 +243,7 @@ def test_a_folder_that_has_no_lines_of_this_column_and_version_is_refused(
     faults[f"{tmp_path}/old/lines.json has format 0, but this version reads 1; count the lines again"] = (
         tmp_path / "old"
     )
-    faults[f"{tmp_path}/wrong/hashes: damaged; count the lines again, with --shard"] = tmp_path / "wrong"
+    faults[f"{tmp_path}/wrong/hashes: damaged; count the lines again with --shard"] = tmp_path / "wrong"
     for fault, given in faults.items():
         with pytest.raises(InputError) as raised:
             open_boilerplate(str(given), "body" if given == folder else "text")

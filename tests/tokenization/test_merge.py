@@ -183,7 +183,7 @@ def spoil_length(folder: Path) -> str:
 
 def spoil_format(folder: Path) -> str:
     edit_manifest(folder, "format", value=1)
-    return "has format 1, this version reads 2; "
+    return "has format 1, but this version reads 2; "
 
 
 def spoil_manifest(folder: Path) -> str:

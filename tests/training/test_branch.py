@@ -150,7 +150,7 @@ def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, 
         ("trunk@7", "new", "trunk/step-7: the run does not have this checkpoint; it has step-00000003, "),
         ("trunk", "new", "--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN/best; got "),
         ("nothing@6", "new", "nothing: no such folder; give the folder of a run"),
-        ("trunk@6", "trunk", "trunk is that run; give another --output_dir"),
+        ("trunk@6", "trunk", "trunk is the run to branch from; give another --output_dir"),
         ("trunk@12", "new", "is at step 12, and the branch would end at step 12; give a larger --max_step or "),
     ],
 )

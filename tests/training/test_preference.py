@@ -427,7 +427,7 @@ def test_a_reference_of_something_else_is_refused_by_name(
         (folder / "reference.json").write_text(json.dumps(changed))
         run = forked_runs.start(argv(model_dir, tokens, tmp_path / "run"), 1)
         assert run.wait() == [2]
-        assert f"reference.json: of another {ingredient}" in run.stderr()
+        assert f"reference.json: computed with a different {ingredient}" in run.stderr()
     (folder / "reference.json").write_text(json.dumps(content))
     values = bytearray((folder / "train.npy").read_bytes())
     values[-1] ^= 1

@@ -79,7 +79,12 @@ def test_the_check_holds_and_reports_its_figures(
     run.finish()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["self_check.json"]
     check = json.loads((tmp_path / "run" / "self_check.json").read_text())
-    cuts = ["1 row a micro-batch", "2 rows per micro-batch", "4 rows per micro-batch", "4 rows, dealt by their labels"]
+    cuts = [
+        "1 row per micro-batch",
+        "2 rows per micro-batch",
+        "4 rows per micro-batch",
+        "4 rows, dealt by their labels",
+    ]
     named = [figure["cut"] for figure in check["figures"]]
     assert named[:4] == cuts
     assert named[4].endswith("documents alone")

@@ -359,13 +359,13 @@ def digest(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "words, fault",
     [
-        ("--num_tokens 10", "--texts and --num_tokens belong together"),
+        ("--num_tokens 10", "--texts and --num_tokens need each other"),
         ("", "no tokens to add; give --texts with --num_tokens, --tokens or --special_tokens"),
         ("--tokens nothing.txt", "--tokens nothing.txt: cannot be read"),
         ("--tokens KNOWN", "' the' is already a token; leave it out|'Ġthe' is already a token; leave it out"),
         ("--texts ca=CA --num_tokens 900000", "new tokens that occur 2 times; give a lower number, or more text"),
         ("--texts ca=CA --num_tokens 5 --max_shard_size big", "--max_shard_size: expected a size"),
-        ("--texts ca=CA --num_tokens 5 --output_dir MODEL/in", "is complete and stays as it is"),
+        ("--texts ca=CA --num_tokens 5 --output_dir MODEL/in", "is complete and is never changed"),
     ],
 )
 def test_bad_input_is_refused_and_the_model_stays(
@@ -441,4 +441,4 @@ def test_training_names_added_tokens_that_its_rows_lack(
     assert note_on_added_tokens(read_shape(str(with_two_tokens)), [dataset]) is None
     monkeypatch.setattr(dataset_check, "_MOST_TOKENS", 32)
     monkeypatch.setattr(dataset_check, "_ROWS_AT_ONCE", 1)
-    assert "are not in the 32 tokens that were read" in str(note_on_added_tokens(read_shape(str(extended)), [dataset]))
+    assert "do not occur in the 32 tokens" in str(note_on_added_tokens(read_shape(str(extended)), [dataset]))

@@ -38,7 +38,7 @@ class ShownMessages:
         if it leaves out tools, or another text of a message.
         """
         # tool calls and tools are left out if the text is the same without them
-        fault = "the chat template leaves out its {}; use the tokenizer of a model that has tools"
+        fault = "the chat template drops its {}; use the tokenizer of a model that supports tools"
         has_calls = any("tool_calls" in message for message in rendering.messages)
         if has_calls and not self.has_tool_calls:
             without_calls: list[Message] = []
