@@ -428,7 +428,7 @@ CASES: dict[str, Case] = {
     "weights of another model": Case(
         "generate",
         "--model_name models/deeper",
-        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, such as …; download …",
+        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, such as …; …",
         process=True,
     ),
     # ------------------------------------------------------------------------------------------------ token datasets
