@@ -27,7 +27,7 @@ from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.commands import CALLED_AS, PACKAGE_DIR, PROGRAMS, project_first
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, InputError, print_errors, run_program
 from fabric_train.cli.help import complete_choice, print_version, search_help
-from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback, variables_of_rank_0
+from fabric_train.cli.launcher import LOOPBACK, as_launcher, launcher_arguments, serve_on_loopback, variables_of_rank_0
 from fabric_train.cli.output import keep_streams_writable
 
 _OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "node_rank", "main_address", "main_port", "precision")
@@ -140,7 +140,10 @@ def _run(words: list[str], script_index: int) -> NoReturn:
         raise SystemExit(INPUT_ERROR)
     options, program_words = _parse_run_words(words)
     if Path(script).resolve() == PACKAGE_DIR:  # another clone's arguments may differ
-        _check_arguments(program_words, options)
+        environment = {**os.environ, **variables_of_rank_0(options)}
+        only_plans = _check_arguments(program_words, environment)
+        if only_plans:
+            _run_plan(script, program_words, environment)
 
     _send_signals_to_ranks()
     logging.disable(logging.ERROR)  # torchrun repeats what the failed ranks have reported
@@ -231,21 +234,33 @@ def _parse_run_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options_set, script_words
 
 
-def _check_arguments(words: list[str], options: Mapping[str, str]) -> None:
-    """Report wrong arguments and paths before torch is imported and ranks are started, which takes seconds.
+def _run_plan(script: str, program_words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by one that plans; a plan needs neither the ranks nor the other machines.
+
+    The options of ``fabric run``, which the variables of rank 0 hold, become arguments of the program.
+    """
+    launch_words = []
+    for name, option in launcher_arguments(environment).items():
+        if not option.is_default:
+            launch_words.append(f"--{name}={option.value}")
+    os.execv(sys.executable, [sys.executable, script, *program_words, *launch_words])
+
+
+def _check_arguments(words: list[str], environment: Mapping[str, str]) -> bool:
+    """Report wrong arguments and paths before torch is imported and ranks are started; return whether the run plans.
 
     Rank 0 repeats these checks. What they print in this process is dropped unless there is a fault, because rank 0
     prints it too.
     """
     program = importlib.import_module(f"{PROGRAMS['train']}.__main__")  # by name: cli must not import a program
-    environment = {**os.environ, **variables_of_rank_0(options)}
     stderr = io.StringIO()
     try:
         with redirect_stderr(stderr):
-            program.check_before_launch(words, environment)
+            only_plans = bool(program.check_before_launch(words, environment))
     except InputError as error:
         print_errors(*stderr.getvalue().splitlines(), *(f"error: {fault}" for fault in error.faults))
         raise SystemExit(INPUT_ERROR) from None
+    return only_plans
 
 
 def _send_to_ranks(signal_number: int, _frame: FrameType | None) -> None:

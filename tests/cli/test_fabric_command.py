@@ -132,6 +132,16 @@ def test_the_options_of_fabric_run_may_stand_after_the_script() -> None:
     assert (options, script_words) == ({"devices": "2", "num_nodes": "3"}, ["--lr", "1", "--resume"])
 
 
+def test_a_plan_for_other_machines_waits_for_none(tmp_path: Path, tiny_tokens_dir: Path, tiny_model_dir: Path) -> None:
+    arguments = ["--train_data_dir", str(tiny_tokens_dir), "--model_name", str(tiny_model_dir), "--output_dir", "out"]
+    plan = ["--plan", "true", "--device_memory", "24GB"]
+    command = [sys.executable, "-m", "fabric_train.cli.fabric_command"]
+    launch = ["run", "--devices", "8", "--num-nodes", "2", "--strategy", "ddp", str(ROOT / "fabric_train")]
+    planned = run(tmp_path, *command, *launch, *arguments, *plan)
+    assert planned.returncode == 0, planned.stderr
+    assert "16 × ddp on 2 machines" in planned.stdout
+
+
 PRINTS_PORT = "import torch.distributed.run as r; r.main = lambda w: print(next(x for x in w if 'port' in x))"
 
 

@@ -25,6 +25,7 @@ NOT_RUN = {
     "make ": "sets up an environment; CI and tests/programs/test_make.py run the targets",
     "pip install": "changes the environment",
     "docker ": "there is no Docker here; tests/programs/test_docker_files.py",
+    "export HF_TOKEN": "belongs to the docker compose after it",
     "PJRT_DEVICE=CPU docker": "there is no Docker here; tests/programs/test_docker_files.py",
     "PJRT_DEVICE=CPU .cache/xla": "torch-xla has an environment of its own; make test-xla",
     "apptainer ": "there is no Apptainer here",
