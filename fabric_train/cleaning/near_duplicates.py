@@ -299,7 +299,7 @@ def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, s
     num_phases = 1 + bands  # writing takes about as long as the comparisons of a band
 
     for first_document, values in signatures.chunks():
-        _write_bands(folder, first_document, values, bands, rows, num_ranges)
+        _write_bands(folder, first_document, values, bands=bands, rows=rows, num_ranges=num_ranges)
         num_written = first_document + len(values)
         show_share(num_written / num_documents / num_phases)
 

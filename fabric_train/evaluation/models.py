@@ -309,7 +309,9 @@ def score_models(
     models_in_turn = ModelsInTurn()
     with scoring_progress(num_tokens) as show:
         for model in models_by_base:
-            losses[model.name] = score_texts(model, texts[model.name], cache, batch_tokens, show, models_in_turn)
+            losses[model.name] = score_texts(
+                model, texts[model.name], cache, batch_tokens=batch_tokens, show=show, models_in_turn=models_in_turn
+            )
     return losses
 
 

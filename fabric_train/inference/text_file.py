@@ -37,7 +37,7 @@ def write_texts(arguments: GenerateArguments) -> None:
     encoded = encode_prompts(encoder, prompts, limits_of(model), arguments.num_tokens)
     longest = max(map(len, encoded))
     choose_frequencies(model, longest + arguments.num_tokens)
-    generate_for_file(model, tokenizer, encoded, arguments, output, encoder.end_ids)
+    generate_for_file(model, tokenizer, encoded, arguments, output, end_ids=encoder.end_ids)
 
 
 def generate_for_file(

@@ -82,7 +82,9 @@ def make_report(folder: Path, split_name: str, rows: range, advance: Callable[[i
     views: list[RowView] = []
     for name, split in splits.items():
         viewed_rows = rows if name == shown_split.name else range(0)
-        checked_split = _check_split(split, folder, manifest, vocabulary, viewed_rows, advance_by)
+        checked_split = _check_split(
+            split, folder, manifest, vocabulary, viewed_rows=viewed_rows, advance_by=advance_by
+        )
         counts[name] = checked_split.counts
         problems += checked_split.problems
         views += checked_split.views

@@ -61,7 +61,9 @@ def prepare_replay(
 
     # the run itself, and whether it has these steps
     (last_layout,) = _saved_layouts(newest, saved, last_step, last_step)
-    replay_arguments = _arguments_of_replay(arguments, device, last_layout, start_checkpoint, saved, temporary_dir)
+    replay_arguments = _arguments_of_replay(
+        arguments, device, last_layout, start_checkpoint=start_checkpoint, saved=saved, temporary_dir=temporary_dir
+    )
     run = prepare(replay_arguments, compares=False)
     _check_has_steps(run, steps, folder, saved)
     if checkpoint_after:

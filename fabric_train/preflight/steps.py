@@ -94,7 +94,7 @@ def plan_steps(
             data,
             data.rows_per_epoch,
             rows_per_window,
-            arguments.data.seed,
+            seed=arguments.data.seed,
             phases=phases,
             data_starts_after=data_starts_after,
         )

@@ -75,7 +75,7 @@ def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbea
                 model = _set_up_reference(fabric, run, reference, is_saved=saved_reference is not None)
             logps = {}
             for name in files.missing_splits:
-                logps[name] = _compute_logps(fabric, model, run, name, splits[name], heartbeat)
+                logps[name] = _compute_logps(fabric, model, run, name=name, rows=splits[name], heartbeat=heartbeat)
             if fabric.is_global_zero:
                 write_files(files.folder, content, logps)
             fabric.barrier()

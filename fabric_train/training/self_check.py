@@ -201,7 +201,7 @@ def check_splits(
     faults: list[str] = []
     for split in _list_splits(checked_rows, micro_batch_size, isolates=rows.isolates, has_pairs=has_pairs):
         batches = _local_batches(split, fabric)
-        results.append(_compute(fabric, model, optimizer, objective, split.name, batches))
+        results.append(_compute(fabric, model, optimizer, objective, name=split.name, batches=batches))
         if len(results) == 1:
             faults += _find_parameter_faults(fabric, model)
         optimizer.zero_grad()

@@ -58,7 +58,9 @@ def read_texts(texts: Sequence[str], text_column: str, max_bytes: str, seed: int
     with tempfile.TemporaryDirectory() as downloads:
         for name, place in split_names(texts, "--texts"):
             try:
-                language = _read_place(name, place, text_column, byte_limit, seed, Path(downloads))
+                language = _read_place(
+                    name, place, text_column, byte_limit=byte_limit, seed=seed, downloads=Path(downloads)
+                )
             except InputError as error:
                 faults += error.faults
                 continue
