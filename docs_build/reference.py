@@ -229,7 +229,7 @@ def _healthy_ranges() -> str:
         (
             "rank_lag",
             f"one rank is slowest in at most half of the steps, or by at most {health._MAX_LAG:.0%} of a step",
-            "The others wait for rank",
+            "The other ranks wait for rank",
             "docs/how-to/slow.md",
         ),
         (
@@ -248,7 +248,7 @@ def _healthy_ranges() -> str:
         (
             "tokens_per_second",
             f"median of the last quarter at least {health._MIN_SPEED:.0%} of the first quarter's",
-            "The run got slower",
+            "The run became slower",
             "docs/how-to/slow.md",
         ),
         (
@@ -258,7 +258,7 @@ def _healthy_ranges() -> str:
             "The training loss is",
             "docs/how-to/loss_nan_or_flat.md",
         ),
-        ("skipped_steps", "0", "steps were left out", "docs/how-to/loss_nan_or_flat.md"),
+        ("skipped_steps", "0", "steps were skipped", "docs/how-to/loss_nan_or_flat.md"),
         (
             "val_loss",
             f"known, in a run of {health._LEARNING_STEPS} steps or more",

@@ -27,7 +27,7 @@ DONE = 0
 FAILURE = 1
 """A failure while the program was running, reported in one line; `--debug` also shows its traceback."""
 INPUT_ERROR = 2
-"""Wrong input: one line for each fault, and nothing was written."""
+"""Invalid input: one line for each error, and nothing was written."""
 STOPPED = 75
 """A run was stopped by SIGTERM, SIGINT, SIGUSR1 or SIGHUP and has saved; `--resume true` continues it."""
 INTERRUPTED = 130

@@ -22,56 +22,56 @@ class Metrics:
     step: int
     """Number: optimizer steps of the run so far; 0 is the evaluation before training."""
     epoch: int
-    """Number: pass over the training rows, counted from 0."""
+    """Number: pass over the training rows, starting at 0."""
     train_loss: float | None = None
-    """Nats per token: mean over the supervised tokens of the step, all rows on all ranks; of preference pairs, per
-    pair, and of unpaired answers, per answer. Empty if the step has none: then the optimizer takes no step.
+    """Nats per token: mean over the step's supervised tokens in all rows on all ranks. For preference pairs, the mean
+    per pair; for unpaired answers, per answer. Empty if the step has none; the optimizer then takes no step.
     """
     val_loss: float | None = None
     """Nats per token: the same mean over the validation split, after the step."""
     perplexity: float | None = None
     """Number: e to the power of val_loss; empty for preference pairs and unpaired answers."""
     val_bits_per_byte: float | None = None
-    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which can be compared between tokenizers; empty without a
+    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which is comparable between tokenizers; empty without a
     document index.
     """
     learning_rate: float | None = None
     """Number: learning rate of the step."""
     grad_norm: float | None = None
-    """Number: 2-norm of the gradient before clipping, summed in fp64; empty if train_loss is."""
+    """Number: 2-norm of the gradient before clipping, summed in fp64; empty if train_loss is empty."""
     num_tokens: int | None = None
-    """Tokens: of documents, without padding, since the first step of the run. Padding is the last run of one
-    unsupervised token in a row, if it is two tokens or longer.
+    """Tokens: tokens of documents since the first step of the run, without padding. A row's padding is its final run of
+    one repeated unsupervised token, if the run has two or more tokens.
     """
     tokens_per_second: float | None = None
-    """Tokens per second: of documents, of all ranks, without padding, evaluation and saves."""
+    """Tokens per second: document tokens on all ranks, without padding; excludes the time of evaluation and saves."""
     samples_per_second: float | None = None
-    """Rows per second: of all ranks."""
+    """Rows per second: rows on all ranks."""
     step_time: float | None = None
-    """Seconds: mean time of a step since the row before, without evaluation and saves."""
+    """Seconds: mean step time since the previous row, without evaluation and saves."""
     data_wait: float | None = None
-    """Share from 0 to 1: of step_time, spent waiting for batches."""
+    """Share from 0 to 1: share of step_time spent waiting for batches."""
     slowest_rank: int | None = None
-    """Rank: the one that the others wait for; empty with a single rank. With sharded weights the ranks also wait for
-    each other in each layer, so a slow device shows as less than it costs.
+    """Rank: the rank that the others wait for; empty with a single rank. With sharded weights, ranks also wait for each
+    other in each layer, so a slow device appears to cost less than it does.
     """
     rank_lag: float | None = None
-    """Seconds per step: by which the slowest rank's own time is above the median. Own time is what a rank does without
+    """Seconds per step: how far the slowest rank's own time is above the median. Own time is what a rank does without
     the others: waiting for data, the optimizer, logging, and the passes up to the last backward pass.
     """
     mfu: float | None = None
-    """Share from 0 to 1: model FLOPs utilization; empty if the device's peak is not known."""
+    """Share from 0 to 1: model FLOPs utilization; empty if the device's peak FLOP/s is unknown."""
     peak_memory_gb: float | None = None
-    """1e9 bytes: the highest memory so far on rank 0, allocated on a GPU, resident on a CPU."""
+    """1e9 bytes: peak memory on rank 0 so far, allocated on a GPU, resident on a CPU."""
     skipped_steps: int | None = None
-    """Steps: left out so far because the loss or the gradient was not finite."""
+    """Steps: steps skipped so far because the loss or the gradient was not finite."""
     rows_hash: str | None = None
-    """Text: hash of the rows of all steps so far, the same in a replay or a resumed run."""
+    """Text: hash of the rows of all steps so far, which is the same in a replay or a resumed run."""
     extra: dict[str, float] = field(default_factory=dict)
-    """As named: metrics of the objective and of an evaluation, columns train_NAME and val_NAME."""
+    """As named: metrics of the objective and of evaluations, in columns train_NAME and val_NAME."""
     by_source: dict[str, float] = field(default_factory=dict)
-    """As without /SOURCE: the losses of one source, such as val_loss/es, if a run has several; empty if the step had no
-    token of it.
+    """As without /SOURCE: losses of individual sources, such as val_loss/es, if a run has several; empty if the step
+    has no tokens of the source.
     """
 
 

@@ -361,8 +361,8 @@ def test_an_adapter_of_4_bits_is_merged_into_original_or_dequantized_weights(
         difference = report.trained.max_difference
         assert f"{difference:g} from base in 4 bits + adapter" in capsys.readouterr().out
         card = (target / "README.md").read_text()
-        assert f"differ by {difference:.3g} at most from the model as it was trained" in card
-        assert ("merged into what the 4 bits stand for" in card) == (into == "dequantized")
+        assert f"differ by at most {difference:.3g} from the model as trained" in card
+        assert ("merged into the dequantized weights" in card) == (into == "dequantized")
         assert "| `base_weights` | nf4 |" in card
         trained[into] = report.trained
         weights[into] = load_file(target / "model.safetensors")
@@ -459,6 +459,6 @@ def test_an_adapter_is_pushed_with_a_card_that_names_base_and_quantization(
     expected = {"library_name": "peft", "base_model": "meta/base", "base_model_relation": "adapter"}
     assert {name: card[name] for name in expected} == expected
     text = files["README.md"].decode()
-    assert "trained beside weights of the base model in 4 bits (NF4 of bitsandbytes)" in text
+    assert "trained on the base model's weights in 4 bits (NF4, bitsandbytes)" in text
     assert "bnb_4bit_quant_type=" in text
     assert "| `base_weights` | nf4 |" in text

@@ -88,7 +88,7 @@ def test_base_model_licence_and_languages_are_in_the_metadata(checkpoint: Path) 
     assert metadata["license"] == "llama3"
     assert metadata["language"] == ["es", "ca"]
     check_metadata(metadata)
-    assert f"(revision `{COMMIT}`), trained further with Fabric Train. It was trained on 64 tokens, in 1 " in card.text
+    assert f"(revision `{COMMIT}`), further trained with Fabric Train. It was trained on 64 tokens, in 1 " in card.text
     assert "- **Licence:** llama3, as the base model\n- **Languages:** es, ca\n" in card.text
     assert "- **Context length:** 256 tokens\n" in card.text
 
@@ -98,7 +98,7 @@ def test_the_snippet_loads_the_name_that_is_pushed(checkpoint: Path) -> None:
     assert text.lstrip().startswith("# name\n")
     assert text.count('from_pretrained("owner/name"') == 2
     assert "@misc{name,\n  title = {name},\n  author = {owner},\n  url = {https://huggingface.co/owner/name}\n}" in text
-    assert "Cite the base model as [its card](https://huggingface.co/meta-llama/Meta-Llama-3-8B) says." in text
+    assert "Cite the base model as described on [its card](https://huggingface.co/meta-llama/Meta-Llama-3-8B)." in text
 
 
 def test_a_model_from_random_weights_has_no_base_and_no_licence(checkpoint: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_an_earlier_version_claims_no_base(checkpoint: Path) -> 
     edit_json(checkpoint / "trainer.json", lambda content: content.pop("base_model"))
     write_model_card(read_record(read_trainer_json(checkpoint)), checkpoint.parent, CardFacts("model"))
     card = ModelCard.load(checkpoint.parent / "README.md")
-    assert "from a base model that is not known" in card.text
+    assert "from an unknown base model" in card.text
     assert "base_model" not in card.data.to_dict()
 
 

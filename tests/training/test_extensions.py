@@ -254,7 +254,7 @@ def test_card_and_report_name_the_parts_and_the_unit_of_the_loss(extended: Path,
     checkpoint = extended / "checkpoints" / "step-00000002"
     write_model_card(read_record(read_trainer_json(checkpoint)), tmp_path, CardFacts("model"))
     card = ModelCard.load(tmp_path / "README.md")
-    assert "The loss is that of the objective weighted of parts (weight 3), in its unit" in card.text
+    assert "The loss is the loss of the objective weighted of parts (weight 3), in its unit" in card.text
     assert "in the unit of the objective weighted." in card.text
     assert "| `objective` | weighted of parts (weight 3) |" in card.text
     assert "| `optimizer` | momentum of parts (momentum 0.9) |" in card.text
