@@ -69,7 +69,7 @@ def evaluated(output: Path, *words: object) -> dict[str, dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("free_bytes", "fault"), [(1000, "an evaluation takes"), (1_000_001, "the loss of each token takes")]
+    ("free_bytes", "fault"), [(1000, "an evaluation needs"), (1_000_001, "the loss of each token needs")]
 )
 def test_a_full_disk_is_found_before_a_model_is_loaded(
     free_bytes: int, fault: str, tmp_path: Path, texts: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch

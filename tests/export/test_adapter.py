@@ -143,7 +143,7 @@ def test_what_an_export_lacks_is_one_line_before_it_begins(
                 plan_targets([source], target, torch.float32, merges=cast(MergeInto | None, merges))
             assert len(refused.value.faults) == 1
     monkeypatch.setattr(requirements, "free_bytes", lambda folder: 1000)
-    with pytest.raises(InputError, match=r"the export takes .* left; choose a folder on another disk"):
+    with pytest.raises(InputError, match=r"the export needs .* left; choose a folder on another disk"):
         plan_targets([checkpoint], target, torch.float32)
     assert not target.exists()
 

@@ -138,7 +138,7 @@ def test_a_disk_that_is_too_small_is_named_before_the_download(
     download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fabric_train.files.requirements.free_bytes", lambda _: 500_000)
-    with pytest.raises(InputError, match=r"^out: some/model takes 0\.6 MB, and .* has 0\.5 MB left"):
+    with pytest.raises(InputError, match=r"^out: some/model needs 0\.6 MB, but .* has 0\.5 MB left"):
         download("some/model")
     assert not any(tmp_path.rglob("*.safetensors"))
 
