@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -11,8 +12,10 @@ from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
 from fabric_train.distributed.memory import machine_memory
+from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
 from fabric_train.model.flops import ModelFlops
+from fabric_train.preflight.duration import USUAL_GPUS, describe_duration
 from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_changes import change_that_fits
 from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
@@ -168,6 +171,12 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
         num_steps = plan.last_step - plan.data_starts_after
     table.add_row("steps", f"{num_steps:,} of up to {num_tokens:,} tokens, {num_steps * num_tokens:,} in total")
     table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP per step on each device")
+    if forecast.on_gpu:
+        device_names: tuple[str, ...] = USUAL_GPUS
+        if not run.arguments.planning.plans_for_others:
+            device_names = (torch.cuda.get_device_name(),)
+        dtype = compute_dtype(run.arguments.model.precision)
+        table.add_row("time", describe_duration(num_steps * forecast.flops_of_step, device_names, dtype))
     return table
 
 
