@@ -412,8 +412,21 @@ def _compare_configurations(pair: _ModelPair) -> list[str]:
 
 
 def _different_settings(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    names = sorted({*expected, *actual} - _REWRITTEN_SETTINGS)
-    return [name for name in names if expected.get(name) != actual.get(name)]
+    """Return the names of the settings that differ, apart from those that an export writes itself."""
+    kept_settings = _without_rewritten(expected)
+    exported_settings = _without_rewritten(actual)
+    names = sorted({*kept_settings, *exported_settings})
+    return [name for name in names if kept_settings.get(name) != exported_settings.get(name)]
+
+
+def _without_rewritten(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those that an export writes itself, also in ``text_config`` and its like."""
+    kept_settings: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _REWRITTEN_SETTINGS:
+            continue
+        kept_settings[name] = _without_rewritten(value) if isinstance(value, dict) else value
+    return kept_settings
 
 
 def _compare_index(folder: Path, tensors: CheckpointTensors) -> list[str]:
