@@ -241,6 +241,13 @@ def test_every_family_is_exported_and_computes_the_same_layer_by_layer(
     assert layered.logits.max_value == pytest.approx(logits.abs().max().item(), rel=1e-6)
 
 
+def test_a_dtype_within_text_config_is_written_by_the_export() -> None:
+    stored = {"text_config": {"dtype": "bfloat16", "hidden_size": 8}}
+    assert model_comparison._different_settings(stored, {"text_config": {"dtype": "float32", "hidden_size": 8}}) == []
+    wider = {"text_config": {"dtype": "bfloat16", "hidden_size": 16}}
+    assert model_comparison._different_settings(stored, wider) == ["text_config"]
+
+
 @pytest.fixture
 def renamed(tmp_path: Path, tiny_model_dir: Path) -> tuple[ExportSource, Path]:
     """A checkpoint of GPT-NeoX and its export, where most tensors have other names."""
