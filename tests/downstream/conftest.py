@@ -24,13 +24,12 @@ CHATS = 120
 INTRODUCTION = """\
 # Exports in other software
 
-This page lists the software and versions that exports were used in, and what was compared. `make test-downstream` runs
-these checks and writes the page.
+Exports were loaded into the software below, in these versions, and compared as described. `make test-downstream` runs
+the checks and writes this page.
 
 Unless a line says otherwise, the model is SmolLM2-135M-Instruct after {steps} training steps on chats, exported in bf16
 by `fabric-train convert`. Each program has its own environment with pinned versions (`tests/downstream/requirements/`).
-llama.cpp's converter comes from the source of llama-cpp-python, and vLLM is its release for CPUs. Nothing was tried on
-a GPU.
+llama.cpp's converter comes from llama-cpp-python's source, and vLLM is the release for CPUs. Nothing was run on a GPU.
 
 Last run: {machine}
 

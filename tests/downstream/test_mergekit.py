@@ -147,5 +147,5 @@ def test_dare_with_the_same_draws_gives_the_weights_of_mergekit(
     theirs, version = by_mergekit(python, tmp_path / "theirs", recipe)
     words = ["--method", "dare", "--models", *(models / name for name in WEIGHTS), "--weights", *WEIGHTS.values()]
     assert_equal(by_us(tmp_path / "ours", *words, "--base", models / "base", "--density", density), theirs)
-    what = f"DARE's draws and scale, reproduced by `task_arithmetic`: all weights agree within {TOLERANCE:g}"
+    what = f"DARE's random draws and scaling, reproduced with `task_arithmetic`: all weights agree within {TOLERANCE:g}"
     checked("mergekit", version, what)

@@ -16,5 +16,5 @@ def test_lora_learns_and_its_adapter_loads_again(tmp_path: Path, export: Path, c
     assert found["after"] < found["before"]
     assert found["difference"] == 0
     assert (adapter / "adapter_model.safetensors").is_file()
-    what = "trains LoRA on the export for a step; the reloaded adapter gives the same logits"
+    what = "trains LoRA on the export for one step; after saving and reloading, the adapter gives the same logits"
     checked("peft", found["version"], what)

