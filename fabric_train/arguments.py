@@ -103,7 +103,9 @@ class DeviceArguments:
         if not re.fullmatch(r"auto|-1|[1-9][0-9]{0,5}|[0-9]{1,4}(,[0-9]{1,4})+", str(self.devices)):
             faults.append(f"--devices: expected auto, a number above 0, or indices such as 0,2,3; got {self.devices!r}")
         if self.tpu and self.accelerator != "tpu":
-            faults.append(f"--tpu true and --accelerator {self.accelerator}: give one of them")
+            faults.append(
+                f"--tpu true and --accelerator {self.accelerator} contradict each other; give only one of them"
+            )
         return faults
 
 
@@ -214,7 +216,7 @@ class DataArguments:
     def _check_shares(self) -> list[str]:
         """Return what is wrong with --shares and --token_shares."""
         if self.shares is not None and self.token_shares is not None:
-            return ["--shares and --token_shares contradict each other: give one of them"]
+            return ["--shares and --token_shares contradict each other; give only one of them"]
         num_sources = len(self.data_dirs)
         sources = "folders of --train_data_dir"
         if self.streaming_dataset is not None:
@@ -632,7 +634,10 @@ class CheckpointArguments:
         if self.branch is None:
             return []
         if self.checkpoint is not None:
-            return [f"--branch {self.branch} and --checkpoint {self.checkpoint}: give one of them"]
+            return [
+                f"--branch {self.branch} and --checkpoint {self.checkpoint} contradict each other; give only one of "
+                "them"
+            ]
         if not re.fullmatch(r".+(@(latest|best|[0-9]{1,18})|/(latest|best|step-[0-9]{1,18})/*)", self.branch):
             return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN/best; got {self.branch!r}"]
         return []
@@ -775,7 +780,10 @@ class TrainingArguments:
         if self.lr_schedule != "wsd":
             return [f"--{name} needs --lr_schedule wsd, not {self.lr_schedule}" for name in names]
         if self.decay_steps is not None and self.decay_share is not None:
-            return [f"--decay_steps {self.decay_steps} and --decay_share {self.decay_share:g}: give one of them"]
+            return [
+                f"--decay_steps {self.decay_steps} and --decay_share {self.decay_share:g} contradict each other; "
+                "give only one of them"
+            ]
         if self.lr_decay and self.decay_steps is None and self.decay_share is None:
             return ["--lr_schedule wsd needs --decay_steps, or --decay_share such as 0.1"]
         return []
@@ -832,7 +840,7 @@ class EvaluationArguments:
     def faults(self) -> list[str]:
         """Return contradictions."""
         if self.eval_only and self.self_check:
-            return ["--eval_only true and --self_check true: give one of them"]
+            return ["--eval_only true and --self_check true contradict each other; give only one of them"]
         return []
 
 

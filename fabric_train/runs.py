@@ -153,7 +153,7 @@ def _print_table(runs: Sequence[RunSummary], folder: Path, columns: Sequence[str
         table.add_row(*(row[name] for name in names))
     console.print(table)
     if hidden_names:
-        console.print(f"no room for {', '.join(hidden_names)}: use a wider terminal, or --json", style="dim")
+        console.print(f"no room for {', '.join(hidden_names)}; use a wider terminal, or --json", style="dim")
 
 
 def _table_width(names: Sequence[str], rows: Sequence[dict[str, Text]]) -> int:

@@ -255,7 +255,7 @@ def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str,
         return None
     scheduler_note = ""
     if "PBS_JOBID" in environment:
-        scheduler_note = ", which PBS does not do (PBS_JOBID): use launch/pbs.sh, or mpiexec"
+        scheduler_note = ", which PBS does not do (PBS_JOBID; use launch/pbs.sh, or mpiexec)"
     elif "SLURM_JOB_ID" in environment:
         scheduler_note = ", which Slurm does only with srun (no SLURM_STEP_ID)"
     return (

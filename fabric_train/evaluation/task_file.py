@@ -94,7 +94,7 @@ def read_tasks(path: str) -> list[LanguageTask]:
     for task in tasks:
         key = (task.language, task.settings)
         if key in distinct_tasks:
-            faults.append(f"{task.language}: {task.settings.task} is given twice: give it once")
+            faults.append(f"{task.language}: {task.settings.task} is given twice; give it once")
         distinct_tasks.add(key)
     if faults:
         raise InputError(*(f"--tasks {path}: {fault}" for fault in faults))

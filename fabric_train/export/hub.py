@@ -197,7 +197,7 @@ def check_push(request: PushRequest) -> None:
         validate_repo_id(request.repository)
         if get_token() is None:
             raise InputError(
-                "--push_to_hub needs a Hugging Face token with write access: run `hf auth login`, or set HF_TOKEN "
+                "--push_to_hub needs a Hugging Face token with write access; run `hf auth login`, or set HF_TOKEN "
                 f"({_NEW_TOKEN})"
             )
         account = api.whoami()

@@ -61,7 +61,7 @@ class GenerateArguments:
         if self.prompt is None and self.prompts is None and not self.chat:
             faults.append("--prompt, --prompts FILE or --chat true is required")
         if self.prompt is not None and self.prompts is not None:
-            faults.append("--prompt and --prompts: give one of them")
+            faults.append("--prompt and --prompts contradict each other; give only one of them")
         if (self.prompts is None) != (self.output is None):
             faults.append("--prompts and --output need each other; give both the file to read and the file to write")
         if self.system is not None and not self.chat:

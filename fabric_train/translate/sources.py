@@ -27,7 +27,7 @@ _HUB_NAMES_OF_TORCHTUNE = {
 _TEXTS_OF_TORCHTUNE = {"wikitext_dataset": "page", "cnn_dailymail_articles_dataset": "article"}
 _SUPERVISES_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """torchtune's data sets in which train_on_input is true unless the file says otherwise."""
-_RENAME = "rename the column: tokenize reads messages or conversations"
+_RENAME = "rename the column; tokenize reads messages or conversations"
 _COLUMNS_OF_LLAMA_FACTORY: dict[str, tuple[str, ...]] = {
     "prompt": ("instruction",),
     "query": ("input",),
@@ -179,7 +179,9 @@ def _join_location(translation: Translation, where: str, entry: Mapping[str, Any
     split = str(entry.get("split") or "")
     slice_match = re.fullmatch(r"([\w.+-]*)\[.*\]", split)  # train[:10%]
     if slice_match:
-        translation.absent[f"{where}.split"] = f"{split}: tokenize reads whole splits; --max_documents takes the first"
+        translation.absent[f"{where}.split"] = (
+            f"{split}: tokenize reads entire splits; --max_documents limits the number of documents"
+        )
         split = slice_match[1]
     location = path
     if split:

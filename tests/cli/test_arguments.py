@@ -351,7 +351,10 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
             "--token_shares 1",
             "--token_shares has 1 numbers for 3 folders of --train_data_dir; give one number for each",
         ),
-        ("--shares 1 1 1 --token_shares 1 1 1", "--shares and --token_shares contradict each other: give one of them"),
+        (
+            "--shares 1 1 1 --token_shares 1 1 1",
+            "--shares and --token_shares contradict each other; give only one of them",
+        ),
         (
             "--shares 1 1 1 --streaming_dataset texts",
             "--shares has 3 numbers for 1 sources of --streaming_dataset; give one number for each",
@@ -681,7 +684,10 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
 @pytest.mark.parametrize(
     "line, fault",
     [
-        ("--tpu true --accelerator cpu", "--tpu true and --accelerator cpu: give one of them"),
+        (
+            "--tpu true --accelerator cpu",
+            "--tpu true and --accelerator cpu contradict each other; give only one of them",
+        ),
         ("--devices 0", "--devices: expected auto, a number above 0, or indices such as 0,2,3; got 0"),
         ("--devices many", "--devices: expected auto, a number above 0, or indices such as 0,2,3; got 'many'"),
         ("--devices 0,", "--devices: expected auto, a number above 0, or indices such as 0,2,3; got '0,'"),
@@ -709,7 +715,7 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
             "a new run, add --weights_only true to start from its weights, or leave --checkpoint out to start from "
             "--model_name",
         ),
-        ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
+        ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c contradict each other; give only one of them"),
         ("--project a/b", "--project 'a/b': a project name cannot contain /; remove it"),
         (
             f"--run_name {'n' * 129}",
@@ -725,7 +731,7 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
         ),
         (
             "--lr_schedule wsd --decay_steps 4 --decay_share 0.1",
-            "--decay_steps 4 and --decay_share 0.1: give one of them",
+            "--decay_steps 4 and --decay_share 0.1 contradict each other; give only one of them",
         ),
         ("--decay_steps 4", "--decay_steps needs --lr_schedule wsd, not cosine"),
         ("--lr_schedule linear --decay_form linear", "--decay_form needs --lr_schedule wsd, not linear"),
@@ -787,7 +793,11 @@ def test_possible_training_arguments_are_accepted(line: str) -> None:
         (ConvertArguments, "--checkpoint []", "--checkpoint is empty"),
         (GenerateArguments, "--prompt=", "--prompt: expected text or null, got nothing"),
         (GenerateArguments, "--prompt null", "--prompt, --prompts FILE or --chat true is required"),
-        (GenerateArguments, "--prompts a.txt --output b.jsonl --prompt p", "--prompt and --prompts: give one of them"),
+        (
+            GenerateArguments,
+            "--prompts a.txt --output b.jsonl --prompt p",
+            "--prompt and --prompts contradict each other; give only one of them",
+        ),
         (GenerateArguments, "--prompts a.txt --prompt null", "--prompts and --output need each other"),
         (GenerateArguments, "--system s", "--system only applies to a chat; add --chat true"),
         (GenerateArguments, "--device_memory 20", "--device_memory: expected a size such as 20GB, got '20'"),

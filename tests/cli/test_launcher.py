@@ -155,7 +155,7 @@ def test_another_world_than_asked_for_is_named() -> None:
     ("environment", "job"),
     [
         ({"MASTER_ADDR": "node1"}, ", with torchrun"),
-        ({"PBS_JOBID": "7"}, ", which PBS does not do (PBS_JOBID): use launch/pbs.sh, or mpiexec, with torchrun"),
+        ({"PBS_JOBID": "7"}, ", which PBS does not do (PBS_JOBID; use launch/pbs.sh, or mpiexec), with torchrun"),
         (
             {"SLURM_JOB_ID": "7"},
             ", which Slurm does only with srun (no SLURM_STEP_ID), with torchrun",

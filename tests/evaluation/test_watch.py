@@ -279,7 +279,7 @@ def test_tasks_take_the_general_settings_unless_they_have_their_own(tmp_path: Pa
         ("languages: {es: [{task: a, limit: 0}]}", "es: task 1: limit: expected a whole number above 0, got 0"),
         ("languages: {es: [{limit: 3}]}", "es: task 1: expected a name or {task: NAME, ...}, got {'limit': 3}"),
         ("languages: {es: a}", "es: expected a list of tasks"),
-        ("languages: {es: [a, a]}", "es: a is given twice: give it once"),
+        ("languages: {es: [a, a]}", "es: a is given twice; give it once"),
         ("languages: {es: [none.yaml]}", "none.yaml: No such file or directory; give a task file of lm_eval"),
         ("languages: {es: [{task: a, metadata: 3}]}", "es: task 1: metadata: expected a mapping"),
         ("languages: {es: [{task: a, metadata: {max_seq_lengths: 4096}}]}", "max_seq_lengths: expected a list"),

@@ -230,7 +230,7 @@ def test_an_unknown_token_and_no_token_are_refused(
     assert "the hub does not accept the token" in refusal()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    assert "needs a Hugging Face token with write access: run `hf auth login`" in refusal()
+    assert "needs a Hugging Face token with write access; run `hf auth login`" in refusal()
 
 
 def test_a_hub_that_is_not_reached_is_reported_before_work(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

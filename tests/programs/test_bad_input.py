@@ -254,7 +254,9 @@ CASES: dict[str, Case] = {
         "--eval_only true: datasets/no-validation has no validation split; tokenize with --validation_split above 0",
     ),
     "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0, or indices …; got 0"),
-    "a TPU and a CPU": Case("train", "--tpu true", "--tpu true and --accelerator cpu: give one of them"),
+    "a TPU and a CPU": Case(
+        "train", "--tpu true", "--tpu true and --accelerator cpu contradict each other; give only one of them"
+    ),
     "a TPU without torch-xla": Case(
         "train",
         "-accelerator --tpu true",
@@ -306,7 +308,7 @@ CASES: dict[str, Case] = {
     "a push without login": Case(
         "convert",
         "--push_to_hub a/b",
-        "--push_to_hub needs a Hugging Face token with write access: …",
+        "--push_to_hub needs a Hugging Face token with write access; …",
         before="import huggingface_hub; huggingface_hub.constants.HF_TOKEN_PATH = 'nowhere'",
         env={"HF_TOKEN": ""},
     ),

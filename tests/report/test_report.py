@@ -361,7 +361,7 @@ def test_what_is_unusual_is_said_and_a_usual_run_gets_no_sentence(tmp_path: Path
     unusual = {
         "data_wait": ("wait for data 1", usual["data_wait"] + 0.1),
         "grad_norm": ("1 spike above .* step 217", spike),
-        "val_loss/es": ("validation loss of es rises: 2.0000 at step 150, 2.2000", rising),
+        "val_loss/es": ("validation loss of es rises, from 2.0000 at step 150 to 2.2000", rising),
         "tokens_per_second": ("became slower", usual["tokens_per_second"] - steps),
         "rank_lag": ("wait for rank 2, whose steps take 2", np.full(400, 0.12)),
         "skipped_steps": ("3 steps were skipped", np.minimum(steps, 3)),
