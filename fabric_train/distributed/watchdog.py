@@ -244,7 +244,7 @@ class Watchdog:
         if self._this_rank.rank != 0:
             self._send_to_all(stop=signal_number)
             return
-        announce(f"{describe_signal(signal_number)}: stopping and saving; once more ends without saving")
+        announce(f"{describe_signal(signal_number)}: stopping and saving; send it again to end without saving")
         self._passed_borders[0] = self._heartbeat.stop_border.freeze()
         self._send_to_all(freeze=signal_number)
         self._decide_where_to_stop()

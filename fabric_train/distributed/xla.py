@@ -30,19 +30,21 @@ def check_xla_device() -> None:
     """Check that torch-xla is installed and has a device: a TPU, or the kind of device that ``PJRT_DEVICE`` names."""
     if importlib.util.find_spec("torch_xla") is None:
         raise InputError(
-            "--accelerator tpu: torch-xla is not in this environment; make install-xla makes one with it, and "
-            ".cache/xla/bin/python -m fabric_train starts there"
+            "--accelerator tpu: torch-xla is not installed in this environment; run make install-xla to create one "
+            "that has it, and start .cache/xla/bin/python -m fabric_train"
         )
     from torch_xla._internal import tpu
 
     if os.environ.setdefault("PJRT_DEVICE", "TPU") == "TPU" and not tpu.num_available_chips():
-        raise InputError("--accelerator tpu: there is no TPU here; PJRT_DEVICE=CPU tries it on XLA's CPU device")
+        raise InputError("--accelerator tpu: no TPU found; set PJRT_DEVICE=CPU to try it on XLA's CPU device")
 
 
 def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None:
     """Check that a run on XLA uses no option that does not work there or was never tried."""
     if num_processes > 1:
-        raise InputError(f"--accelerator tpu takes one device, not {num_processes}; give --devices 1 --num_nodes 1")
+        raise InputError(
+            f"--accelerator tpu only works with one device, not {num_processes}; give --devices 1 --num_nodes 1"
+        )
     fsdp = arguments.fsdp
     precision = arguments.model.precision
     if precision not in ("32-true", "bf16-mixed"):

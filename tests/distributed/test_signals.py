@@ -227,7 +227,7 @@ def test_a_long_window_is_left_at_the_next_micro_batch(
     assert "LATE" not in stopped.stdout(0) + stopped.stdout(1)
     how = f"stopped by SIGINT after step 1 of 2, saved in {run / 'checkpoints' / 'step-00000001'}"
     assert said(stopped) == [f"{how}; continue with --resume true"]
-    assert stopped.stderr().startswith("SIGINT: stopping and saving; once more ends without saving\n")
+    assert stopped.stderr().startswith("SIGINT: stopping and saving; send it again to end without saving\n")
     forked_runs.start(arguments(run, resume="true", **long)).finish()
     assert metrics(run) == metrics(tmp_path / "whole")
 

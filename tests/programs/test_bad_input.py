@@ -260,7 +260,7 @@ CASES: dict[str, Case] = {
     "a TPU without torch-xla": Case(
         "train",
         "-accelerator --tpu true",
-        "--accelerator tpu: torch-xla is not in this environment; make install-xla …",
+        "--accelerator tpu: torch-xla is not installed in this environment; run make install-xla …",
     ),
     "XLA on a CPU": Case(
         "train",

@@ -393,7 +393,7 @@ def test_template_marking_only_last_turns_takes_single_exchanges(
 def test_template_that_leaves_out_assistant_text_is_refused(with_template: Callable[[str], Path]) -> None:
     chats = encoder(with_template(CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")))
     encoded(chats, [QUESTION, ANSWER])
-    with pytest.raises(BadRowError, match="leaves out a part of turn 2"):
+    with pytest.raises(BadRowError, match="drops a part of turn 2"):
         chats.encode({"messages": [QUESTION, {"role": "assistant", "content": "<think>Hm.</think>Seven."}]})
 
 

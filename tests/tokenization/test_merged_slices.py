@@ -253,10 +253,10 @@ def test_a_damaged_slice_is_one_line_and_nothing_is_written(tmp_path: Path, thre
     with pytest.raises(InputError, match=r"config\.yaml"):
         run_merge(slices, tmp_path / "merged")
     shutil.copy(three_slices / "3" / "config.yaml", slices[2])
-    with pytest.raises(InputError, match=rf"s2: {tokens.name} has .* bytes instead of .*; remove it, and run its task"):
+    with pytest.raises(InputError, match=rf"s2: {tokens.name} has .* bytes instead of .*; remove it and run its task"):
         run_merge(slices, tmp_path / "merged")
     tokens.unlink()
-    with pytest.raises(InputError, match=rf"s2: {tokens.name} is missing; remove it, and run its task again"):
+    with pytest.raises(InputError, match=rf"s2: {tokens.name} is missing; remove it and run its task again"):
         run_merge(slices, tmp_path / "merged")
     assert sorted(os.listdir(tmp_path)) == ["s1", "s2", "s3"]
 
@@ -268,7 +268,7 @@ def test_a_changed_byte_of_a_slice_is_found(tmp_path: Path, three_slices: Path) 
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-        with pytest.raises(InputError, match=rf"s2: {file.name} has changed since it was written; remove it, and run"):
+        with pytest.raises(InputError, match=rf"s2: {file.name} has changed since it was written; remove it and run"):
             run_merge(slices, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

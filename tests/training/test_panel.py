@@ -276,7 +276,7 @@ def test_a_run_names_its_slowest_rank_and_acknowledges_ctrl_c(
     assert re.search(r"^stopped by SIGINT after step \d+ of 1000, saved in ", text, re.MULTILINE)
     assert not re.search("── my-run|slowest rank|elapsed|Ctrl-C", text)
     log = (tmp_path / "my-run" / "run.log").read_text()
-    assert "SIGINT: stopping and saving; once more ends without saving" in log
+    assert "SIGINT: stopping and saving; send it again to end without saving" in log
     with (tmp_path / "my-run" / "metrics.csv").open(newline="") as file:
         last = list(csv.DictReader(file))[-1]
     assert last["slowest_rank"] == "1"
