@@ -406,7 +406,7 @@ def _plan(attempt: Attempt, command: Command, layers: int) -> int:
     except CommandError as error:  # also if a checkpoint, which is not written here, has no room on the disk
         printed = error.output
     at_most = re.search(r"at most +([\d.,]+) GB +(\d+)% of", printed)
-    aside = re.search(r"set aside +([\d.,]+)", printed)
+    aside = re.search(r"reserved +([\d.,]+)", printed)
     if not at_most or not aside:
         raise CommandError(f"the plan of {layers} layers has no memory in it", printed)
     if int(at_most[2]) > 100:

@@ -338,7 +338,7 @@ def test_a_file_in_many_parts_is_one_note(merges: Path, tmp_path: Path, capsys: 
     merge_all(folders, tmp_path / "parts", "--parts", "true")
     (note,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note "))
     files = r"\S*es0\.jsonl and 1 more of \S+/00 were also read for \S+/01 and 18 more"
-    assert re.fullmatch(rf"note     {files}: documents may occur twice", note)
+    assert re.fullmatch(rf"note     {files}; documents may occur twice", note)
 
 
 def test_parts_that_cannot_be_joined_are_refused(merges: Path, tmp_path: Path) -> None:
