@@ -148,6 +148,8 @@ def test_weights_of_another_shape_are_named_in_one_line(tmp_path: Path, tiny_mod
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] + 8}))
-    fault = r"weights are missing or do not have the shape in config.json, model.layers.0.mlp.down_proj.weight first; "
+    fault = (
+        r"weights are missing or do not have the shape in config.json, such as model.layers.0.mlp.down_proj.weight; "
+    )
     with pytest.raises(InputError, match=fault):
         load_model(read_shape(str(folder)), torch.float32)

@@ -335,7 +335,9 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", [])  # nothing can be found any more
     importlib.invalidate_caches()
     for name in ("trackio", "mlflow"):
-        with pytest.raises(InputError, match=rf"--loggers {name} needs {name}: pip install 'fabric-train\[{name}\]'"):
+        with pytest.raises(
+            InputError, match=rf"--loggers {name} needs {name}; run pip install 'fabric-train\[{name}\]'"
+        ):
             check_trackers(["csv", "wandb", name])
     check_trackers(["csv", "wandb"])
 
