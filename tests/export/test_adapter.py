@@ -152,7 +152,7 @@ def test_what_the_process_that_verifies_cannot_open_is_said_once(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(InputError, match="needs peft: "):
+    with pytest.raises(InputError, match="needs peft; run pip install"):
         exported(ExportSource(checkpoint), tmp_path / "export")
     assert "error" not in capfd.readouterr().err
     assert not (tmp_path / "export").exists()

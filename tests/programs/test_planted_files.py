@@ -276,7 +276,7 @@ def test_a_billion_steps_beyond_the_plan_leave_nothing_to_train(place: Path, sta
     forge(checkpoint, lambda content: content["arguments"].update(more) or content.update(step=10**9))
     run = start("train", train(f"{RESUMED} --number_epochs 1"))
     assert run.codes() == [0], run.report()
-    assert "step 1000000000 of 6: nothing is left to train" in run.stdout()
+    assert "step 1000000000 of 6: nothing left to train" in run.stdout()
 
 
 FORGED: dict[str, tuple[str, Callable[[Any], Any], str]] = {

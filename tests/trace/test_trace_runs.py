@@ -225,7 +225,7 @@ def test_what_is_printed_names_documents_steps_and_checkpoints(
     main(["branch", "--step", "6", "--rank", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 6 of ")
-    assert lines[1] == "2 ranks, as branch/checkpoints/step-00000010 says"
+    assert lines[1] == "2 ranks, according to branch/checkpoints/step-00000010"
     documents = trace(capsys, "branch", "--step", 6, "--rank", 1)["documents"]
     table = lines[lines.index(next(line for line in lines if "───" in line)) + 1 :]
     for line, one in zip(table, documents, strict=False):

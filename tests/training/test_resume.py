@@ -353,7 +353,7 @@ def test_checkpoint_of_an_earlier_version_is_noted(resumed: Resumed) -> None:
 
 def test_hash_of_the_rows_reveals_another_order(resumed: Resumed) -> None:
     (fault,) = resumed.faults("reordered", {"max_step": 8}, OTHER_ORDER)
-    assert "step-00000006: up to step 6 its run read different rows than this run would (hash " in fault
+    assert "step-00000006: up to step 6, its run read different rows than this run would (hash " in fault
 
 
 def test_another_seed_and_another_window_are_named(resumed: Resumed) -> None:
