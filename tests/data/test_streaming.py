@@ -365,7 +365,7 @@ def test_sources_without_text_are_refused_before_the_run(
 ) -> None:
     fault = refusal(lambda: stream_of([chats_jsonl], tiny_model_dir, tmp_path))
     assert fault.startswith("the tokenizer has no chat template; give the tokenizer of an instruct model, or ")
-    assert fault.endswith("by --chat_template of fabric-train tokenize")
+    assert fault.endswith("with --chat_template of fabric-train tokenize")
     file = write_jsonl(tmp_path / "a.jsonl", ["text"])
     fault = refusal(lambda: stream_of([file], tiny_model_dir, tmp_path, text_column="body"))
     assert "no column 'body'; it has text" in fault

@@ -127,7 +127,7 @@ def test_sizes_that_make_no_model_are_refused() -> None:
         ("bert_generation_", {}, "has no such family"),
         ("gpt2", {"num_key_value_heads": 2}, "--num_key_value_heads 2: gpt2 has no such size; leave it out"),
         ("llama", {"architecture": {"rope_thetta": 1}}, "--architecture rope_thetta: the configuration of llama has"),
-        ("vit", {}, "a vit"),
+        ("vit", {}, "vit has no such size"),
         ("gemma4_text", {}, "--from_scratch gemma4_text: its layers have heads of several sizes; give another family"),
     ],
 )
