@@ -131,6 +131,8 @@ def test_a_recipe_fits_on_its_gpus(
     main(["--config", str(RECIPES / f"{recipe}.yaml"), *given.split(), *plan.split()])
     printed = capsys.readouterr().out
     assert "it fits" in printed
+    if "lora" in recipe:
+        assert "--compile auto: true" in printed
     planned = re.search(r"at most +([\d.]+) GB", printed)
     told = re.search(rf"\b{num_devices} GPUs? ([\d.]+) GB", text)
     assert planned is not None
