@@ -50,7 +50,7 @@ def read_prompts(file: Path, *, chat: bool = False, system: str | None = None) -
     """
     prompts, unused_keys = _read_file(file, chat=chat, system=system)
     if unused_keys:
-        print(f"{file}: unused columns: {', '.join(sorted(unused_keys))}", file=sys.stderr)
+        print(f"{file}: columns not used: {', '.join(sorted(unused_keys))}", file=sys.stderr)
     return prompts
 
 

@@ -494,7 +494,7 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     for source_number, columns in sorted(_unused_columns(encoded).items()):
         if columns:
             name, _ = corpus.names_and_places[source_number]
-            notes.append(f"{name}: unused columns: {', '.join(sorted(columns))}")
+            notes.append(f"{name}: columns not used: {', '.join(sorted(columns))}")
     notes = list(dict.fromkeys(notes))  # several sources may have the same format
     bad_rows = [record.first_bad_row for record in encoded.records if record.first_bad_row]
     if bad_rows:

@@ -82,7 +82,7 @@ def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: P
     ):
         output.write_text(json.dumps(row | change) + "\n")
         if fault is None:
-            with pytest.raises(InputError, match="texts of a, not of b;"):
+            with pytest.raises(InputError, match="texts from a, not from b;"):
                 OutputFile(output, given, settings).check_model("b")
         else:
             with pytest.raises(InputError, match=fault):

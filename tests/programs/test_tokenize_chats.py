@@ -339,11 +339,11 @@ def test_columns_beside_a_text_are_named(
     short = {"max_length": 16, "packing": "best_fit", "validation_split": 0}
     lines = write(tmp_path / "a.jsonl", [*rows, {"text": "The last.", "topic": "sums"}])
     run(tmp_path / "lines", tokenizer_dir, lines, **short)
-    assert "a.jsonl: unused columns: label, topic" in capsys.readouterr().out
+    assert "a.jsonl: columns not used: label, topic" in capsys.readouterr().out
     assert manifest_of(tmp_path / "lines").sources[0].unused_columns == ("label", "topic")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
     run(tmp_path / "table", tokenizer_dir, tmp_path / "b.parquet", **short)
-    assert "b.parquet: unused columns: label, topic" in capsys.readouterr().out
+    assert "b.parquet: columns not used: label, topic" in capsys.readouterr().out
 
 
 def test_turns_that_are_rows_of_their_own_are_no_texts(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -425,7 +425,7 @@ def test_what_is_left_out_of_chats_is_counted_and_what_is_not_used_is_named(
     manifest = manifest_of(tmp_path / "out")
     assert manifest.ledger.documents_skipped == {"empty_answer": 1, "undesirable_answer": 1}
     assert manifest.sources[0].unused_columns == ("id", "text", "topic")
-    assert "a.jsonl: unused columns: id, text, topic" in capsys.readouterr().out
+    assert "a.jsonl: columns not used: id, text, topic" in capsys.readouterr().out
     assert not manifest.imbalances()
     run(
         tmp_path / "text",
