@@ -123,7 +123,7 @@ def test_an_adapter_of_extended_positions_is_exported_merged(
     words: list[Any] = ["--checkpoint", long_rows.folder / "adapter", "--output_dir", tmp_path / "export"]
     refused = forked_runs.start(words, 1, program="fabric_train.programs.convert_to_hf")
     assert refused.wait() == [2]
-    assert "its run had --rope_scaling llama3:2, which the config.json of its base does not have" in refused.stderr()
+    assert "its run used --rope_scaling llama3:2, which the config.json of its base does not have" in refused.stderr()
     convert_run(forked_runs, tmp_path / "export", *words[:2], "--merge", "true")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["max_position_embeddings"] == 512
 
