@@ -404,7 +404,7 @@ def test_the_program_may_be_named_and_an_output_is_never_overwritten(translate: 
     assert fault.startswith("--from: expected one of axolotl")
     (tmp_path / "ours.yaml").write_text("")
     (fault,) = faults(text, tmp_path)
-    assert "exists already" in fault
+    assert "already exists" in fault
 
 
 def test_the_command_tokenizes_and_the_steps_then_decide_the_shares(
