@@ -136,7 +136,7 @@ def run_tokenize(arguments: TokenizeArguments) -> TokenizeResult:
         if arguments.shard is not None:
             slice_notes = tokenize_dataset.build_slice(arguments) or ()
             return TokenizeResult(path, manifest=None, notes=tuple(slice_notes))
-        manifest = tokenize_dataset.find_pushed(arguments)
+        manifest = tokenize_dataset.find_finished_to_push(arguments)
         notes: tuple[str, ...] = ()
         if manifest is None:
             outcome = tokenize_dataset.build_dataset(arguments)

@@ -214,27 +214,32 @@ class DataArguments:
         ]
 
     def _check_shares(self) -> list[str]:
-        """Return what is wrong with --shares and --token_shares."""
+        """Return what is wrong with the shares of the data: --shares, --token_shares, and --phases of a stream."""
         if self.shares is not None and self.token_shares is not None:
             return ["--shares and --token_shares contradict each other; give only one of them"]
-        num_sources = len(self.data_dirs)
-        sources = "folders of --train_data_dir"
+
+        # arguments that a stream does not have
         if self.streaming_dataset is not None:
-            num_sources = len(self.streaming_dataset)
-            sources = "sources of --streaming_dataset"
             if self.token_shares is not None:
                 return [
                     "--token_shares does not work with --streaming_dataset, whose token counts are unknown before it "
                     "is read; give --shares"
                 ]
-            if self.phases is not None:
+            if self.phases is not None:  # phases change the shares
                 return [
                     "--phases does not work with --streaming_dataset, whose shares are the same in all steps; "
                     "tokenize the texts and give --train_data_dir"
                 ]
+
+        # --shares or --token_shares: the names, or one number for each source
         shares = self.shares_of_epochs
-        if shares.values is None:
+        if shares.values is None:  # neither of them is given
             return []
+        num_sources = len(self.data_dirs)
+        sources = "folders of --train_data_dir"
+        if self.streaming_dataset is not None:
+            num_sources = len(self.streaming_dataset)
+            sources = "sources of --streaming_dataset"
         try:
             has_names = shares.by_name() is not None
         except InputError as error:

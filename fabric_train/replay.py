@@ -27,7 +27,7 @@ from fabric_train.run_folder.config_file import CONFIG, read_config
 from fabric_train.training.run_log import note, progress, quiet_libraries, show, start_log
 
 if TYPE_CHECKING:
-    from fabric_train.training.replay_comparison import ReplayComparison
+    from fabric_train.training.replay_comparison import Replay, ReplayComparison
 
 
 @dataclass(frozen=True)
@@ -77,62 +77,78 @@ def main(argv: list[str] | None = None) -> None:
     program.memory_advice = "give more --devices"
     start_log()
     arguments = parse(ReplayArguments, argv)
-    run_dir = Path(arguments.run)
-    if re.fullmatch(r"best|latest|step-[0-9]{1,18}", run_dir.name):  # a checkpoint means its run
-        run_dir = run_dir.parent
-        if run_dir.name == "checkpoints":
-            run_dir = run_dir.parent
+    run_dir = _find_run_dir(Path(arguments.run))
     train_arguments = _read_config(run_dir, arguments.extensions or [])
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
 
-    from fabric_train.checkpoint import wrong_content
-    from fabric_train.distributed.cluster_environment import destroy_process_group
-    from fabric_train.distributed.signals import Heartbeat, StepPhase
-    from fabric_train.distributed.strategy import build_fabric, device_name, use_threads_of
-    from fabric_train.distributed.watchdog import watch_ranks
     from fabric_train.preflight.prepare_replay import prepare_replay
-    from fabric_train.training.repeat_steps import repeat_steps
-    from fabric_train.training.replay_comparison import ReplayComparison, compare
+    from fabric_train.training.replay_comparison import ReplayComparison
 
-    # Devices of the replay: those of the run, unless others are given.
     quiet_libraries()
     progress.info("checking run, data and model")
-    device = train_arguments.device
-    device = replace(
-        device,
-        devices=arguments.devices or device.devices,
-        num_nodes=arguments.num_nodes or device.num_nodes,
-        accelerator=arguments.accelerator or device.accelerator,
+    devices_of_run = train_arguments.device
+    devices_of_replay = replace(
+        devices_of_run,
+        devices=arguments.devices or devices_of_run.devices,
+        num_nodes=arguments.num_nodes or devices_of_run.num_nodes,
+        accelerator=arguments.accelerator or devices_of_run.accelerator,
     )
     assert arguments.first_and_last is not None  # parsing has refused it
 
     with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
         # Compare what needs no training: arguments, data and rows.
-        replay = prepare_replay(run_dir, arguments.first_and_last, train_arguments, device, Path(temporary))
+        replay = prepare_replay(run_dir, arguments.first_and_last, train_arguments, devices_of_replay, Path(temporary))
         if replay.faults:
             _report(ReplayComparison(replay, steps=[]))  # which ends the program
         for line in replay.other_versions:
             note(f"the version differs from the run's: {line}")
 
-        # Train the steps again, on all ranks.
-        run = replay.run
-        progress.info("connecting the ranks")
-        fabric = build_fabric(run.arguments, run.model.layer_classes)
-        heartbeat = Heartbeat()
-        with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
-            progress.info("checking the checkpoint")
-            checkpoint = run.start.checkpoint
-            damage = wrong_content(checkpoint, fabric) if checkpoint else None
-            if damage:
-                raise InputError(f"{checkpoint} is damaged: {damage}; replay steps after another checkpoint")
-            if fabric.device.type == "cpu":  # fabric run gives each rank more threads than Fabric's own start does
-                use_threads_of(replay.run_layouts[0].device)
-            steps = repeat_steps(fabric, run, replay.steps[1], heartbeat)
-            heartbeat.enter(StepPhase.ENDING)
-            stop_signals.ignore()
-            destroy_process_group(fabric)
-        _report(compare(replay.on(device_name(fabric.device)), steps))
+        _report(_train_again(replay))
+
+
+def _find_run_dir(path: Path) -> Path:
+    """Return a run folder, for the folder itself or a checkpoint in it: RUN, RUN/best or RUN/checkpoints/step-500."""
+    is_checkpoint = re.fullmatch(r"best|latest|step-[0-9]{1,18}", path.name) is not None
+    if not is_checkpoint:
+        return path
+    if path.parent.name == "checkpoints":
+        return path.parent.parent
+    return path.parent
+
+
+def _train_again(replay: "Replay") -> "ReplayComparison":
+    """Train the steps of the replay on all ranks, and compare them with the steps of the run."""
+    # slow to import
+    from fabric_train.checkpoint import wrong_content
+    from fabric_train.distributed.cluster_environment import destroy_process_group
+    from fabric_train.distributed.signals import Heartbeat, StepPhase
+    from fabric_train.distributed.strategy import build_fabric, device_name, use_threads_of
+    from fabric_train.distributed.watchdog import watch_ranks
+    from fabric_train.training.repeat_steps import repeat_steps
+    from fabric_train.training.replay_comparison import compare
+
+    run = replay.run  # prepared for the devices of the replay
+    devices = run.arguments.device
+    progress.info("connecting the ranks")
+    fabric = build_fabric(run.arguments, run.model.layer_classes)
+    heartbeat = Heartbeat()
+    with watch_ranks(fabric, heartbeat, devices.rank_timeout, devices.num_nodes):
+        progress.info("checking the checkpoint")
+        checkpoint = run.start.checkpoint
+        damage = wrong_content(checkpoint, fabric) if checkpoint else None
+        if damage:
+            raise InputError(f"{checkpoint} is damaged: {damage}; replay steps after another checkpoint")
+        if fabric.device.type == "cpu":
+            # The number of threads affects the last digits of a result, and may differ from the run's: fabric run gives
+            # each rank more threads than Fabric's own start does.
+            first_layout = replay.run_layouts[0]
+            use_threads_of(first_layout.device)
+        steps = repeat_steps(fabric, run, replay.last_step, heartbeat)
+        heartbeat.enter(StepPhase.ENDING)
+        stop_signals.ignore()
+        destroy_process_group(fabric)
+    return compare(replay.on(device_name(fabric.device)), steps)
 
 
 def _report(comparison: "ReplayComparison") -> None:

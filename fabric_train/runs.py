@@ -166,10 +166,13 @@ def _table_width(names: Sequence[str], rows: Sequence[dict[str, Text]]) -> int:
 
 def _build_cells(run: RunSummary, folder: Path, columns: Sequence[str] | None) -> dict[str, Text]:
     """Return the cells of a run's row by the titles of their columns."""
-    name = os.path.relpath(run.run, folder)
+    run_dir = run.run
+    name = os.path.relpath(run_dir, folder)
+    if name == ".":  # the run's folder is the searched folder itself
+        name = folder.resolve().name
     planned = f"/{run.num_steps:,}" if run.num_steps else ""
     cells = {
-        "run": Text(folder.resolve().name if name == "." else name),
+        "run": Text(name),
         "state": Text(run.state, _COLOURS.get(run.state, "")),
         "step": Text("" if run.step is None else f"{run.step:,}{planned}"),
         "best": Text("" if run.best is None else f"{run.best:.4f} at {run.best_step:,}"),

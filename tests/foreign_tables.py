@@ -41,7 +41,7 @@ def tables_of(page: str) -> str:
     """Return the tables of a page as Markdown: arguments with another name here, with the same name, with none."""
     column_title = COLUMN_TITLES[page]
     known = list(types_of(TrainArguments))
-    names = _names(*PAGES[page])
+    names = _argument_names(PAGES[page])
     rows: dict[str, list[str]] = {}
     for name in sorted({*names} - {*known, "config", "debug"}):
         advice = advice_for_name("TrainArguments", name, known)
@@ -72,10 +72,19 @@ def tables_of(page: str) -> str:
     )
 
 
-def _names(*programs: str) -> list[str]:
-    others = load((ROOT / "tests" / "cli" / "other_programs_arguments.yaml").read_text(encoding="utf-8"))
-    names = [name for title, text in others.items() if title.startswith(programs) for name in text.split()]
-    if "transformers" not in programs:
+def _argument_names(title_beginnings: tuple[str, ...]) -> list[str]:
+    """Return the names of the arguments that other programs have.
+
+    Args:
+        title_beginnings: The beginnings of titles in tests/cli/other_programs_arguments.yaml. With "transformers", the
+            fields of the installed transformers' TrainingArguments are added.
+    """
+    names_by_title = load((ROOT / "tests" / "cli" / "other_programs_arguments.yaml").read_text(encoding="utf-8"))
+    names: list[str] = []
+    for title, space_separated_names in names_by_title.items():
+        if title.startswith(title_beginnings):
+            names += space_separated_names.split()
+    if "transformers" not in title_beginnings:
         return names
     # the fields of transformers' TrainingArguments, from its source: an import would take seconds
     package = importlib.util.find_spec("transformers")

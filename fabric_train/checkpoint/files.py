@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.cli.errors import InputError, raise_if_limit_reached
 from fabric_train.files.typed_json import read_json
 
 CHECKSUMS = "checksums.json"
@@ -131,7 +131,7 @@ def find_damage(checkpoint: Path) -> str | None:
         if "trainer.json" not in files:
             return "trainer.json is missing"
     except OSError as error:
-        raise_reached_limit(error)  # too many open files: this is no damage
+        raise_if_limit_reached(error)  # too many open files: this is no damage
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror or error})"
     except ValueError as error:
         return str(error)
@@ -174,7 +174,7 @@ def _find_piece_fault(path: Path, name: str, piece: FilePiece) -> str | None:
         for _, chunk in _read_chunks(path, piece.begin, piece.end):
             hasher.update(chunk)
     except OSError as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         return f"{name} cannot be read ({error.strerror})"
     if hasher.hexdigest() != piece.hash:
         return f"bytes {piece.begin:,} to {piece.end:,} of {name} have changed since they were written"

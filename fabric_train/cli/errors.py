@@ -234,7 +234,7 @@ def describe_os_error(error: OSError) -> str:
     return f"{description}; {fix}" if fix else description
 
 
-def raise_reached_limit(error: BaseException) -> None:
+def raise_if_limit_reached(error: BaseException) -> None:
     """Raise an OSError if reading failed because of a limit rather than because of the file.
 
     The limits are those of open files and memory. Some libraries replace the system's error by their own error,

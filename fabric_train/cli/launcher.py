@@ -61,9 +61,9 @@ TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *_OF_TORCHRUN, options
 OPEN_MPI = Launcher("mpiexec (Open MPI)", ("OMPI_COMM_WORLD_SIZE",), *_OF_OPEN_MPI)
 MPICH = Launcher("mpiexec (MPICH)", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_OF_MPICH)
 SRUN = Launcher("srun", ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), *_OF_SRUN, options=("--ntasks-per-node", "--nodes"))
-BY_HAND = Launcher(
-    "the program that set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE"
-)  # Fabric's own launcher too
+# A script that starts each process itself, or Fabric's own launcher. Such a process only needs LOCAL_RANK: Fabric takes
+# the number of processes from --devices and --num_nodes.
+BY_HAND = Launcher("the program that set LOCAL_RANK", ("LOCAL_RANK",), rank="LOCAL_RANK", size="WORLD_SIZE")
 MPI = (OPEN_MPI, MPICH)
 # the innermost first: torchrun and mpiexec can run inside a Slurm job
 _LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, BY_HAND)
@@ -177,10 +177,10 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
 def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
     """Return a fault if something is missing, so that the processes would train alone or wait forever."""
     launcher = find_launcher(environment)
-    if launcher is None:
-        return _find_launch_without_launcher(environment)
+    if launcher is None:  # no variables of a launcher that this module knows
+        return _find_unrecognised_launch(environment)
 
-    if launcher != BY_HAND:
+    if launcher != BY_HAND:  # which need not set WORLD_SIZE
         variables = (launcher.rank, launcher.size, launcher.local_rank)
         missing = [name for name in variables if name and name not in environment]
         if missing:
@@ -203,8 +203,8 @@ def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _find_launch_without_launcher(environment: Mapping[str, str]) -> str | None:
-    """Return a fault if the variables describe several processes, but no launcher started this one."""
+def _find_unrecognised_launch(environment: Mapping[str, str]) -> str | None:
+    """Return a fault if variables describe several processes, though no known launcher has started this one."""
     variables = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if variables:
         assignments = " and ".join(f"{name}={environment[name]}" for name in variables)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.token_dataset import token_folder
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
         with token_folder.without_read_ahead():
             splits = datasets.load_from_disk(folder)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
     except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # raised by datasets for unexpected JSON
         reason = f"{type(error).__name__}: {first_line(error)}"

@@ -155,7 +155,9 @@ class Stream:
         chat_formats = sorted({source.kind for source in self.documents.sources} - {"text"})
         chats = {}
         for chat_format in chat_formats:
-            chats[chat_format] = _chat_encoder(self.tokenizer_folder, chat_format, by_parts=difference is None)
+            chats[chat_format] = _chat_encoder(
+                self.tokenizer_folder, chat_format, split_at_control_tokens=difference is None
+            )
         borders = text_encoder.Borders(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         return DocumentEncoder(encoder, borders, chats)
 
@@ -180,11 +182,18 @@ def _texts_in(document: Document) -> list[str]:
     return [message["content"] for message in chat.messages]
 
 
-def _chat_encoder(tokenizer_folder: Path, chat_format: str, *, by_parts: bool = True) -> "ChatEncoder":
+def _chat_encoder(tokenizer_folder: Path, chat_format: str, *, split_at_control_tokens: bool = True) -> "ChatEncoder":
     """Return an encoder of chats without a limit of length: chats are cut where rows end."""
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
 
-    return ChatEncoder(tokenizer_folder, chat_format, TRAIN_ON, "drop", max_length=None, by_parts=by_parts)
+    return ChatEncoder(
+        tokenizer_folder,
+        chat_format,
+        TRAIN_ON,
+        too_long="drop",
+        max_length=None,
+        split_at_control_tokens=split_at_control_tokens,
+    )
 
 
 def open_stream(

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import psutil
 
-from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.cli.errors import InputError, raise_if_limit_reached
 from fabric_train.files.regular_file import check_no_link, open_to_write
 
 _MAX_WAIT_SECONDS = 120.0
@@ -147,7 +147,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
             temporary = temporary_for(target, this_process())
             temporary.mkdir()
         except OSError as error:
-            raise_reached_limit(error)
+            raise_if_limit_reached(error)
             raise InputError(
                 f"cannot write to {target.parent}: {error.strerror}; choose another folder for {target.name}"
             ) from None

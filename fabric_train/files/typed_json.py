@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.files.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
                 raise InputError(f"{file}: larger than 1 GiB, so it cannot be what its name says; {advice}")
             content = opened.read()
     except OSError as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"{file}: {error.strerror}; {advice}") from None
     try:
         return parse_json(content, kind)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from fabric_train.checkpoint.adapter_folder import CONFIG, check_files
 from fabric_train.checkpoint.peft_settings import SAVE_ADVICE, uncomputed_settings
-from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, note, raise_if_limit_reached
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.requirements import check_package
 from fabric_train.files.typed_json import read_json
@@ -47,7 +47,7 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
     except ImportError as error:  # such as megatron, which megatron_config asks for
         raise InputError(f"{folder}: its adapter needs a package: {first_line(error)}; install it") from error
     except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         reason = first_line(error).rstrip(".:")
         raise InputError(
             f"{folder}: this adapter does not fit {base}: {reason}; give its base model with --base_model"

@@ -189,10 +189,13 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
             _print_pair(pair, console)
     else:
         for piece in row.pieces:
-            if piece.begins is not None:
-                content.append("┃" if piece.begins else "┆", _BORDER)
+            if piece.begins is True:  # the piece begins its document
+                content.append("┃", _BORDER)
+            elif piece.begins is False:  # the piece continues the document of the row before
+                content.append("┆", _BORDER)
+            # without a border: it is unknown whether the document begins with the piece
             _append_tokens(content, piece.tokens)
-    if row.continues:
+    if row.continues:  # the last document goes on in the next row
         content.append("┆", _BORDER)
     if row.num_padding:
         content.append(f"░ {row.num_padding:,} × {visible(row.padding)}", _PADDING)

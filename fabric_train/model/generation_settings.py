@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.manifest import load_manifest
 
@@ -21,7 +21,7 @@ def read_generation_config(source: str, config: PretrainedConfig) -> GenerationC
     try:
         generation_config = GenerationConfig.from_pretrained(source)
     except OSError as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         if file.is_file():
             raise _damaged(file, error) from error
         return GenerationConfig.from_model_config(config)

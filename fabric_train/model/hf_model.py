@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, note, raise_if_limit_reached
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import Adapter, attach
@@ -260,7 +260,7 @@ def _read_config(source: str) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         raise InputError(f"{name}: its config.json is invalid: {reason}; {advice}") from error
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         reason = first_line(error).rstrip(".")
         if "trust_remote_code" in str(error):
             reason = "the model comes with Python code, which is never run"
@@ -315,6 +315,6 @@ def load_hf_tokenizer(source: Path | str) -> Any:
         with panics_as_errors():
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # damage ends in any exception, some of them of the Rust library
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         reason = first_line(error).rstrip(".")
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_FETCH_OR_REPLACE}") from error

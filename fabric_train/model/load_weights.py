@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from fabric_train.cli.errors import InputError, first_line, note, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, note, raise_if_limit_reached
 from fabric_train.distributed.sharded_parameters import FlatShard, flat_shards, local_part, original_name
 from fabric_train.model import weight_files
 from fabric_train.model.hf_model import ModelShape, check_readable
@@ -197,7 +197,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 
 def _cannot_load(source: str, error: BaseException) -> InputError:
     """Return the error for weights that cannot be loaded; if the machine has reached a limit, raise that error."""
-    raise_reached_limit(error)
+    raise_if_limit_reached(error)
     reason = first_line(error).rstrip(".")
     return InputError(f"--model_name {source}: cannot load its weights: {reason}; {_FETCH_AGAIN}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.files.regular_file import check_not_pointer
 from fabric_train.model.weight_files import StoredTensors, shard_names
 
@@ -66,7 +66,7 @@ def _load(file: Path) -> dict[str, Any]:
             is_archive = opened.read(2) == b"PK"  # torch.save before 1.6 wrote other files, which cannot be mapped
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_archive)
     except (OSError, EOFError, ValueError, RuntimeError, LookupError, UnpicklingError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(
             f"{file.parent}: cannot load its weights: {file.name}: {first_line(error).rstrip('.')}; download the "
             "model again, or give another"

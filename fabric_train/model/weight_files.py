@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.files.regular_file import check_file_name, check_not_pointer
 from fabric_train.files.typed_json import parse_json, read_json
 from fabric_train.model.shard_index import DTYPES, SHARD_INDEX, Piece, ShardedTensor, read_shard_index
@@ -252,7 +252,7 @@ def _open_file(path: Path, advice: str) -> Any:
     except FileNotFoundError:
         raise InputError(f"{path}: the file is missing; {advice}") from None
     except (SafetensorError, OSError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"{path}: not a complete safetensors file ({first_line(error)}); {advice}") from error
 
 

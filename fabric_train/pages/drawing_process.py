@@ -40,18 +40,23 @@ def run(kind: str, text: str, output: Path) -> None:
         OSError: it could not be started.
     """
     request = json.dumps([kind, text, os.fspath(output.absolute())]) + "\n"
+    owner_pid = os.getpid()
     with _LOCK:
         try:
-            answer = _request(_drawing_process(os.getpid()), request)
+            answer = _request(_drawing_process(owner_pid), request)
         except _EndedError:  # it may have ended because it was idle: start another one
-            answer = _request(_drawing_process(os.getpid()), request)
+            answer = _request(_drawing_process(owner_pid), request)
     if answer != "drawn\n":
         raise DrawError(f"drawing failed: {answer.strip()}")
 
 
 @lru_cache(maxsize=1)
-def _drawing_process(_: int) -> "subprocess.Popen[str]":
-    """Return this process's drawing process; a fork of this process has another id, and starts its own."""
+def _drawing_process(owner_pid: int) -> "subprocess.Popen[str]":
+    """Return the drawing process of the process ``owner_pid``, which is this process; start it on the first call.
+
+    The cache keeps it by the process id, because a fork inherits the cache but must not share its parent's drawing
+    process, whose answers would get mixed up: a fork has another id, so it starts its own.
+    """
     return subprocess.Popen(
         [sys.executable, __file__],
         text=True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.tables import OBJECTIVES, PROJECT
 from fabric_train.data.batch import IGNORED_LABEL
@@ -456,7 +456,7 @@ def _faults_of_export(dataset: TokenDataset, record: TokenizerRecord, shape: Mod
     try:
         differences = tokenizer_changed_by_config(tokenizer, shape.config)
     except (ArithmeticError, AttributeError, ImportError, LookupError, OSError, TypeError, ValueError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         differences = [first_line(error).rstrip(".")]
     if not differences:
         return []

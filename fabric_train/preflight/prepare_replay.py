@@ -89,7 +89,8 @@ def prepare_replay(
     version_changes = resume_check.find_version_changes(saved.versions, run.versions, run.arguments)
     return Replay(
         folder=folder,
-        steps=steps,
+        first_step=first_step,
+        last_step=last_step,
         run=run,
         logged=replayed_rows,
         evaluations=validation_losses,

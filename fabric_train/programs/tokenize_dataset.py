@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
     from fabric_train.tokenization.arguments import TokenizeArguments
 
     arguments = parse_arguments(TokenizeArguments, argv)
-    manifest = find_pushed(arguments)
+    manifest = find_finished_to_push(arguments)
 
     # One machine of several only writes its slice.
     if arguments.shard is not None:
@@ -107,7 +107,7 @@ def _print_slice(arguments: "TokenizeArguments", lines: "list[str] | None") -> N
     print(f"then       for this slice: {encode_command(arguments, lines_dir)}")
 
 
-def find_pushed(arguments: "TokenizeArguments") -> "Manifest | None":
+def find_finished_to_push(arguments: "TokenizeArguments") -> "Manifest | None":
     """Check that the token dataset can be pushed, if --push_to_hub asks for it.
 
     Returns:

@@ -264,8 +264,8 @@ def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
     if train_on == "last":
         selected = selected[-1:]
 
-    # drop the turns of the assistant that the row marks as untrained. Such a mark has no effect on other turns: nothing
-    # marks them in a rendering, so --train_on all supervises all of them
+    # drop the turns of the assistant that the row marks as untrained. Marks on user or system turns are ignored,
+    # because only the assistant's turns can be marked in a rendering; so --train_on all supervises all other turns
     supervised: set[int] = set()
     for index in selected:
         message = chat.messages[index]

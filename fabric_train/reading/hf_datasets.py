@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, RunError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, RunError, first_line, raise_if_limit_reached
 from fabric_train.reading.arrow_rows import nested_columns, without_filling, without_nulls
 from fabric_train.reading.documents import Row, check_text_column, name_in
 from fabric_train.reading.listing import NO_SHA256, ListedFiles, hashed_files, list_folder
@@ -287,7 +287,7 @@ def open_saved(name: str, option: str, folder: Path, split: str | None) -> Datas
     try:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(
             f"{option} {name}: incomplete save_to_disk folder: {first_line(error)}; save it again"
         ) from None

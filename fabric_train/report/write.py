@@ -51,7 +51,9 @@ def write_report(runs: Sequence[ReportedRun], page: Path, price_per_hour: float 
         has_picture = draw(charts, picture, title=title, heights=heights)
 
     # write
-    axes = [run.metrics.page_axis() for run in runs if _has_metrics(run)]  # in the order in which charts number runs
+    # For each run with metrics, the tokens and hours at its steps: the page can show any of the three on the x-axis. A
+    # curve names its run by the index among these runs (Series.axis), so they must be in the order of the charts.
+    axes = [run.metrics.page_axis() for run in runs if _has_metrics(run)]
     write_atomically(page, to_html(title, sections, axes))
     write_atomically(markdown, to_markdown(title, sections, picture.name if has_picture else ""))
 

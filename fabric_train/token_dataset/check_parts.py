@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.cli.errors import InputError, raise_if_limit_reached
 from fabric_train.token_dataset.document_index import ARRAYS, CHECKSUM, CHECKSUMS, FOLDER
 from fabric_train.token_dataset.parts import TOKENIZE_AGAIN, Parts, PartSplit, map_array
 
@@ -29,7 +29,7 @@ def _check_size(file: Path, expected: int) -> None:
     try:
         size = os.stat(file).st_size
     except OSError as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"{file}: {error.strerror}; restore it, or {TOKENIZE_AGAIN}") from None
     if size != expected:
         raise InputError(f"{file} has {size:,} bytes instead of {expected:,}; {TOKENIZE_AGAIN}")

@@ -459,9 +459,10 @@ def load_manifest(folder: Path) -> Manifest | None:
         raise InputError(f"{file} has format {file_format!r}, but this version reads {expected_format}; tokenize again")
     try:
         # in the file, the ledger has its splits and its totals side by side
-        splits = content["ledger"]
-        names_of_totals = {ledger_field.name for ledger_field in fields(Ledger)} - {"splits"}
-        totals = {name: splits.pop(name) for name in names_of_totals & splits.keys()}
+        ledger = content["ledger"]
+        names_of_totals = ({ledger_field.name for ledger_field in fields(Ledger)} - {"splits"}) & ledger.keys()
+        totals = {name: ledger[name] for name in names_of_totals}
+        splits = {name: split for name, split in ledger.items() if name not in names_of_totals}
         content["ledger"] = {"splits": splits, **totals}
         manifest = parse_json(json.dumps(content), Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -25,7 +25,7 @@ from tokenize import TokenError
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.files.regular_file import check_file_name
 from fabric_train.files.typed_json import read_json
 
@@ -110,7 +110,7 @@ class Parts:
         try:
             manifest_sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         except (OSError, ValueError) as error:  # a ValueError for a path that no file can have
-            raise_reached_limit(error)
+            raise_if_limit_reached(error)
             reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(
                 f"{self._describe(part)} is missing ({file}: {reason}); restore it, or {MERGE_AGAIN}"
@@ -191,7 +191,7 @@ def map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"{path}: {first_line(error)}; {TOKENIZE_AGAIN}") from None
 
 
@@ -229,7 +229,7 @@ def _map_records(path: Path, dtype: np.dtype, fix: str) -> _MappedArray:
     except FileNotFoundError:
         raise InputError(f"{path}: the file is missing; {fix}") from None
     except (OSError, ValueError, EOFError, SyntaxError, TokenError) as error:  # numpy parses a header as Python
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"{path}: damaged, {first_line(error)}; {fix}") from None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
+from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_if_limit_reached
 from fabric_train.files.regular_file import check_file_name
 from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.joined_split import check_joined_splits
@@ -183,7 +183,7 @@ def _naming_damaged_file(file: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; tokenize again") from None
     except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
-        raise_reached_limit(error)
+        raise_if_limit_reached(error)
         raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fabric_train.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.cli.argument_types import show_size
-from fabric_train.cli.errors import InputError, note, raise_reached_limit
+from fabric_train.cli.errors import InputError, note, raise_if_limit_reached
 from fabric_train.cli.output import redact
 from fabric_train.cli.tables import CHAT_FORMATS, Component
 from fabric_train.files import requirements
@@ -81,7 +81,7 @@ def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]
             fault = f"{target}: another process is writing to it"
             stack.enter_context(hold_lock(folder / "lock", fault, "wait for it or stop it"))
         except OSError as error:
-            raise_reached_limit(error)
+            raise_if_limit_reached(error)
             raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
         try:
             yield folder
@@ -392,9 +392,12 @@ def _find_single_chat(row: Row) -> str | None:
 
 
 def open_formats(
-    kinds: Sequence[str], tokenizer_folder: Path, arguments: TokenizeArguments, by_parts: bool = True
+    kinds: Sequence[str], tokenizer_folder: Path, arguments: TokenizeArguments, *, split_at_control_tokens: bool = True
 ) -> list[SourceFormat]:
-    """Return how to encode these kinds, and save the chat template in the folder; ``by_parts``: see ``ChatEncoder``."""
+    """Return how to encode these kinds, and save the chat template in the folder.
+
+    ``split_at_control_tokens``: see ``ChatEncoder``.
+    """
     formats = {"text": SourceFormat("text", columns=(arguments.text_column,), chat=None)}
     for kind in sorted(set(kinds) - {"text"}):
         # slow to import, and texts do not need it
@@ -409,8 +412,8 @@ def open_formats(
             arguments.train_on,
             arguments.too_long,
             max_length=None if has_no_limit else arguments.max_length,
-            by_parts=by_parts,
-            is_chosen=arguments.chat_template is not None,
+            split_at_control_tokens=split_at_control_tokens,
+            is_template_from_user=arguments.chat_template is not None,
         )
         pairs: PairEncoder | UnpairedEncoder | None = None
         if has_two_sequences:

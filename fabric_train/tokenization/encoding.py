@@ -139,7 +139,7 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
     except _DifferentIdsError as error:
         encoder, encoder_name = open_encoder(tokenizer_file, special_text_is_plain, why_not_gigatoken=str(error))
         kinds = [source_format.kind for source_format in corpus.formats]
-        formats = open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, by_parts=False)
+        formats = open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, split_at_control_tokens=False)
         corpus = replace(corpus, formats=formats)
         return _encode_with(encoder, encoder_name, corpus, folder, check, input_slice)
 

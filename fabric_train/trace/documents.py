@@ -180,12 +180,12 @@ def find_steps(history: RunHistory, document: str) -> DocumentSteps:
     splits: list[_IndexedSplit] = []
     for dataset in datasets.values():
         splits += _open_splits(dataset)
-    file_numbers = _find_file(splits, name)
-    searched_splits = [split for split in splits if split.dataset.folder in file_numbers]
+    file_indices = _find_file(splits, name)
+    searched_splits = [split for split in splits if split.dataset.folder in file_indices]
     console = open_console(stderr=True)
     columns = (TextColumn("searching the index"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        indexed_documents = list(_search_splits(searched_splits, file_numbers, int(line), progress))
+        indexed_documents = list(_search_splits(searched_splits, file_indices, int(line), progress))
     if not indexed_documents:
         raise _not_found_error(document, searched_splits)
 
@@ -254,16 +254,17 @@ def _find_file(splits: list[_IndexedSplit], name: str) -> dict[Path, list[int]]:
     """Find the file with a name, which may also be the end of a path.
 
     Returns:
-        The numbers of the file in each token dataset that has it, by the token dataset's folder.
+        The indices of the file in the document index of each token dataset that has it, by the token dataset's folder.
+        The same file may occur several times in a document index.
 
     Raises:
         InputError: there is no such file, or several.
     """
-    # full names, each with its numbers
     source_tables = {split.dataset.folder: split.index.sources for split in splits}
+    # by the token dataset's folder: the full names of the files that match, each with the file's indices
     matches = {folder: document_search.files_named(table, name) for folder, table in source_tables.items()}
     full_names = sorted(set(chain.from_iterable(matches.values())))
-    if name in full_names:
+    if name in full_names:  # a token dataset without this file may have others whose paths end with the name
         full_names = [name]
     if not full_names:
         all_names = set()
@@ -275,7 +276,7 @@ def _find_file(splits: list[_IndexedSplit], name: str) -> dict[Path, list[int]]:
     if len(full_names) > 1:
         raise InputError(f"--document: {name} matches several files; give one of them: {_list_names(full_names)}")
     full_name = full_names[0]
-    return {folder: numbers[full_name] for folder, numbers in matches.items() if full_name in numbers}
+    return {folder: file_indices[full_name] for folder, file_indices in matches.items() if full_name in file_indices}
 
 
 def _list_names(names: list[str]) -> str:
@@ -285,19 +286,19 @@ def _list_names(names: list[str]) -> str:
 
 
 def _search_splits(
-    splits: list[_IndexedSplit], file_numbers: dict[Path, list[int]], line: int, progress: Progress
+    splits: list[_IndexedSplit], file_indices: dict[Path, list[int]], line: int, progress: Progress
 ) -> Iterator[IndexedDocument]:
-    """Yield the document at a line of a file in each split that has it; ``file_numbers``: see :func:`_find_file`."""
+    """Yield the document at a line of a file in each split that has it; ``file_indices``: see :func:`_find_file`."""
     num_records = sum(document_search.num_records(split.index) for split in splits)
     task = progress.add_task("", total=num_records)
     advance = partial(progress.advance, task)
     for split in splits:
-        numbers = document_search.find_documents(split.index, file_numbers[split.dataset.folder], line, advance)
-        if not numbers:
+        documents = document_search.find_documents(split.index, file_indices[split.dataset.folder], line, advance)
+        if not documents:
             continue
-        origin = split.index.origin(numbers[0])  # copies have the same
+        origin = split.index.origin(documents[0])  # copies have the same origin
         rows = []
-        for row, tokens_in_row in document_search.find_rows(split.index, numbers, advance).items():
+        for row, tokens_in_row in document_search.find_rows(split.index, documents, advance).items():
             rows.append(DocumentRow(row, tokens_in_row.num_tokens, tokens_in_row.num_repeated))
         yield IndexedDocument(
             dataset=str(split.dataset.folder),
@@ -305,7 +306,7 @@ def _search_splits(
             source=origin.source,
             file=origin.file,
             line=origin.row,
-            copies=len(numbers),
+            copies=len(documents),
             tokens=origin.num_tokens,
             bytes=origin.num_bytes,
             rows=rows,

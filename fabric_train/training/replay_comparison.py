@@ -72,8 +72,10 @@ class Replay:
     """Steps of a run that are ready to be trained again."""
 
     folder: Path
-    steps: tuple[int, int]
-    """The first and the last step to compare."""
+    first_step: int
+    """The first step to compare; training may begin with an earlier step, see ``logged``."""
+    last_step: int
+    """The last step to compare."""
     run: "PreparedRun"
     logged: list[Metrics]
     """The rows of metrics.csv from the first step that is trained to the last one."""
@@ -197,7 +199,7 @@ class ReplayComparison:
         if replay.same_until >= first_step:
             exact = f"bit-identical up to step {replay.same_until}, then "
         return (
-            f"{exact}equal within a relative difference of {replay.tolerance(replay.steps[1]):.1e}: "
+            f"{exact}equal within a relative difference of {replay.tolerance(replay.last_step):.1e}: "
             f"{'; '.join(reasons)}"
         )
 
@@ -254,9 +256,8 @@ class ReplayComparison:
         origin = "nothing was trained"
         if self.steps:
             origin = f"trained from {checkpoint.name if checkpoint else 'the beginning'}"
-        first_step, last_step = replay.steps
         facts = {
-            "steps": f"{first_step} to {last_step}, {origin}, {len(self.steps)} logged steps compared",
+            "steps": f"{replay.first_step} to {replay.last_step}, {origin}, {len(self.steps)} logged steps compared",
             "run": _describe_layouts(replay.run_layouts),
             "replay": f"{replay.replay_layout}",
             "figures": self.rule,

@@ -49,24 +49,27 @@ def _translate_evaluation(translation: Translation) -> None:
     if batch_names:
         translation.set_training("eval_batch_size", file.get(*batch_names), *batch_names)
 
-    # how often: a number in an epoch, an interval in steps, or only at the end of an epoch
+    # how often: several times in an epoch, an interval in steps, or only at the end of each epoch
     strategy_names = file.names("eval_strategy", "evaluation_strategy")
     strategy = str(file.get("eval_strategy", "evaluation_strategy"))
     interval_names = file.names("eval_steps", "run_val_every_n_steps")
     interval = file.get("eval_steps", "run_val_every_n_steps")
     per_epoch = translation.number("evals_per_epoch")
+    only_at_epoch_ends = "no evaluation in between; one at the end of each epoch"
     if per_epoch:
         _set_interval_by_epochs(translation, "eval_step_interval", per_epoch, "evals_per_epoch")
-    elif interval not in _OFF and strategy not in ("no", "epoch"):
-        _set_interval(translation, "eval_step_interval", interval, *interval_names, *strategy_names)
-    elif strategy == "epoch":
+    elif strategy == "epoch":  # also if the file has an interval
         translation.set_training("eval_step_interval", _NEVER, *strategy_names, comment="at the end of each epoch")
+    elif strategy == "no":  # also if the file has an interval; here, a run always evaluates when an epoch ends
+        translation.set_training("eval_step_interval", _NEVER, *strategy_names, comment=only_at_epoch_ends)
+    elif interval not in _OFF:
+        _set_interval(translation, "eval_step_interval", interval, *interval_names, *strategy_names)
     elif strategy == "steps":  # without eval_steps, transformers evaluates every logging_steps
         logging_steps = file.get("logging_steps") or 500
         _set_interval(translation, "eval_step_interval", logging_steps, *strategy_names)
-    else:
-        words = "no evaluation in between; one at the end of each epoch"
-        translation.set_training("eval_step_interval", _NEVER, *strategy_names, comment=words)
+    else:  # the file says nothing about evaluation, or turns it off
+        translation.set_training("eval_step_interval", _NEVER, *strategy_names, comment=only_at_epoch_ends)
+    # Of these names, only those that no branch has used are ignored, because the first outcome of a name applies.
     translation.ignore(*interval_names, "evals_per_epoch")
     if file.names("eval_on_start"):
         translation.set_training("eval_at_start", file.is_on("eval_on_start"), "eval_on_start")

@@ -34,7 +34,7 @@ from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
 from fabric_train.vocabulary.extendable_tokenizer import ExtendableTokenizer, NewTokens
 from fabric_train.vocabulary.extended_tensors import ExtendedMatrix, ExtendedTensors, Norms
-from fabric_train.vocabulary.verify import verify_tokenizer, verify_weights
+from fabric_train.vocabulary.verify import load_verified_tokenizer, verify_weights
 from fabric_train.vocabulary.words import LanguageTexts, hold_out, read_texts, words_of
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def extend(arguments: "VocabularyExtendArguments") -> None:
         all_documents: list[str] = []
         for text in texts:
             all_documents += text.documents
-        new_tokenizer = verify_tokenizer(old_tokenizer, Path(tokenizer_dir), new, all_documents)
+        new_tokenizer = load_verified_tokenizer(old_tokenizer, Path(tokenizer_dir), new, all_documents)
         savings: list[Savings] = []
         for text, text_held_out in zip(texts, held_out, strict=True):
             savings.append(_measure_savings(text, text_held_out, old_tokenizer, new_tokenizer))

@@ -52,9 +52,16 @@ class ExtendedMatrix:
         num_rows: int,
         seed: Sequence[int] | None,
     ) -> None:
-        """Extend the matrix ``name`` of ``tensors`` to ``num_rows`` rows; nothing is read yet.
+        """Extend the matrix ``name`` of ``tensors``; nothing is read yet.
 
-        ``pieces`` has the old ids that each new token replaces, and the first new token has the id ``first_id``.
+        Args:
+            tensors: The stored tensors of the model.
+            name: The name of the stored matrix.
+            first_id: The id of the first new token, which is the number of old tokens.
+            pieces: For each new token, the old ids that it replaces.
+            num_rows: The number of rows of the extended matrix, with padding.
+            seed: Integers that together seed the random rows: each row is drawn with ``(*seed, row_index)``, so it does
+                not depend on the block in which it is read. None if new rows are means of the rows of their pieces.
         """
         self._tensors = tensors
         self._name = name

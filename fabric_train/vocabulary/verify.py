@@ -25,7 +25,7 @@ _MAX_CHARACTERS = 4_000_000
 _MAX_SHOWN = 60  # characters of a text in a message
 
 
-def verify_tokenizer(old: "Tokenizer", folder: Path, new: NewTokens, documents: Sequence[str]) -> "Tokenizer":
+def load_verified_tokenizer(old: "Tokenizer", folder: Path, new: NewTokens, documents: Sequence[str]) -> "Tokenizer":
     """Load the tokenizer in ``folder``, and compare it with the old one and with the learned segments.
 
     Lines of the documents, up to 4 million characters, and texts on which encoders are likely to fail must have their

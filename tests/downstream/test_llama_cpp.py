@@ -73,15 +73,15 @@ def converter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = CACHE / "downstream" / f"{RELEASE}-converters"
     if not target.exists():
         folder = tmp_path_factory.mktemp("llama-cpp")
-        requirement = RELEASE.replace("-", "==")
+        requirement = RELEASE.replace("-", "==")  # such as llama_cpp_python==0.3.36
         pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
         subprocess.run([*pip, requirement], check=True)
         with complete_folder(target) as unpacked, tarfile.open(folder / f"{RELEASE}.tar.gz") as archive:
-            within = f"{RELEASE}/vendor/llama.cpp/"
-            parts = tuple(
-                within + part for part in ("convert_hf_to_gguf.py", LORA_CONVERTER, "conversion/", "gguf-py/")
-            )
-            archive.extractall(unpacked, [file for file in archive if file.name.startswith(parts)], filter="data")
+            llama_cpp_dir = f"{RELEASE}/vendor/llama.cpp/"
+            needed = ("convert_hf_to_gguf.py", LORA_CONVERTER, "conversion/", "gguf-py/")
+            needed_paths = tuple(llama_cpp_dir + name for name in needed)
+            needed_files = [file for file in archive if file.name.startswith(needed_paths)]
+            archive.extractall(unpacked, needed_files, filter="data")
     return target / RELEASE / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"
 
 

@@ -101,9 +101,9 @@ def encoder(
     train_on: str = "assistant",
     too_long: str = "cut_end",
     max_length: int | None = None,
-    by_parts: bool = True,
+    split_at_control_tokens: bool = True,
 ) -> ChatEncoder:
-    return ChatEncoder(folder, "auto", train_on, too_long, max_length, by_parts)
+    return ChatEncoder(folder, "auto", train_on, too_long, max_length, split_at_control_tokens=split_at_control_tokens)
 
 
 @cache
@@ -226,17 +226,18 @@ def test_generation_marks_agree_with_turn_by_turn_renderings(
     assert by_turns.supervised.tolist() == by_marks.supervised.tolist()
 
 
-def test_chats_have_the_same_tokens_by_parts_and_as_a_whole(small_llama3_dir: Path, chatml_dir: Path) -> None:
+def test_chats_have_the_same_tokens_split_and_in_full(small_llama3_dir: Path, chatml_dir: Path) -> None:
     look_alikes = ["<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "<|im_start", "\n\n\n", " a ", "\u0301"]
     for folder in (small_llama3_dir, chatml_dir):
-        whole_encoder = encoder(folder, by_parts=False)
+        full_encoder = encoder(folder, split_at_control_tokens=False)
         for content in [*HARD_STRINGS[::5], *look_alikes]:
             messages = exchanges("?", content if content.strip() else "no", content, "!")
-            by_parts, as_a_whole = (encoded(chats, messages) for chats in (encoder(folder), whole_encoder))
-            assert by_parts.input_ids.tolist() == as_a_whole.input_ids.tolist()
-            assert by_parts.supervised is not None
-            assert as_a_whole.supervised is not None
-            assert by_parts.supervised.tolist() == as_a_whole.supervised.tolist()
+            split = encoded(encoder(folder), messages)
+            in_full = encoded(full_encoder, messages)
+            assert split.input_ids.tolist() == in_full.input_ids.tolist()
+            assert split.supervised is not None
+            assert in_full.supervised is not None
+            assert split.supervised.tolist() == in_full.supervised.tolist()
 
 
 def test_train_on_last_supervises_one_turn_and_all_every_token(chatml_dir: Path) -> None:
@@ -597,7 +598,7 @@ def test_every_cut_is_a_part_as_the_template_renders_it(
     longest = max(fitting, key=len)
     assert cut.input_ids.tolist() == reference_ids(folder, longest)
     assert cut.supervised is not None
-    whole_at_once = encoded(encoder(folder, train_on, too_long, None, by_parts=False), longest)
+    whole_at_once = encoded(encoder(folder, train_on, too_long, None, split_at_control_tokens=False), longest)
     assert whole_at_once.supervised is not None
     assert cut.supervised.tolist() == whole_at_once.supervised.tolist()
 

@@ -34,7 +34,7 @@ from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.vocabulary.__main__ import main
 from fabric_train.vocabulary.extendable_tokenizer import KEPT_TEXTS, ExtendableTokenizer, NewTokens
 from fabric_train.vocabulary.extended_tensors import ExtendedMatrix
-from fabric_train.vocabulary.verify import verify_tokenizer
+from fabric_train.vocabulary.verify import load_verified_tokenizer
 from tests.support.token_datasets import tokenize
 
 LANGUAGES = ("cs", "de", "el", "en", "es", "fr", "ja", "ko", "ru", "vi", "zh_CN")
@@ -103,28 +103,31 @@ def test_texts_of_eleven_languages_keep_their_ids_unless_they_have_a_new_token(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     source = request.getfixturevalue(name)
-    of_sentencepiece = source if name.startswith("spm") else None
-    tokenizer = ExtendableTokenizer(load_tokenizer(str(source)), tmp_path, of_sentencepiece)
+    sentencepiece_model = source if name.startswith("spm") else None
+    tokenizer = ExtendableTokenizer(load_tokenizer(str(source)), tmp_path, sentencepiece_model)
     learned = tokenizer.learn(pages("ca", 30), 200)
     new = NewTokens(tokenizer.first_id, learned)
     tokenizer.write(new)
-    after = verify_tokenizer(tokenizer.fast, tmp_path, new, [])
-    num_kept = 0
+    extended = load_verified_tokenizer(tokenizer.fast, tmp_path, new, documents=[])
+    num_kept = 0  # lines
     for language in LANGUAGES:
         lines = [line for page in pages(language) for line in page.splitlines()]
-        for ids, ids_after in zip(ids_of(tokenizer.fast, lines), ids_of(after, lines), strict=True):
-            if max(ids_after, default=0) < tokenizer.first_id:
-                assert ids_after == ids
+        for old_ids, new_ids in zip(ids_of(tokenizer.fast, lines), ids_of(extended, lines), strict=True):
+            has_new_token = max(new_ids, default=0) >= tokenizer.first_id
+            if not has_new_token:
+                assert new_ids == old_ids
                 num_kept += 1
     assert num_kept > 300
     texts = pages("ca", 40)
-    assert sum(map(len, ids_of(after, texts))) < 0.9 * sum(map(len, ids_of(tokenizer.fast, texts)))
-    if of_sentencepiece is None:
-        assert ids_of(after, ["".join(KEPT_TEXTS)]) == ids_of(tokenizer.fast, ["".join(KEPT_TEXTS)])
+    num_old_tokens = sum(map(len, ids_of(tokenizer.fast, texts)))
+    num_tokens = sum(map(len, ids_of(extended, texts)))
+    assert num_tokens < 0.9 * num_old_tokens
+    if sentencepiece_model is None:
+        assert ids_of(extended, ["".join(KEPT_TEXTS)]) == ids_of(tokenizer.fast, ["".join(KEPT_TEXTS)])
         return
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     texts_of_three_languages = [*texts, *pages("es"), *pages("ko")]
-    assert library.encode(texts_of_three_languages) == ids_of(after, texts_of_three_languages)
+    assert library.encode(texts_of_three_languages) == ids_of(extended, texts_of_three_languages)
     assert library.vocab_size() == tokenizer.first_id + 200
 
 
@@ -134,9 +137,9 @@ def test_new_letters_become_pieces_of_a_sentencepiece_model(tmp_path: Path, smal
     assert {"и", "▁и"} <= set(new.texts)
     assert new.learned.pieces[new.texts.index("и")] == tokenizer.pieces_of("и")[1:]  # its bytes, after the space
     tokenizer.write(new)
-    after = verify_tokenizer(tokenizer.fast, tmp_path, new, pages("ru"))
+    extended = load_verified_tokenizer(tokenizer.fast, tmp_path, new, documents=pages("ru"))
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    assert library.encode(pages("ru")) == ids_of(after, pages("ru"))
+    assert library.encode(pages("ru")) == ids_of(extended, pages("ru"))
     listed_tokens = json.loads((tmp_path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     given_id = tokenizer.first_id + 120  # after the learned tokens
     assert library.id_to_piece(given_id) == "Costa▁Brava"

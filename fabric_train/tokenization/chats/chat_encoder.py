@@ -47,7 +47,7 @@ _BATCH_CHARACTERS = 500_000
 _BATCH_ROWS = 1_000
 
 
-def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast") -> TextEncoder | None:
+def open_segment_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast") -> TextEncoder | None:
     """Return an encoder for the texts between control tokens; None if they cannot be encoded one by one."""
     # a token that looks at the text around it, or is matched in normalized text
     normalizer = tokenizer.backend_tokenizer.normalizer
@@ -63,7 +63,7 @@ def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast"
     return encoder
 
 
-def gives_whole_ids(tokens: ControlTokens, template: ChatTemplate, tokenizer: "PreTrainedTokenizerFast") -> bool:
+def gives_tokenizer_ids(tokens: ControlTokens, template: ChatTemplate, tokenizer: "PreTrainedTokenizerFast") -> bool:
     """Return whether ``tokens`` gives chats of hard strings the same ids as ``apply_chat_template``."""
     contents = [text for text in HARD_STRINGS if len(text) <= _LONGEST_TRIED and tokens.shield(text) == text]
     renderings: list[str] = []
@@ -88,16 +88,7 @@ class ChatEncoder:
     """An encoder of chats and instructions that returns token ids with labels.
 
     The ids equal the tokenizer's ``apply_chat_template``, with BOS only where the template writes it. Most chats
-    end with the end-of-turn token; a chat that does not end with a control token gets EOS. InputError if neither the
-    tokenizer's chat template nor Llama-3's can be used.
-
-    Args:
-        data_format, train_on, too_long: as on the command line. With ``cut_end``, the last remaining turn is the
-            assistant's, unless all are supervised; with ``cut_start``, the first remaining turn is the user's.
-        max_length: the most tokens of a chat; None for no limit.
-        by_parts: encode the texts between control tokens one by one, with the fastest encoder, if a trial shows that
-            this gives the tokenizer's ids. Otherwise ``tokenizers`` encodes each chat whole, which takes longer.
-        is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
+    end with the end-of-turn token; a chat that does not end with a control token gets EOS.
     """
 
     def __init__(
@@ -107,9 +98,28 @@ class ChatEncoder:
         train_on: str,
         too_long: str,
         max_length: int | None,
-        by_parts: bool = True,
-        is_chosen: bool = False,
+        *,
+        split_at_control_tokens: bool = True,
+        is_template_from_user: bool = False,
     ) -> None:
+        """Open the tokenizer in a folder, and choose the chat template and the way to encode.
+
+        Args:
+            tokenizer_folder: A saved tokenizer with its chat template.
+            data_format: As on the command line.
+            train_on: As on the command line.
+            too_long: As on the command line. With ``cut_end``, the last remaining turn is the assistant's, unless all
+                are supervised; with ``cut_start``, the first remaining turn is the user's.
+            max_length: The most tokens of a chat; None for no limit.
+            split_at_control_tokens: Split a rendered chat at its control tokens, and encode the texts between them
+                separately, with the fastest encoder, if a trial shows that this gives the tokenizer's ids. Otherwise
+                ``tokenizers`` encodes each rendered chat in full, which takes longer.
+            is_template_from_user: Whether the chat template in the folder is from ``--chat_template``; then Llama-3's
+                never replaces it.
+
+        Raises:
+            InputError: no chat template can be used: neither the tokenizer's nor Llama-3's.
+        """
         from transformers import PreTrainedTokenizerFast
 
         self._data_format = data_format
@@ -119,13 +129,13 @@ class ChatEncoder:
 
         # the template
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
-        self._template, choice_notes = _choose_template(tokenizer, train_on, is_chosen)
+        self._template, choice_notes = _choose_template(tokenizer, train_on, is_template_from_user)
         self._shown = ShownMessages(self._template)
         self.notes = (*choice_notes, *_template_notes(tokenizer, self._template))
         self.chat_template = self._template.source
         self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
 
-        # its control tokens, ids by text
+        # its control tokens: their ids by their text
         control = {token: tokenizer.convert_tokens_to_ids(token) for token in self._template.control_tokens}
         self._eos_token_id: int = tokenizer.eos_token_id
         self._control_ids = frozenset(control.values()) | {self._eos_token_id}
@@ -133,11 +143,13 @@ class ChatEncoder:
         if self._template.end_of_turn:
             self.end_of_turn_token_id = control[self._template.end_of_turn]
 
-        # the encoder, by parts if this gives the same ids
+        # the encoder of the texts between control tokens; without one, each rendered chat is encoded in full
         tokenizer_file = tokenizer_folder / "tokenizer.json"
-        part_encoder = open_part_encoder(tokenizer_file, tokenizer) if by_parts else None
-        self._tokens = ControlTokens(tokenizer_file, control, part_encoder)
-        if part_encoder and not gives_whole_ids(self._tokens, self._template, tokenizer):
+        segment_encoder: TextEncoder | None = None
+        if split_at_control_tokens:
+            segment_encoder = open_segment_encoder(tokenizer_file, tokenizer)
+        self._tokens = ControlTokens(tokenizer_file, control, segment_encoder)
+        if segment_encoder and not gives_tokenizer_ids(self._tokens, self._template, tokenizer):
             self._tokens = ControlTokens(tokenizer_file, control, encoder=None)
 
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | LeftOut:
@@ -369,7 +381,7 @@ def _count_first(holds: Callable[[int], bool], count: int, guess: int) -> int:
 
 
 def _choose_template(
-    tokenizer: "PreTrainedTokenizerFast", train_on: str, is_chosen: bool
+    tokenizer: "PreTrainedTokenizerFast", train_on: str, is_template_from_user: bool
 ) -> tuple[ChatTemplate, tuple[str, ...]]:
     """Return the tokenizer's template, or Llama-3's if that cannot be used and the user chose none; with notes."""
     # its own, if it can mark the turns of a longer conversation
@@ -381,7 +393,7 @@ def _choose_template(
     # Llama-3's, if the tokenizer has its tokens
     fault = "has a chat template that cannot mark the assistant's tokens" if template else "has no chat template"
     vocabulary = tokenizer.get_added_vocab()
-    if not is_chosen and all(token in vocabulary for token in LLAMA3_CONTROL_TOKENS):
+    if not is_template_from_user and all(token in vocabulary for token in LLAMA3_CONTROL_TOKENS):
         return _open_template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}; using Llama-3's",)
 
     # its own, for conversations with one answer
