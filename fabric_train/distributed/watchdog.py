@@ -327,10 +327,11 @@ class Watchdog:
 
     def _end_without(self, lost_ranks: list[ConnectedRank], reason: str) -> NoReturn:
         """Report the lost ranks, kill those on this machine, which may still be alive, and end the run."""
-        # a rank other than 0 can lose only rank 0; then rank 1 alone reports it
+        # Rank 0 reports the ranks that it has lost. Each other rank can lose only rank 0; then rank 1 alone reports it.
         is_reporter = self._this_rank.rank in (0, 1)
         for rank in lost_ranks:
             is_on_this_machine = rank.pid_namespace == self._this_rank.pid_namespace
+            # this rank, which may be among those that hang, has no connection
             if is_reporter and rank.connection and is_on_this_machine:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)

@@ -129,7 +129,8 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
     from fabric_train.merge_models.tensors import METHODS
 
     columns = ["model", "weight", "difference"]
-    if METHODS[merged.recipe.method].drops:
+    shows_kept_share = METHODS[merged.recipe.method].drops
+    if shows_kept_share:
         columns.append("kept")
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for model in measure_models(merged):
@@ -137,9 +138,10 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
             model.name.label,
             "base" if model.weight is None else f"{model.weight:g}",
             f"{model.difference:.3g}",
-            "" if model.kept_share is None else f"{model.kept_share:.1%}",
         ]
-        table.add_row(*cells[: len(columns)])
+        if shows_kept_share:
+            cells.append("" if model.kept_share is None else f"{model.kept_share:.1%}")
+        table.add_row(*cells)
     open_console().print(table)
     reference = "base" if merged.recipe.base else "first model"
     print(f"difference: norm of the difference from the {reference}, relative to the norm of the {reference}")

@@ -17,7 +17,8 @@ def read_generation_config(source: str, config: PretrainedConfig) -> GenerationC
     """Return the generation settings of a folder or hub name, or if it has none, those that follow from ``config``."""
     file = Path(source) / GENERATION_CONFIG
     if file.exists():
-        read_json(file, dict, _CORRECT_OR_FETCH)  # transformers would wait for a pipe
+        # refuses a damaged file or a pipe in one line; transformers would wait for a pipe
+        read_json(file, dict, _CORRECT_OR_FETCH)
     try:
         generation_config = GenerationConfig.from_pretrained(source)
     except OSError as error:

@@ -114,10 +114,12 @@ def main() -> None:
         try:
             _export_and_push(source, target, plan.push_request, arguments)
         except (RunError, InputError, OSError) as error:
-            if len(plan.sources) == 1 and isinstance(error, InputError | OSError):
+            is_only_checkpoint = len(plan.sources) == 1
+            if is_only_checkpoint and isinstance(error, InputError | OSError):
                 raise  # run_program gives it its exit code
             failed.append(target.name)
-            print_errors(f"error: {describe_os_error(error) if isinstance(error, OSError) else error}")
+            message = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            print_errors(f"error: {message}")
 
     # Report how many of several checkpoints were exported, and which were not.
     num_checkpoints = len(plan.sources) + len(plan.damaged)

@@ -402,9 +402,10 @@ def _save_weights(model: Any, output_path: Path) -> None:
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).bfloat16()
         *layer_path, kind = tensor.name.removesuffix(".weight").split(".")
         if kind in num_heads:
-            # in GGUF, the two halves of a head that are rotated together alternate
-            halves = weight.view(num_heads[kind], -1, 2, config.hidden_size).transpose(1, 2)
-            weight = halves.reshape(weight.shape)
+            # The rotation pairs each row of the first half of a head with a row of the second half. GGUF stores the two
+            # rows of a pair next to each other, transformers stores one half after the other.
+            pairs = weight.view(num_heads[kind], -1, 2, config.hidden_size)  # [heads, pairs, 2, hidden]
+            weight = pairs.transpose(1, 2).reshape(weight.shape)  # [heads × 2 × pairs, hidden]
         layer_prefix = f"layers.{layer_path[1]}." if layer_path else ""
         weights[f"model.{layer_prefix}{_NAMES_IN_GGUF[kind]}.weight"] = weight
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

@@ -206,10 +206,10 @@ def _translate_extras_of_pairs(translation: Translation, objective: str) -> None
         weight_names = ["loss_type", "loss_weights"]
     if weight and objective in UNPAIRED_OBJECTIVES:
         translation.leave_out(f"--objective {objective} adds no cross entropy", *weight_names)
-    elif weight and objective != "orpo":
-        translation.set_training("sft_weight", weight, *weight_names)
-    elif weight:
+    elif weight and objective == "orpo":
         translation.leave_out("--objective orpo has the cross entropy with factor 1", *weight_names)
+    elif weight:
+        translation.set_training("sft_weight", weight, *weight_names)
     elif objective == "simpo" and file.program == "axolotl":
         translation.set_default("sft_weight", 1.0, "TRL's cpo_alpha")
 

@@ -370,6 +370,7 @@ def _write_card(
         license_name=origin.license_name,
         license_link=origin.license_link,
     )
+    # the items of a list follow one another without an empty line
     text = "\n\n".join(paragraphs).replace("\n\n- ", "\n- ")
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
 
