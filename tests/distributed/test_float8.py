@@ -47,28 +47,29 @@ def test_an_adapter_is_added_to_the_output_of_a_float8_layer(tiny_model_dir: Pat
     layer = model.model.layers[0].mlp.up_proj
     with torch.no_grad():
         layer.lora_B.weight.uniform_(-0.1, 0.1)
-    alone = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
-    alone.weight = layer.weight
-    by_hand = nn.Sequential(alone)
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
+    linear.weight = layer.weight
+    layer_without_adapter = nn.Sequential(linear)  # the conversion replaces the linear layers in a module
     with without_adapters(model):
         convert_to_float8(model.model.layers, emulate=True)
-    convert_to_float8([by_hand], emulate=True)
+    convert_to_float8([layer_without_adapter], emulate=True)
     layer = model.model.layers[0].mlp.up_proj
     assert type(layer).__name__ == "AdaptedFloat8Linear"
     assert type(layer.lora_A).__name__ == "Linear"
     assert sorted(model.state_dict()) == names
     inputs = torch.randn(2, 24, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-    a, b = (each.weight.detach().clone().requires_grad_() for each in (layer.lora_A, layer.lora_B))
-    low = F.linear(inputs, a.bfloat16()) * adapter.scale
+    lora_a = layer.lora_A.weight.detach().clone().requires_grad_()
+    lora_b = layer.lora_B.weight.detach().clone().requires_grad_()
+    low_rank = F.linear(inputs, lora_a.bfloat16()) * adapter.scale
     output = layer(inputs)
-    base = by_hand(inputs)
-    expected = torch.addmm(base.flatten(0, 1), low.flatten(0, 1), b.bfloat16().t()).view_as(base)
+    base = layer_without_adapter(inputs)
+    expected = torch.addmm(base.flatten(0, 1), low_rank.flatten(0, 1), lora_b.bfloat16().t()).view_as(base)
     assert torch.equal(output, expected)
-    assert not torch.equal(by_hand(inputs), F.linear(inputs, layer.weight))  # it is float8
-    for each in (output, expected):
-        each.float().square().sum().backward()
-    assert torch.equal(layer.lora_A.weight.grad, a.grad)
-    assert torch.equal(layer.lora_B.weight.grad, b.grad)
+    assert not torch.equal(layer_without_adapter(inputs), F.linear(inputs, layer.weight))  # it is float8
+    output.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    assert torch.equal(layer.lora_A.weight.grad, lora_a.grad)
+    assert torch.equal(layer.lora_B.weight.grad, lora_b.grad)
     assert layer.lora_A.weight.dtype == torch.float32
     assert layer.weight.grad is None
 

@@ -76,17 +76,22 @@ def expected(method: str, base: Tensors, models: list[Tensors], name: str, densi
         return (np.sin(angle * 2 / 3) * first + np.sin(angle / 3) * second) / np.sin(angle)
     changes = [model[name].numpy() - start for model in models]
     if method == "dare":
-        changes = [
-            change * draw_kept(change.shape, density, 5, name, number).numpy() / density
-            for number, change in enumerate(changes)
-        ]
+        for model_index, change in enumerate(changes):
+            is_kept = draw_kept(change.shape, density, 5, name, model_index).numpy()
+            changes[model_index] = change * is_kept / density
     if method == "ties":
-        borders = [np.sort(np.abs(change), axis=None)[-max(1, int(density * change.size))] for change in changes]
-        changes = [np.where(np.abs(one) >= border, one, 0) for one, border in zip(changes, borders, strict=True)]
-        weighted = np.stack([changes[0], changes[1] * 0.5])
-        agrees = np.sign(weighted) == np.where(weighted.sum(0) >= 0, 1, -1)
-        share = (np.array([1, 0.5]).reshape(2, *[1] * start.ndim) * agrees).sum(0)
-        return start + (weighted * agrees).sum(0) / np.where(share == 0, 1, share)
+        # keep the largest changes of each model
+        for model_index, change in enumerate(changes):
+            num_kept = max(1, int(density * change.size))
+            smallest_kept = np.sort(np.abs(change), axis=None)[-num_kept]
+            changes[model_index] = np.where(np.abs(change) >= smallest_kept, change, 0)
+
+        # the weighted mean of the changes that have the sign of their sum, by element
+        weighted = np.stack([changes[0], changes[1] * 0.5])  # [models, ...]
+        elected_sign = np.where(weighted.sum(0) >= 0, 1, -1)
+        agrees = np.sign(weighted) == elected_sign
+        total_weight = agrees[0] + 0.5 * agrees[1]  # of the models that agree
+        return start + (weighted * agrees).sum(0) / np.where(total_weight == 0, 1, total_weight)
     return start + changes[0] + 0.5 * changes[1]
 
 

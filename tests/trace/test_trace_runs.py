@@ -141,39 +141,43 @@ def num_ranks(run: str, step: int) -> int:
 
 
 def test_documents_of_a_step_are_those_that_its_ranks_read(tracing: Tracing) -> None:
-    read = tracing.read()
+    rows_read = tracing.read()
     tokenizer = AutoTokenizer.from_pretrained(tracing.folder / "va" / "tokenizer")
-    checked = 0
-    for run, last in LAST_STEPS.items():
+    num_checked_documents = 0
+    for run, last_step in LAST_STEPS.items():
         history = RunHistory(Path(run))
         epochs = {int(row[0]): int(row[1]) for row in metrics(tracing.folder / run)}
-        for step in range(1, last + 1):
-            found = list_documents(history, step, None)
-            assert found.epoch == epochs.get(step, found.epoch)
-            assert (Path(found.run).name, found.num_ranks) == (run_with(run, step), num_ranks(run, step))
-            for rank in range(found.num_ranks):
-                assert list_documents(history, step, rank).documents == [
-                    one for one in found.documents if one.ranks == [rank]
-                ]
-                rows: dict[tuple[str, int], list[int]] = {}
-                for one in found.documents:
-                    if one.ranks == [rank]:
-                        assert one.file is not None
-                        assert one.line is not None
-                        text = tracing.texts[Path(one.file).name, one.line]
-                        inner = tokenizer.encode(text, add_special_tokens=False)
-                        ids = [tokenizer.bos_token_id, *inner, tokenizer.eos_token_id]
-                        piece = ids[one.first_token : one.first_token + one.tokens]
-                        rows.setdefault((one.dataset, one.row), []).extend(piece)
-                        assert f"{one.source}.jsonl" == Path(one.file).name
-                        assert one.first_token or " ".join(text.split()).startswith(one.text.rstrip("…"))
-                        checked += 1
-                taken = read[run_with(run, step), step, rank]
-                assert len(rows) == len(taken)
-                for expected, found_ids in zip(taken, rows.values(), strict=True):
-                    assert found_ids == expected[: len(found_ids)]
-                    assert tokenizer.bos_token_id not in expected[len(found_ids) :]  # padding
-    assert checked > 150
+        for step in range(1, last_step + 1):
+            listing = list_documents(history, step, None)
+            assert listing.epoch == epochs.get(step, listing.epoch)
+            assert Path(listing.run).name == run_with(run, step)
+            assert listing.num_ranks == num_ranks(run, step)
+            for rank in range(listing.num_ranks):
+                documents = [document for document in listing.documents if document.ranks == [rank]]
+                assert list_documents(history, step, rank).documents == documents
+
+                # the listed documents of each row, encoded again
+                ids_by_row: dict[tuple[str, int], list[int]] = {}
+                for document in documents:
+                    assert document.file is not None
+                    assert document.line is not None
+                    assert f"{document.source}.jsonl" == Path(document.file).name
+                    text = tracing.texts[Path(document.file).name, document.line]
+                    if document.first_token == 0:
+                        assert " ".join(text.split()).startswith(document.text.rstrip("…"))
+                    text_ids = tokenizer.encode(text, add_special_tokens=False)
+                    ids = [tokenizer.bos_token_id, *text_ids, tokenizer.eos_token_id]
+                    piece = ids[document.first_token : document.first_token + document.tokens]
+                    ids_by_row.setdefault((document.dataset, document.row), []).extend(piece)
+                num_checked_documents += len(documents)
+
+                # the rows that the rank read begin with them, and have no other document
+                rows = rows_read[run_with(run, step), step, rank]
+                for row, row_ids in zip(rows, ids_by_row.values(), strict=True):
+                    padding = row[len(row_ids) :]
+                    assert row[: len(row_ids)] == row_ids
+                    assert tokenizer.bos_token_id not in padding
+    assert num_checked_documents > 150
 
 
 def test_steps_of_a_document_are_those_that_list_it(tracing: Tracing, capsys: pytest.CaptureFixture[str]) -> None:
