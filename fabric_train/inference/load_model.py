@@ -127,11 +127,14 @@ def describe(
         in_4_bits = shape.adapter is not None and shape.adapter.base_weights == "nf4"
         dtype = torch.bfloat16 if on_gpu and not in_4_bits else training_dtype
         return DescribedModel(shape, base, dtype, checkpoint)
+
     # a full model: the dtype of a checkpoint is that of its tensors, whatever its configuration says
-    shape = hf_model.read_shape(str(checkpoint or name))
+    source = str(checkpoint or name)
+    shape = hf_model.read_shape(source)
     stored_dtype: Any = shape.config.dtype or torch.float32
     if checkpoint is not None:
         weights = open_weights(checkpoint)
         first_name = next(iter(weights))
         stored_dtype = weights.dtype(first_name)
-    return DescribedModel(shape, AdapterBase(str(checkpoint or name)), torch.bfloat16 if on_gpu else stored_dtype)
+    dtype = torch.bfloat16 if on_gpu else stored_dtype
+    return DescribedModel(shape, AdapterBase(source), dtype)

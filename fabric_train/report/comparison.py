@@ -46,8 +46,12 @@ def comparison_sections(runs: Sequence[ReportedRun], price_per_hour: float | Non
     configs = [_read_or_note(run, "config.yaml", lambda run: run.config, faults) for run in runs]
     tables = [_read_or_note(run, "metrics.csv", lambda run: run.metrics, faults) for run in runs]
     records = [_read_or_note(run, "checkpoint", lambda run: run.record, faults) for run in runs]
-    fields = zip(_unique_names(runs), runs, configs, tables, records, strict=True)
-    compared_runs = [_ComparedRun(*run_fields) for run_fields in fields]
+    compared_runs: list[_ComparedRun] = []
+    for index, name in enumerate(_unique_names(runs)):
+        compared_run = _ComparedRun(
+            name, files=runs[index], config=configs[index], metrics=tables[index], record=records[index]
+        )
+        compared_runs.append(compared_run)
 
     logged_tables = []
     for run in compared_runs:
