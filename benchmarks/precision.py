@@ -196,7 +196,7 @@ def _write_tokenizer(folder: Path) -> None:
 
     from tests.support.tiny_model import write_tokenizer
 
-    texts = []
+    texts: list[str] = []
     for path in (real_data.shakespeare(), real_data.bible_es()):
         with path.open(encoding="utf-8") as file:
             texts.extend(json.loads(line)["text"][:20_000] for line in file)

@@ -48,8 +48,16 @@ def settings_as_they_were() -> Iterator[None]:
 
 def adapted_model(kind: str, *, in_4_bits: bool, dropout: float = 0.0) -> Any:
     """Return a small model in fp32 with variable-length attention, and an adapter with random weights."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model: Any = random_llama(LlamaConfig(vocab_size=200, num_hidden_layers=NUM_LAYERS, use_cache=False, **sizes))
+    config = LlamaConfig(
+        vocab_size=200,
+        num_hidden_layers=NUM_LAYERS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model: Any = random_llama(config)
     model.set_attn_implementation(VARLEN)
     if in_4_bits:
         _quantize(model)

@@ -319,7 +319,7 @@ def test_replay_imports_only_modules_that_its_command_names(
         ({"optimizer": "sgd", "extensions": "parts"}, "--optimizer: expected one of adamw"),
         (PARTS | {"objective_settings": "{wait: 3}"}, "weighted has no setting wait; it has weight"),
         (PARTS | {"objective_settings": "{weight: high}"}, "weight has the wrong type: the default is 2.0, got 'high'"),
-        ({"objective_settings": "{weight: 3}"}, "not of --objective sft; leave it out"),
+        ({"objective_settings": "{weight: 3}"}, "not to --objective sft; leave it out"),
     ],
 )
 def test_wrong_names_and_settings_are_refused(start, folder: Path, options: dict[str, object], words: str) -> None:
