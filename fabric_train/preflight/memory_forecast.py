@@ -169,14 +169,14 @@ class _ShardedStep:
         return self.layout.name == "fsdp2"
 
     @property
-    def _embedding(self) -> int:
-        """The number of parameters in the embedding, if it is a separate unit."""
+    def _separate_embedding(self) -> int:
+        """The number of parameters in the embedding, if it is a unit of its own; otherwise 0."""
         return self.units.embedding if self._is_fsdp2 and not self.units.is_tied else 0
 
     @property
     def _root(self) -> int:
         """The number of parameters in the unit around the others."""
-        return self.units.rest - self._embedding
+        return self.units.rest - self._separate_embedding
 
     @property
     def _trained_in_layers(self) -> int:
@@ -221,14 +221,14 @@ class _ShardedStep:
             # in the first layer
             self._moment(
                 activations.at_end,
-                gathered=self._root + units.layer + self._embedding,
+                gathered=self._root + units.layer + self._separate_embedding,
                 num_reduced=trained_above_first,
                 communication=pending,
             ),
             # when its gradients are reduced
             self._moment(
                 activations.after_end,
-                gathered=self._root + self._embedding,
+                gathered=self._root + self._separate_embedding,
                 num_reduced=trained_above_first,
                 communication=reducing,
             ),
@@ -241,21 +241,24 @@ class _ShardedStep:
         """
         units = self.units
         pass_itemsize = self.layout.pass_itemsize
-        trained_embedding = units.trained_embedding if self._embedding else 0  # reduced apart
+        # how many of these parameters are reduced with the embedding, if it is a unit of its own, and with the root
+        trained_embedding = units.trained_embedding if self._separate_embedding else 0
         trained_root = units.trained_rest - trained_embedding
-        tied_gradient = units.head if units.is_tied else 0
-        flat_gradient = 0 if self._is_fsdp2 else pass_itemsize * units.trained_rest
+        # the head's gradients of a tied weight, until the embedding's are added to them
+        num_tied = units.head if units.is_tied else 0
+        # FSDP1 has one flat gradient for all of them
+        flat_gradient_bytes = 0 if self._is_fsdp2 else pass_itemsize * units.trained_rest
         moments = [
             # when all gradients are computed
             self._moment(
-                pass_itemsize * (units.trained_rest + tied_gradient),
+                pass_itemsize * (units.trained_rest + num_tied),
                 gathered=self._root,
                 num_reduced=self._trained_in_layers,
-                communication=flat_gradient,
+                communication=flat_gradient_bytes,
             )
         ]
         if trained_embedding:
-            # when the embedding's are reduced
+            # when the embedding's gradients are reduced
             moments.append(
                 self._moment(
                     pass_itemsize * units.trained_rest,
@@ -264,7 +267,7 @@ class _ShardedStep:
                     communication=self._bytes_to_reduce(trained_embedding),
                 )
             )
-        # when the others are reduced
+        # when the root's gradients are reduced
         moments.append(
             self._moment(
                 pass_itemsize * trained_root,

@@ -98,12 +98,16 @@ def read_stretches(arguments: "TrainArguments") -> list[Stretch]:
     ends = [*opening_indices, len(phases)]
     stretches: list[Stretch] = []
     for begin, end in zip(begins, ends, strict=True):
-        opening = phases[begin] if stretches else None
+        is_first_stretch = not stretches
+        opening: PhaseSettings | None = None
         first_step = 1
-        if opening is not None:
+        if not is_first_stretch:  # a phase with token datasets opens it
+            opening = phases[begin]
             first_step = opening.first_step
             arguments = _with_data(arguments, opening)
-        last_step = phases[end].first_step - 1 if end < len(phases) else None
+        last_step: int | None = None  # up to the end of the run
+        if end < len(phases):  # up to the phase that opens the next stretch
+            last_step = phases[end].first_step - 1
         stretch = Stretch(
             first_step=first_step,
             last_step=last_step,

@@ -41,7 +41,7 @@ def without_read_ahead() -> Iterator[None]:
         yield
     finally:
         tables._memory_mapped_arrow_table_from_file = original_function
-        for mapped in maps:
+        for mapped in maps:  # from here on, the kernel may read ahead again
             mapped.madvise(mmap.MADV_NORMAL)
 
 
@@ -49,7 +49,7 @@ def map_table(path: str | Path) -> tuple[pa.Table, mmap.mmap]:
     """Return the table of an Arrow stream file, and its memory map; OSError or ValueError if it is damaged."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    mapped.madvise(mmap.MADV_RANDOM)
+    mapped.madvise(mmap.MADV_RANDOM)  # the kernel reads nothing ahead
     reader = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped)))
     return reader.read_all(), mapped
 

@@ -30,10 +30,10 @@ class EarlyStopping:
     def describe(self, state: TrainerState) -> str:
         """Return why the run has ended at a state."""
         assert state.progress is not None
-        # what is watched: a metric, the whole split, or a source
+        # what is watched: a figure such as accuracy or accuracy/SOURCE, or the loss of the whole split or of a source
         first_evaluation = state.first_evaluation
-        metric = self.source.partition("/")[0]
-        if first_evaluation is not None and metric in first_evaluation.whole.further:
+        figure = self.source.partition("/")[0]
+        if first_evaluation is not None and figure in first_evaluation.whole.further:
             name = f"the validation's {self.source}"
         elif self.source == "all":
             name = "the validation loss"
