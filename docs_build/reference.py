@@ -197,10 +197,11 @@ def _metrics() -> str:
 
     return (
         f"# Metrics\n\n{_WRITTEN.format(source='fabric_train/training/metrics.py')}"
-        "`RUN/metrics.csv` has a row for every logged step and every evaluation, in the order of the steps. An empty "
-        "cell was not measured at that step. Read it with a csv reader: names of sources may hold commas.\n\n"
+        "`RUN/metrics.csv` has a row for every logged step and every evaluation, sorted by step. An empty cell means "
+        "that the value was not measured at that step. Read the file with a CSV reader, because names of sources may "
+        "contain commas.\n\n"
         f"{_table(('column', 'unit', 'meaning', 'name in loggers'), rows())}\n"
-        "How `mfu` is counted: [performance.md](../performance.md#metrics).\n"
+        "[Performance](../performance.md#metrics) explains how `mfu` is computed.\n"
     )
 
 
@@ -218,8 +219,8 @@ def _exit_codes() -> str:
     return (
         f"# Exit codes\n\n{_WRITTEN.format(source='fabric_train/cli/errors.py')}"
         f"{_table(('exit code', 'meaning'), rows)}\n"
-        "torchrun turns 2 and 75 into 1. So does the `fabric` of Lightning alone, which `make install` replaces by "
-        "one that passes signals and exit codes on.\n"
+        "torchrun turns 2 and 75 into 1. So does Lightning's own `fabric` command, which `make install` replaces with "
+        "one that passes on signals and exit codes.\n"
     )
 
 

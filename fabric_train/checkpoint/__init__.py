@@ -6,11 +6,11 @@ step-00000500/
   trainer.json                          counters, losses, the identity of the data order, arguments, versions, lineage
   checksums.json                        size and hashes of every other file
   config.json  generation_config.json   of the model
-  tokenizer/  manifest.json             of the token dataset; for a stream only the tokenizer
-  LICENSE  NOTICE  USE_POLICY.md        of the base model, as far as it has them
+  tokenizer/  manifest.json             of the token dataset; for a stream, only the tokenizer
+  LICENSE  NOTICE  USE_POLICY.md        of the base model, if it has them
   stream.json                           the position of every lane of a stream
-  model.safetensors  optimizer/         full: one file each, written by all ranks together
-  adapter_model.safetensors             instead of the weights, if an adapter trains: in peft's format, with
+  model.safetensors  optimizer/         full: one file each, which all ranks write together
+  adapter_model.safetensors             instead of the weights if an adapter trains, in peft's format with
   adapter_config.json                   its configuration; trainer.json names the base model
   model/  optimizer/                    sharded: one safetensors file per rank, and the index shards.json
 """

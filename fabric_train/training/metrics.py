@@ -20,28 +20,29 @@ class Metrics:
     """
 
     step: int
-    """Number: optimizer steps of the run so far; 0 is the evaluation before training."""
+    """Number: optimizer steps of the run so far; 0 for the evaluation before training."""
     epoch: int
     """Number: pass over the training rows, starting at 0."""
     train_loss: float | None = None
     """Nats per token: mean over the step's supervised tokens in all rows on all ranks. For preference pairs, the mean
-    per pair; for unpaired answers, per answer. Empty if the step has none; the optimizer then takes no step.
+    per pair; for unpaired answers, per answer. Empty if the step has no supervised tokens, in which case the optimizer
+    skips the step.
     """
     val_loss: float | None = None
     """Nats per token: the same mean over the validation split, after the step."""
     perplexity: float | None = None
     """Number: e to the power of val_loss; empty for preference pairs and unpaired answers."""
     val_bits_per_byte: float | None = None
-    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which is comparable between tokenizers; empty without a
-    document index.
+    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which is comparable between tokenizers; empty if the
+    token dataset has no document index.
     """
     learning_rate: float | None = None
     """Number: learning rate of the step."""
     grad_norm: float | None = None
     """Number: 2-norm of the gradient before clipping, summed in fp64; empty if train_loss is empty."""
     num_tokens: int | None = None
-    """Tokens: tokens of documents since the first step of the run, without padding. A row's padding is its final run of
-    one repeated unsupervised token, if the run has two or more tokens.
+    """Tokens: document tokens since the first step of the run, without padding. If a row ends in two or more copies of
+    the same unsupervised token, they count as padding.
     """
     tokens_per_second: float | None = None
     """Tokens per second: document tokens on all ranks, without padding; excludes the time of evaluation and saves."""
@@ -56,8 +57,8 @@ class Metrics:
     other in each layer, so a slow device appears to cost less than it does.
     """
     rank_lag: float | None = None
-    """Seconds per step: how far the slowest rank's own time is above the median. Own time is what a rank does without
-    the others: waiting for data, the optimizer, logging, and the passes up to the last backward pass.
+    """Seconds per step: how much the slowest rank's own time exceeds the median. A rank's own time is what it spends
+    on data, the optimizer, logging, and the passes up to the last backward pass, without waiting for other ranks.
     """
     mfu: float | None = None
     """Share from 0 to 1: model FLOPs utilization; empty if the device's peak FLOP/s is unknown."""
@@ -71,7 +72,7 @@ class Metrics:
     """As named: metrics of the objective and of evaluations, in columns train_NAME and val_NAME."""
     by_source: dict[str, float] = field(default_factory=dict)
     """As without /SOURCE: losses of individual sources, such as val_loss/es, if a run has several; empty if the step
-    has no tokens of the source.
+    has no tokens from that source.
     """
 
 
