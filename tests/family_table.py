@@ -198,15 +198,18 @@ def tables_of(families: Iterable[Family]) -> str:
     head = "| family | adapters | `--plan` | export | no mask on a GPU | `--attention` |"
     return "\n".join(
         [
-            f"## Documents share rows\n\n{len(packed)} families of transformers {version_of_transformers()}.\n",
+            f"## Documents share rows\n\nIn these {len(packed)} families of "
+            f"transformers {version_of_transformers()}, several documents can share a row.\n",
             f"{head}\n|---|---|---|---|---|---|",
             *packed,
-            f"\n## One document in a row\n\n{len(apart)} families train with `--isolate_documents false` only.\n",
+            f"\n## One document in a row\n\nThese {len(apart)} families can only be "
+            "trained with `--isolate_documents false`.\n",
             f"{head} why |\n|---|---|---|---|---|---|---|",
             *apart,
-            "\n## Refused\n\nThese are not stacks of decoder layers, so there is nothing to shard by layer:",
+            "\n## Refused\n\nThese families are not stacks of decoder layers, so there is nothing to shard by layer:",
             _listed(family.name for family in families if family.outcome == "refused"),
-            "\n## Not tried\n\nThese have no small model in the test, so nothing is known about them:",
+            "\n## Not tried\n\nWe have no small models of these families for the test, so we do not know whether they "
+            "work:",
             _listed(family.name for family in families if family.outcome == "untried"),
             "",
         ]
