@@ -245,7 +245,7 @@ def test_published_parts_are_the_full_merge_without_private_names(
     manifest = manifest_of(copy)
     assert [part.name for part in manifest.parts] == ["tokens", "tokens (2)"]
     card = (copy / CARD).read_text()
-    assert "Of 2 token datasets that were merged" in card
+    assert "Merged from 2 token datasets" in card
     assert "| `packing` | concat and best_fit |" in card
 
 
