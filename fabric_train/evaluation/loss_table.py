@@ -226,7 +226,9 @@ def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
         models = [model for model, lines_by_source in evaluated.items() if source in lines_by_source]
         # the bootstrap pairs the documents of the models by their position
         if len({len(evaluated[model][source]) for model in models}) > 1:
-            raise InputError(f"{DOCUMENTS}: damaged (models have different documents of {source}); evaluate again")
+            raise InputError(
+                f"{DOCUMENTS}: damaged (models were not evaluated on the same documents from {source}); evaluate again"
+            )
         sums = [_document_sums(evaluated[model][source]) for model in models]
         results[source] = dict(zip(models, compare(sums, seed), strict=True))
     return results

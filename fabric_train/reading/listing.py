@@ -293,7 +293,7 @@ def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
 
 def changed(file: ListedFile) -> InputError:
     """Return the error for a file that has changed since it was listed."""
-    return InputError(f"{file.name}: changed while it was being read; start again when nothing writes to it any more")
+    return InputError(f"{file.name}: changed while it was being read; start again when nothing is writing to it")
 
 
 @dataclass(frozen=True, slots=True)

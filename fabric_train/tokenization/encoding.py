@@ -159,7 +159,7 @@ def _encode_with(
     """
     num_outdated = remove_outdated_shards(folder)
     if num_outdated:
-        print(f"encoding {num_outdated:,} shards again that an older version finished", file=sys.stderr)
+        print(f"re-encoding {num_outdated:,} shards that were finished by an older version", file=sys.stderr)
 
     # the shards of the slice, and those of them that an earlier run has finished
     all_shards = corpus.shards(encoder_name)

@@ -82,8 +82,8 @@ class RunSegment:
     data_starts_after: int
     """The step after which the data order begins."""
     order_saved_in: TrainerJson | None
-    """The trainer.json of a checkpoint that records the data order; None if the run has no checkpoint any more and the
-    next segment reads other data."""
+    """The trainer.json of a checkpoint that records the data order; None if the run no longer has a checkpoint and
+    the next segment reads different data."""
 
     def checkpoints(self) -> dict[int, Path]:
         """Return the segment's checkpoints by step, including damaged ones."""
@@ -201,8 +201,8 @@ class RunHistory:
         saved = segment.order_saved_in
         if saved is None:
             raise InputError(
-                f"{segment.run.folder}: the run of the steps {segment.first_step} to {segment.last_step:g} has no "
-                "checkpoint any more, and later steps read other data; restore one of its checkpoints"
+                f"{segment.run.folder}: the run that trained steps {segment.first_step} to {segment.last_step:g} no "
+                "longer has a checkpoint, and later steps read different data; restore one of its checkpoints"
             )
         order = _token_order(saved)
         has_data_of_last_segment = segment.data_starts_after == self.segments[-1].data_starts_after

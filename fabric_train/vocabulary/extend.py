@@ -314,7 +314,7 @@ def _write(
         _write_card(extension, new, arguments, norms, folder)
         verify_weights(extension.tensors, tensors, folder)
     for name, norm in norms.items():
-        print(f"norms      {name}: {norm.old:.3g} of old rows, {norm.new:.3g} of new rows, on average")
+        print(f"norms      {name}: old rows {norm.old:.3g}, new rows {norm.new:.3g} (mean)")
     print(f"written    {target}, verified: only rows of new tokens changed, texts without a new token keep their ids")
     print(f"next       fabric-train tokenize --tokenizer_name {target} --dataset … --output_dir …")
 
@@ -361,7 +361,7 @@ def _write_card(
         f"- A new row is {row_origin}.{_describe_taken_rows(extension, new)}",
     ]
     for name, norm in norms.items():
-        paragraphs.append(f"- Mean norm of `{name}`: {norm.old:.3g} of old rows, {norm.new:.3g} of new rows.")
+        paragraphs.append(f"- Mean row norm of `{name}`: {norm.old:.3g} for old rows, {norm.new:.3g} for new rows.")
     paragraphs.append(f"`{ADDED}` lists the new tokens in the order of their ids.")
     data = ModelCardData(
         library_name="transformers",

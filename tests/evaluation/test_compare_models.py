@@ -349,7 +349,7 @@ def test_losses_of_another_type_or_number_are_damage(tmp_path: Path) -> None:
     # one model has two documents, the other one
     losses = [loss, replace(loss, document="es.jsonl:2"), replace(loss, model="two")]
     file.write_text("".join(json.dumps(asdict(document_loss)) + "\n" for document_loss in losses))
-    with pytest.raises(InputError, match="models have different documents of es"):
+    with pytest.raises(InputError, match="models were not evaluated on the same documents from es"):
         compare_evaluated(read_evaluated(tmp_path), seed=0)
 
 

@@ -266,7 +266,7 @@ def test_a_file_that_changes_while_it_is_tokenized_ends_the_run(
     else:
         rewrite(first, keep_time=change == "content")
     code, stderr = finish(process)
-    fault = f"error: {first}: changed while it was being read; start again when nothing writes to it any more"
+    fault = f"error: {first}: changed while it was being read; start again when nothing is writing to it"
     assert (code, stderr.splitlines()[-1]) == (2, fault)
     assert not (tmp_path / "new" / "out").exists()
 

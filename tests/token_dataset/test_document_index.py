@@ -346,7 +346,7 @@ def test_an_interrupted_run_continues_to_the_same_index(
 
     monkeypatch.setattr(encoding, "unfinished_shards", recorded_shards)
     tokenize(tmp_path / "out", tiny_model_dir, source, sizes=PARTS_OF_FILES, **options)
-    assert "encoding 1 shards again that an older version finished" in capsys.readouterr().err
+    assert "re-encoding 1 shards that were finished by an older version" in capsys.readouterr().err
     assert len(encoded_shards) == 1
     assert index_files(tmp_path / "out") == index_files(tmp_path / "whole")
 

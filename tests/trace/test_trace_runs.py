@@ -280,7 +280,7 @@ def test_ranks_that_split_a_model_read_the_same_rows() -> None:
             "older/va has no document index because an older version wrote it, so its rows cannot be traced to "
             "documents",
         ),
-        ("moved --document va.jsonl:1", "trunk: the run of the steps 1 to 4 has no checkpoint any more"),
+        ("moved --document va.jsonl:1", "trunk: the run that trained steps 1 to 4 no longer has a checkpoint"),
     ],
 )
 @pytest.mark.usefixtures("forged")

@@ -172,7 +172,7 @@ def test_trace_reads_both_datasets(growing: Growing, whole: ForkedRun, monkeypat
     # without the checkpoint at the border, nobody knows what the steps before it have read
     shutil.copytree(growing.folder / "whole", growing.folder / "pruned")
     shutil.rmtree(growing.checkpoint("pruned", 2))
-    with pytest.raises(InputError, match="the run of the steps 1 to 2 has no checkpoint any more"):
+    with pytest.raises(InputError, match="the run that trained steps 1 to 2 no longer has a checkpoint"):
         list_documents(RunHistory(growing.folder / "pruned"), 2, None)
 
 
