@@ -1,6 +1,5 @@
 """Compiled layers compute the same as uncompiled ones: for any length, under every parallelism, after a kill."""
 
-import importlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import load_model
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.objective import CrossEntropy
-from tests.support.compiler_backend import NO_CODE
+from tests.support.compiler_backend import NO_CODE, RANKS_WITHOUT_CODE
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import RunTimes, Training, train_uninterrupted, train_with_kills
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
@@ -55,19 +54,6 @@ SETTINGS = {
     "eval_at_start": "false",
     "loggers": "csv",
 }
-IN_RANKS = f"""
-import functools, torch
-torch.compile = functools.partial(torch.compile, backend="{NO_CODE}")
-"""
-
-
-@pytest.fixture
-def settings_as_they_were() -> Iterator[None]:
-    sources: Any = importlib.import_module("torch.compiler.config")
-    budget = torch._functorch.config.patch(activation_memory_budget=1.0)
-    with budget, sources.patch(dynamic_sources=""), torch._dynamo.config.patch(optimize_ddp=True):
-        yield
-    torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("settings_as_they_were")
@@ -228,7 +214,7 @@ def test_killed_compiled_run_resumes_bit_for_bit(
 
 def train_ranks(compiled: CompiledRuns, training: Training, run: Path) -> None:
     """Train on two ranks, and compare with plain PyTorch."""
-    compiled.runs.start(training.line(run, resume=False), 2, before=IN_RANKS).finish()
+    compiled.runs.start(training.line(run, resume=False), 2, before=RANKS_WITHOUT_CODE).finish()
     compiled.assert_equals_plain_pytorch(run)
     expected = open_weights(compiled.model)
     weights = open_weights(run / "checkpoints" / f"step-{NUM_STEPS:08d}")

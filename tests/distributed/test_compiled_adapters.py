@@ -1,6 +1,5 @@
 """Compiled layers with adapters compute what uncompiled ones do, also with frozen weights in 4 bits."""
 
-import importlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from fabric_train.model.attention import VARLEN
 from fabric_train.model.nf4 import NF4Linear, quantize_layers, quantize_rows
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.training.objective import CrossEntropy
-from tests.support.compiler_backend import NO_CODE
+from tests.support.compiler_backend import NO_CODE, RANKS_WITHOUT_CODE
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import LR
 from tests.support.rounding import assert_same_training, num_sums_of_gradient, rounding_tolerance
@@ -31,19 +30,6 @@ from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
 NUM_LAYERS = 3
 NUM_STEPS = 4
-WITHOUT_CODE = f"""
-import functools, torch
-torch.compile = functools.partial(torch.compile, backend="{NO_CODE}")
-"""
-
-
-@pytest.fixture
-def settings_as_they_were() -> Iterator[None]:
-    sources: Any = importlib.import_module("torch.compiler.config")
-    budget = torch._functorch.config.patch(activation_memory_budget=1.0)
-    with budget, sources.patch(dynamic_sources=""), torch._dynamo.config.patch(optimize_ddp=True):
-        yield
-    torch.compiler.reset()
 
 
 def adapted_model(kind: str, *, in_4_bits: bool, dropout: float = 0.0) -> Any:
@@ -216,7 +202,7 @@ def test_compiled_ranks_train_the_adapter_that_uncompiled_ones_do(
         run = tmp_path / compiles
         settings = {"parallelism": parallelism, "lora_rank": 4, "max_step": NUM_STEPS, "lr": LR, **options}
         words = argv(model, tokens, run, compile=compiles, **settings)
-        compiled_runs.start(words, num_ranks, before=WITHOUT_CODE).finish()
+        compiled_runs.start(words, num_ranks, before=RANKS_WITHOUT_CODE).finish()
         adapter = load_file(run / "checkpoints" / f"step-{NUM_STEPS:08d}" / "adapter_model.safetensors")
         return metrics(run), adapter
 
@@ -230,7 +216,7 @@ def test_compiled_ranks_train_the_adapter_that_uncompiled_ones_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [WITHOUT_CODE, ""], ids=["traced", "compiled"])
+@pytest.mark.parametrize("before", [RANKS_WITHOUT_CODE, ""], ids=["traced", "compiled"])
 def test_a_compiled_run_in_4_bits_with_dropout_resumes_bit_for_bit(
     compiled_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, before: str
 ) -> None:

@@ -5,3 +5,9 @@ NO_CODE = "aot_eager_decomp_partition"
 
 The compiler of C++ takes a minute.
 """
+
+RANKS_WITHOUT_CODE = f"""
+import functools, torch
+torch.compile = functools.partial(torch.compile, backend="{NO_CODE}")
+"""
+"""What a rank runs before the program, so that it compiles with this backend."""
