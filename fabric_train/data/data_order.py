@@ -81,22 +81,22 @@ class StreamOrder:
 
 
 _MESSAGES = {
-    "sources": "--streaming_dataset reads other files, or they have changed",
+    "sources": "--streaming_dataset reads different files, or its files have changed",
     "text_column": "--text_column differs",
     "shares": "--shares differ",
     "shuffle_buffer": "--shuffle_buffer differs",
-    "files_of_places": "the sources of --streaming_dataset have other numbers of files",
+    "files_of_places": "the sources of --streaming_dataset have different numbers of files",
     "max_length": "--max_length differs",
     "tokenizer": "the tokenizer differs",
     "chat_template": "the chat template differs, or there were no chats",
-    "special_text_is_plain": "the kind of the tokenizer differs",
+    "special_text_is_plain": "the type of the tokenizer differs",
     "fingerprint": "--train_data_dir is another token dataset",
-    "num_rows": "--train_data_dir has another number of rows",
+    "num_rows": "--train_data_dir has a different number of rows",
     "rows_per_window": "the number of rows per optimizer step differs (keep it with --total_batch_size)",
     "seed": "--seed differs",
     "version": "the version of the data order differs (2 is for --shares and several --train_data_dir, 3 for many "
     "rows)",
-    "rows_per_epoch": "an epoch has other numbers of rows per source (--shares, --token_shares)",
+    "rows_per_epoch": "an epoch has a different number of rows per source (--shares, --token_shares)",
     "phases": "--phases differs in a phase that has begun",
 }
 """What the user has changed if a field of the order differs, for messages."""

@@ -136,8 +136,8 @@ def rows_per_epoch(shares: Shares, sources: Sequence[ListedSource], folders: Seq
     for source, share, num_taken in zip(sources, share_of_source, rows, strict=True):
         if share and not num_taken:
             faults.append(
-                f"{shares.option} takes no rows of {source.name}, which has {source.num_rows:,}, in an epoch; give "
-                "it a larger share, or leave it out"
+                f"{shares.option} reads none of the {source.num_rows:,} rows of {source.name} in an epoch; give "
+                f"{source.name} a larger share, or leave it out"
             )
     if faults:
         raise InputError(*faults)

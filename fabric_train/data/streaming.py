@@ -338,7 +338,7 @@ def _shares_of_sources(data_arguments: "DataArguments", names: list[str]) -> lis
     unknown_names = [name for name in shares_by_name if name not in names]
     if unknown_names:
         raise InputError(
-            f"--shares: {unknown_names[0]} is not a source of --streaming_dataset; there are: {', '.join(names)}"
+            f"--shares: {unknown_names[0]} is not a source of --streaming_dataset; its sources are: {', '.join(names)}"
         )
     return [shares_by_name.get(name, 1.0) for name in names]
 

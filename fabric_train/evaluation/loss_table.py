@@ -191,8 +191,8 @@ def check_same_documents(
         if conflicting_models:
             faults.append(
                 f"--texts {source}: {folder} already has losses of {', '.join(conflicting_models)} for this name on "
-                "other documents, or with another --max_length, --overlap or kind of device; rename the text "
-                "(NAME=PATH), give all these models, or choose another --output_dir"
+                "different documents, or with a different --max_length, --overlap or device type; rename the text "
+                "(NAME=PATH), evaluate all of these models again, or choose another --output_dir"
             )
     if faults:
         raise InputError(*faults)

@@ -505,7 +505,7 @@ def lineage_row(branch: checkpoints.BranchPoint, shown_arguments: Sequence[str] 
         if shown_arguments is None or name in shown_arguments:
             changes.append(f"`{name}`: {escaped(public_value(value_before))} → {escaped(public_value(value_after))}")
     if not branch.continues_data:
-        changes.append("other data from the start")
+        changes.append("different data, read from the beginning")
     return code(last_part(branch.run)), branch.step, Markdown(", ".join(changes) or "nothing")
 
 

@@ -279,7 +279,7 @@ def _refusal_to_create(account: dict[str, Any], request: PushRequest) -> str | N
             )
     for organization, role in organization_roles.items():
         if organization.casefold() == owner.casefold() and role == "read":
-            return f"{name} only has read access to the organization {owner}; ask for the role write or contributor"
+            return f"{name} only has read access to the organization {owner}; ask for the write or contributor role"
 
     # a fine-grained token names what it may do
     if token.role == "fineGrained" and "repo.write" not in token.permissions_for(owner):

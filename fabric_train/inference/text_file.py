@@ -115,7 +115,7 @@ class OutputFile:
                 if row.get(name) != value:
                     raise InputError(f"{self.path}, line {line_number}: does not belong to {prompt.place}; {_FIX}")
             if row.get("settings") != self._settings:
-                raise InputError(f"{self.path}, line {line_number}: generated with other settings; {_FIX}")
+                raise InputError(f"{self.path}, line {line_number}: generated with different settings; {_FIX}")
             self.check_model(str(row.get("model")))
         self.num_done = len(lines)
 

@@ -97,7 +97,7 @@ def _config_sizes(arguments: "ModelArguments", family: str, default: PretrainedC
             continue
         known_names = [name for name in config_names if hasattr(default, name)]
         if not known_names:
-            raise InputError(f"--{argument} {size}: {family} has no such size; leave it out")
+            raise InputError(f"--{argument} {size}: {family} models have no such setting; leave it out")
         values[known_names[0]] = size
     # with latent attention (DeepSeek V3), head_dim is that of the rotary part, and other settings have the heads' sizes
     if hasattr(default, "head_dim") and not hasattr(default, "qk_rope_head_dim"):

@@ -113,8 +113,8 @@ def _check_has_steps(run: PreparedRun, steps: tuple[int, int], folder: Path, sav
         raise InputError(f"{option}: {reason}; restore this run's file, or give earlier steps")
     if last_step > run.last_loop_step:
         raise InputError(
-            f"{option}: after step {run.last_loop_step}, the run trains other parts of the model or reads other "
-            "data; give only earlier steps, or only later steps if the checkpoint of that step still exists"
+            f"{option}: after step {run.last_loop_step}, the run trains different parts of the model or reads "
+            "different data; give only earlier steps, or only later steps if the checkpoint of that step still exists"
         )
     if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
         raise InputError(

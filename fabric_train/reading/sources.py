@@ -174,7 +174,7 @@ def _open_source(name: str, option: str, stream: bool, downloads: Path) -> Sourc
         if not is_readable(path):
             raise InputError(
                 f"{option} {name}: cannot read {path.suffix or 'a file without suffix'}; "
-                f"readable are {readable_suffixes()}"
+                f"supported formats: {readable_suffixes()}"
             )
         return FileSource(name=name, root=path.parent, files=listings.ListedFiles([file]))
 
@@ -219,7 +219,7 @@ def _open_files(name: str, option: str, description: str, root: Path, listing: l
     num_skipped = listing.others.total()
     if not listing.files:
         raise InputError(
-            f"{option} {name}: no readable file among the {num_skipped} files of {description}; readable are "
+            f"{option} {name}: none of the {num_skipped} files in {description} can be read; supported formats: "
             f"{readable_suffixes()}"
         )
     notes: list[str] = []
@@ -275,7 +275,7 @@ def _open_part_of_folder(name: str, option: str, dataset: hf_datasets.DatasetNam
         if not path.is_relative_to(folder) or ".." in path.parts:
             raise InputError(f"{option} {name}: its README.md names {path}, which is not in the folder; fix README.md")
         if not is_readable(path):
-            raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
+            raise InputError(f"{option} {name}: cannot read {path.name}; supported formats: {readable_suffixes()}")
     files = listings.ListedFiles(map(listings.list_file, paths))
     splits = hf_datasets.describe_splits(paths_by_split, map(str, data_files))
     notes = (f"subset {builder.config.name}, splits read: {splits}",)
@@ -307,7 +307,7 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
                 paths = [path for path in paths if not listings.is_about_data(path)]
         readable_paths = [path for path in paths if is_readable(_file_name(path))]
         if not readable_paths:
-            raise InputError(f"{option} {url}: no readable file; readable are {readable_suffixes()}")
+            raise InputError(f"{option} {url}: no readable file; supported formats: {readable_suffixes()}")
 
         downloads = (_fetch(file_system, path, folder) for path in readable_paths)
         files = listings.ListedFiles(map(listings.list_file, downloads))

@@ -65,7 +65,9 @@ class ReportedRun(RunFolder):
         for branch in saved.lineage:
             if branch.is_border_of(self.folder):  # the run continued in its own folder, with other token datasets
                 first_step = branch.step + 1
-                yield Mark(first_step, "phase", f"a phase with other token datasets begins with step {first_step:,}")
+                yield Mark(
+                    first_step, "phase", f"a phase with different token datasets begins with step {first_step:,}"
+                )
             else:
                 yield Mark(branch.step, "branch", f"from {Path(branch.run).name} after step {branch.step:,}")
         for phase in saved.phase_rows:  # the same token datasets in other shares

@@ -139,7 +139,7 @@ def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
         rows.append(("duration", f"{seconds / 3600:,.2f} h of training"))
         if price_per_hour is not None:
             cost = price_per_hour * sum(session.device_hours for session in saved.sessions)
-            rows.append(("cost", f"{cost:,.2f} at {price_per_hour:g} for an hour of a device"))
+            rows.append(("cost", f"{cost:,.2f} at {price_per_hour:g} per device-hour"))
 
     # the code
     versions = dict(saved.versions)
@@ -225,7 +225,7 @@ def _time_section(run: ReportedRun) -> Iterator[Section]:
     """Yield a table of how the run's time was used, and of how long saves and starts took."""
     times = run.times
     if times is None:
-        body = f"Unknown: the run has no {code(TIMES)}, because an earlier version trained it."
+        body = f"Unknown: the run has no {code(TIMES)}, because it was trained by an earlier version."
         yield Section("time", "Where the time went", body)
         return
     rows = []

@@ -527,7 +527,9 @@ def find_finished(arguments: TokenizeArguments) -> Manifest | None:
         raise InputError(f"{folder} already exists and is not a token dataset; choose another folder")
     differences = list(_find_differences(manifest, arguments))
     if differences:
-        raise InputError(f"{folder} was written with other arguments: {', '.join(differences)}; choose another folder")
+        raise InputError(
+            f"{folder} was written with different arguments: {', '.join(differences)}; choose another folder"
+        )
     return manifest
 
 

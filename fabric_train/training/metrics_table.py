@@ -111,7 +111,7 @@ def read_metrics_table(path: Path) -> MetricsTable:
     steps = columns["step"]
     has_possible_steps = (np.abs(steps) < _MAX_STEP).all()  # NaN is not below
     if not has_possible_steps or (np.diff(steps) <= 0).any():
-        raise InputError(f"{path}: damaged (its steps do not rise); {_ADVICE}")
+        raise InputError(f"{path}: damaged (its steps are not in ascending order); {_ADVICE}")
     return MetricsTable(steps.astype(np.int64), columns)
 
 

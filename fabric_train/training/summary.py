@@ -211,7 +211,7 @@ def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | N
     table = figures_table("Validation", columns)
     if first_evaluation and first_evaluation.follows_other_rows:
         step = first_evaluation.step
-        table.caption = f"before step {step:,}, other rows were evaluated; their losses are not comparable"
+        table.caption = f"before step {step:,}, different rows were evaluated; their losses are not comparable"
 
     for name, first_loss, loss in checkpoints.compare_evaluations(first_evaluation or evaluation, evaluation):
         cells = []

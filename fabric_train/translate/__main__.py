@@ -147,10 +147,10 @@ def _print_summary(translated: Translated, arguments: TranslateArguments) -> Non
     file = translation.file
     counts = Counter(translation.outcomes.values())
     print(f"{file.path} is a {file.program} file with {counted(len(file.settings), 'setting')}:")
-    print(f"  {counts['training']:>4}  are arguments of training in {arguments.output}")
-    print(f"  {counts['tokenizing']:>4}  are arguments of tokenizing")
+    print(f"  {counts['training']:>4}  are training arguments, written to {arguments.output}")
+    print(f"  {counts['tokenizing']:>4}  are tokenization arguments")
     print(f"  {counts['no counterpart']:>4}  have no counterpart (comments at the end of {arguments.output})")
-    print(f"  {counts['off']:>4}  are empty, off, or always on here")
+    print(f"  {counts['off']:>4}  are empty, turned off, or always on in Fabric Train")
     if translation.by_length:
         names = ", ".join(translation.by_length)
         print(f"{names} depend on the number of steps; translate again with --train_data_dir and --devices")

@@ -138,7 +138,7 @@ def mixed_shares(folder: Path) -> Shares:
         (
             ("concat",),
             ("@concat=1", "@concat:en=0.0001"),
-            "--shares takes no rows of @concat:en, which has ",
+            "--shares reads none of the ",
         ),
         (
             ("concat",),

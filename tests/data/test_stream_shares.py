@@ -311,6 +311,6 @@ def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, 
     stream = open_stream(DataArguments(streaming_dataset=places), str(tiny_model_dir), None, tmp_path, None)
     assert stream.source_names == ("es", str(folder / "a.jsonl"))
     fault = refusal(places, tiny_model_dir, shares=["va=2"])
-    assert fault == f"--shares: va is not a source of --streaming_dataset; there are: es, {folder / 'a.jsonl'}"
+    assert fault == f"--shares: va is not a source of --streaming_dataset; its sources are: es, {folder / 'a.jsonl'}"
     arguments = DataArguments(streaming_dataset=[f"es={folder / 'b.jsonl'}", *places[1:]], shares=["es=0.5"])
     assert open_stream(arguments, str(tiny_model_dir), None, tmp_path, None).documents.shares == [0.5, 1]

@@ -537,7 +537,7 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
     for fault, expected in zip(
         faults,
         [
-            "--streaming_dataset reads other files, or they have changed: a.jsonl, ",
+            "--streaming_dataset reads different files, or its files have changed: a.jsonl, ",
             "--max_length differs: 64 there, 32 here; ",
             "--shares differ: 2.0 there, 1.0 here; ",
             "--shuffle_buffer differs: 6 there, 7 here; ",

@@ -281,7 +281,7 @@ def test_a_source_means_the_same_documents_and_windows_for_all_models(
     other_documents = ("--texts", f"es.jsonl={en_file}", "--max_length", 64)
     for words in (other_windows, other_documents):
         with pytest.raises(
-            InputError, match=rf"already has losses of {tiny_model_dir} for this name on other documents, or .*"
+            InputError, match=rf"already has losses of {tiny_model_dir} for this name on different documents, or .*"
         ):
             evaluated(tmp_path, "--models", run, *words)
     assert (tmp_path / "evaluation.json").read_text() == results

@@ -412,7 +412,7 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
 
     # other texts under the same name
     write_jsonl(texts, ["Another text."])
-    with pytest.raises(InputError, match="for this name on other documents"):
+    with pytest.raises(InputError, match="for this name on different documents"):
         watch_once()
 
 

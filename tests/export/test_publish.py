@@ -170,7 +170,7 @@ def test_the_same_command_pushes_a_token_dataset_that_is_finished(
         tokenize(folder, tiny_model_dir, sources[0], push_to_hub="alice/tokens")
     hub.faults.clear()
     made = (folder / MANIFEST).stat().st_mtime_ns
-    with pytest.raises(InputError, match=r"was written with other arguments: --max_length 16, not 32; choose"):
+    with pytest.raises(InputError, match=r"was written with different arguments: --max_length 16, not 32; choose"):
         tokenize(folder, tiny_model_dir, sources[0], push_to_hub="alice/tokens", max_length=32)
     with pytest.raises(InputError, match=r"--dataset .*secret.*, not .*hidden"):
         tokenize(folder, tiny_model_dir, sources[1], push_to_hub="alice/tokens")

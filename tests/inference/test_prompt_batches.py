@@ -78,7 +78,7 @@ def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: P
     for change, fault in (
         ({}, None),
         ({"prompt": "Another"}, r"out.jsonl, line 1: does not belong to .*prompts.jsonl, line 1;"),
-        ({"settings": {"num_tokens": 9}}, "line 1: generated with other settings;"),
+        ({"settings": {"num_tokens": 9}}, "line 1: generated with different settings;"),
     ):
         output.write_text(json.dumps(row | change) + "\n")
         if fault is None:

@@ -125,9 +125,9 @@ def test_sizes_that_make_no_model_are_refused() -> None:
     [
         ("lama", {}, "--from_scratch lama: transformers has no such family"),
         ("bert_generation_", {}, "has no such family"),
-        ("gpt2", {"num_key_value_heads": 2}, "--num_key_value_heads 2: gpt2 has no such size; leave it out"),
+        ("gpt2", {"num_key_value_heads": 2}, "--num_key_value_heads 2: gpt2 models have no such setting; leave it out"),
         ("llama", {"architecture": {"rope_thetta": 1}}, "--architecture rope_thetta: the configuration of llama has"),
-        ("vit", {}, "vit has no such size"),
+        ("vit", {}, "vit models have no such setting"),
         ("gemma4_text", {}, "--from_scratch gemma4_text: its layers have heads of several sizes; give another family"),
     ],
 )

@@ -83,7 +83,7 @@ class Case:
 
 
 STREAM = "-train_data_dir --max_length 32 --total_batch_size 1 --streaming_dataset"
-READABLE = "readable are .txt, .md, .csv, .json, .jsonl, .parquet (all except parquet also with .gz or .zst)"
+READABLE = "supported formats: .txt, .md, .csv, .json, .jsonl, .parquet (all except parquet also with .gz or .zst)"
 TRAINER = "runs/{}/checkpoints/step-00000007"
 
 CASES: dict[str, Case] = {
@@ -730,7 +730,7 @@ CASES: dict[str, Case] = {
         "generate", "--model_name pickled.ckpt", "--model_name pickled.ckpt: this is a file; give the folder …"
     ),
     "a pickle as text": Case(
-        "tokenize", "--dataset pickled.pt", "--dataset pickled.pt: cannot read .pt; readable are …"
+        "tokenize", "--dataset pickled.pt", "--dataset pickled.pt: cannot read .pt; supported formats: …"
     ),
     "a pickle as tokenizer": Case(
         "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …", process=True

@@ -100,7 +100,7 @@ def test_duration_and_cost_are_of_all_sessions_and_devices(copy: Path) -> None:
     assert len(ReportedRun(copy).newest.sessions) == 2
     summary, results, *_ = run_sections(ReportedRun(copy), price_per_hour=2.5)
     assert "| duration | 3.00 h of training |" in summary.body
-    assert "| cost | 30.00 at 2.5 for an hour of a device |" in summary.body  # of 2 × 1.5 × 4 hours
+    assert "| cost | 30.00 at 2.5 per device-hour |" in summary.body  # of 2 × 1.5 × 4 hours
     assert "before the arrows, after step 0" in results.body
 
 

@@ -138,7 +138,8 @@ def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, 
     write_model_card(read_record(read_trainer_json(branching.checkpoint("second", 16))), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     assert "| `trunk` | 12 | `max_step`: 12 → 14 |" in card
-    second = "`train_data_dir`: tokens → others, `max_step`: 14 → 16, `lr`: 0.001 → 0.002, other data from the start"
+    arguments = "`train_data_dir`: tokens → others, `max_step`: 14 → 16, `lr`: 0.001 → 0.002"
+    second = f"{arguments}, different data, read from the beginning"
     assert f"| `first` | 14 | {second} |" in card
     assert str(branching.folder) not in card
     assert "| fabric-train | " in card

@@ -167,7 +167,7 @@ def test_mixture_is_not_resumed_in_other_shares(mixing: Mixing, whole: ForkedRun
     }
     other = mixing.start("other", 1, "--shares", 1.0, 0.25, 2, **options)
     assert other.wait() == [2]
-    assert "an epoch has other numbers of rows per source (" in other.stderr()
+    assert "an epoch has a different number of rows per source (" in other.stderr()
     assert not (mixing.folder / "other").exists()
 
 
@@ -240,7 +240,7 @@ def test_share_of_less_than_a_row_is_refused(mixing: Mixing) -> None:
     assert run.wait() == [2]
     (line,) = run.stderr().splitlines()
     assert re.fullmatch(
-        "error: --shares takes no rows of es, which has [0-9]+, in an epoch; give it a larger share, or leave it out",
+        "error: --shares reads none of the [0-9]+ rows of es in an epoch; give es a larger share, or leave it out",
         line,
     )
 

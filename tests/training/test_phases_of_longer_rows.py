@@ -187,7 +187,7 @@ def test_replay_repeats_the_steps_of_either_side(growing: Growing, whole: Forked
         assert "passed: " in run.stdout()
     refused = replay("2:3")
     assert refused.wait() == [2, 2]
-    assert "after step 2, the run trains other parts of the model or reads other data" in refused.stderr()
+    assert "after step 2, the run trains different parts of the model or reads different data" in refused.stderr()
 
 
 def test_a_branch_and_a_plan_know_the_phase(growing: Growing, whole: ForkedRun) -> None:

@@ -396,10 +396,10 @@ def test_losses_of_other_rows_are_not_compared(runs: Runs, tmp_path: Path) -> No
     assert (state.first_evaluation.step, state.evaluation.step) == (4, 5)
     assert state.first_evaluation.rows == state.evaluation.rows
     table = resumed.stdout().split("Done\n")[1]
-    assert "before step 4, other rows were evaluated; their losses are not comparable" in " ".join(table.split())
+    assert "before step 4, different rows were evaluated; their losses are not comparable" in " ".join(table.split())
     write_model_card(read_record(read_trainer_json(saved)), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
-    assert "after step 4 → after step 5. Before step 4 other rows were evaluated" in card
+    assert "after step 4 → after step 5. Before step 4 different rows were evaluated" in card
     folder = tmp_path / "checkpoints"
     earlier = shutil.copytree(runs.folder / "whole" / "checkpoints" / "step-00000003", folder / "step-00000003")
     shutil.copytree(saved, folder / saved.name)
