@@ -66,6 +66,10 @@ SIZES: dict[str, Any] = {
     "intermediate_size_mlp": 48,
 }
 """Sizes under all names that families have for them."""
+SETTINGS_OF_FAMILY: dict[str, dict[str, Any]] = {
+    # released models have convolutions between their layers of attention, the default configuration has none
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+}
 MOST_PARAMETERS = 30_000_000
 FAMILIES = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
 
@@ -82,7 +86,8 @@ def small_config(family: str, **sizes: Any) -> PretrainedConfig:
     """
     config_class = FAMILIES[family]
     try:
-        return config_class(**_known_sizes(config_class, SIZES | sizes))
+        settings = SETTINGS_OF_FAMILY.get(family, {})
+        return config_class(**_known_sizes(config_class, SIZES | sizes), **settings)
     except Exception as error:  # a family may check its configuration in any way
         raise NotSmallError(f"no small configuration: {type(error).__name__}") from error
 
