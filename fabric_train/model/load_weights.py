@@ -207,7 +207,8 @@ def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torc
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
     check_weights_fit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
-    return type(model).from_pretrained(None, config=shape.config, state_dict=weights, dtype=dtype)
+    # a class of text models has built itself from the text part of a configuration that has several parts
+    return type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=dtype)
 
 
 def check_loaded_weights(source: str, faulty: list[str]) -> None:

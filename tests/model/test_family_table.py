@@ -14,8 +14,8 @@ _FOUND = re.search(r"families of transformers ([\d.]+), several", PAGE.read_text
 VERSION = _FOUND[1] if _FOUND else ""
 """The release of transformers that the page is about."""
 with_that_version = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the page is of {VERSION}")
-QUICK = ("llama", "gpt2", "electra")
-"""Families of three tables: one that packs, one without adapters, one that is refused."""
+QUICK = ("llama", "gpt2", "electra", "llama4")
+"""One family that packs, one without adapters, one that is refused, and one with several parts."""
 
 
 @with_that_version
