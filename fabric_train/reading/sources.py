@@ -218,9 +218,9 @@ def _open_files(name: str, option: str, description: str, root: Path, listing: l
     """
     num_skipped = listing.others.total()
     if not listing.files:
+        others = f", only {num_skipped:,} in other formats" if num_skipped else ""
         raise InputError(
-            f"{option} {name}: none of the {num_skipped} files in {description} can be read; supported formats: "
-            f"{readable_suffixes()}"
+            f"{option} {name}: no readable file in {description}{others}; supported formats: {readable_suffixes()}"
         )
     notes: list[str] = []
     if num_skipped:

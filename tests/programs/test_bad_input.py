@@ -585,9 +585,7 @@ CASES: dict[str, Case] = {
     "texts of an unknown kind": Case(
         "tokenize", "--dataset texts/a.docx", f"--dataset texts/a.docx: cannot read .docx; {READABLE}"
     ),
-    "a folder without texts": Case(
-        "tokenize", "--dataset no-texts", "… no readable file among the 0 files of this folder; …"
-    ),
+    "a folder without texts": Case("tokenize", "--dataset no-texts", "… no readable file in this folder; …"),
     "an empty file": Case("tokenize", "--dataset texts/empty.jsonl", "texts/empty.jsonl: no document with text"),
     "less text than a row": Case(
         "tokenize",

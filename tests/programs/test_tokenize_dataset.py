@@ -321,7 +321,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "missing column, csv": ("a.csv", bytes_of(b"id;text\n1;a\n"), "no column 'text'; it has id;text;"),
     "missing column, parquet": ("a.parquet", parquet_of(body=["a"], id=[1]), "it has body, id;"),
     "numbers, parquet": ("a.parquet", parquet_of(text=[1, 2]), "column 'text' holds int64, not text"),
-    "empty folder": ("a", lambda path: path.mkdir(), "no readable file among the 0 files of this folder"),
+    "empty folder": ("a", lambda path: path.mkdir(), "no readable file in this folder"),
     "pdf": ("a.pdf", bytes_of(b"%PDF"), r"cannot read \.pdf; supported formats: \.txt, \.md"),
     "missing file": ("a.jsonl", lambda _path: None, "no such file or folder"),
     "saved, missing column": (
