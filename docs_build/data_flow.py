@@ -40,20 +40,20 @@ def specification() -> dict[str, Any]:
     lines = []
     arrows = []
     for index, stage in enumerate(_STAGES):
-        left = index * stage_width
-        right = left + _BOX_WIDTH
-        middle = left + _BOX_WIDTH / 2
-        boxes.append({"left": left, "right": right, "top": _BOX_TOP, "bottom": _BOX_BOTTOM})
+        box_left = index * stage_width
+        box_right = box_left + _BOX_WIDTH
+        middle = box_left + _BOX_WIDTH / 2
+        boxes.append({"left": box_left, "right": box_right, "top": _BOX_TOP, "bottom": _BOX_BOTTOM})
         titles.append({"x": middle, "y": _BOX_TOP + _LINE_HEIGHT + 2, "text": stage.title})
-        for number, line in enumerate(stage.lines, 2):
-            lines.append({"x": middle, "y": _BOX_TOP + number * _LINE_HEIGHT + 4, "text": line})
+        for line_number, line in enumerate(stage.lines, 2):  # the title is the first line
+            lines.append({"x": middle, "y": _BOX_TOP + line_number * _LINE_HEIGHT + 4, "text": line})
         if stage.next_program is not None:
-            next_left = left + stage_width
+            next_left = box_left + stage_width
             arrows.append(
                 {
-                    "left": right + 4,
+                    "left": box_right + 4,
                     "right": next_left - 8,
-                    "middle": (right + next_left) / 2,
+                    "middle": (box_right + next_left) / 2,
                     "y": (_BOX_TOP + _BOX_BOTTOM) / 2,
                     "program": stage.next_program,
                 }

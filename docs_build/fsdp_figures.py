@@ -43,8 +43,8 @@ class Labels:
     gpu: str
     all_gather: str
     reduce_scatter: str
-    before: str
-    after: str
+    before_exchange: str
+    after_exchange: str
     part: str
     network: str
     computing: str
@@ -64,8 +64,8 @@ ENGLISH = Labels(
     gpu="GPU",
     all_gather="all-gather",
     reduce_scatter="reduce-scatter",
-    before="before",
-    after="after",
+    before_exchange="before",
+    after_exchange="after",
     part="part of the tensor",
     network="network",
     computing="computing",
@@ -84,8 +84,8 @@ SPANISH = Labels(
     gpu="GPU",
     all_gather="all-gather",
     reduce_scatter="reduce-scatter",
-    before="antes",
-    after="después",
+    before_exchange="antes",
+    after_exchange="después",
     part="parte del tensor",
     network="red",
     computing="cálculo",
@@ -141,10 +141,10 @@ def collectives(labels: Labels) -> dict[str, Any]:
     gradients = np.array([[8, 2, 5, 1], [4, 6, 3, 9], [0, 4, 7, 3], [8, 4, 1, 7]])  # [rank, part]
     means = gradients.mean(axis=0)
     panels = {
-        f"{labels.all_gather}: {labels.before}": np.where(np.eye(NUM_RANKS, dtype=bool), weights, np.nan),
-        f"{labels.all_gather}: {labels.after}": np.tile(weights, (NUM_RANKS, 1)),
-        f"{labels.reduce_scatter}: {labels.before}": gradients,
-        f"{labels.reduce_scatter}: {labels.after}": np.where(np.eye(NUM_RANKS, dtype=bool), means, np.nan),
+        f"{labels.all_gather}: {labels.before_exchange}": np.where(np.eye(NUM_RANKS, dtype=bool), weights, np.nan),
+        f"{labels.all_gather}: {labels.after_exchange}": np.tile(weights, (NUM_RANKS, 1)),
+        f"{labels.reduce_scatter}: {labels.before_exchange}": gradients,
+        f"{labels.reduce_scatter}: {labels.after_exchange}": np.where(np.eye(NUM_RANKS, dtype=bool), means, np.nan),
     }
     cells = []
     for panel, numbers in panels.items():

@@ -337,7 +337,9 @@ def _lineage_section(run: ReportedRun) -> Iterator[Section]:
     """
     saved = run.newest
     origin = saved.base_model.name if saved.base_model else "random weights"
-    lines = [f"- {code(name)}" for name in (origin, *(stage.run for stage in saved.stages))]
+    lines = [f"- {code(origin)}"]
+    for stage in saved.stages:
+        lines.append(f"- {code(stage.run)}")
 
     # from the first trunk to this run, one level deeper with each branch
     trunks = [branch for branch in saved.lineage if not branch.is_border_of(run.folder)]

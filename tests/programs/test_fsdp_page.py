@@ -16,7 +16,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.preflight.memory_layout import collectives_of_step, make_layout, read_units
 from fabric_train.programs import tokenize_dataset
 from fabric_train.training.step_plan import StepPlan
-from tests.support.documented_commands import commands_in, plain
+from tests.support.documented_commands import Command, commands_in, plain
 from tests.support.programs import ROOT
 
 PAGES = ("docs/explanation/fsdp.md", "docs/es/fsdp.md")
@@ -134,6 +134,12 @@ def printed_by(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return plain(f"{capsys.readouterr().out}\n{error}")
 
 
+def assert_shown(command: Command, printed: str) -> None:
+    """Assert that a program printed each line that a page shows below its command."""
+    for line in command.shown:
+        assert plain(line.replace("…", "")) in printed
+
+
 @pytest.mark.slow
 def test_plans_print_what_the_page_shows(
     reader_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -143,8 +149,7 @@ def test_plans_print_what_the_page_shows(
     assert len(plans) == 5
     for command in plans:
         printed = plan_of(command.line.removeprefix("plan "), capsys)
-        for line in command.shown:
-            assert plain(line.replace("…", "")) in printed
+        assert_shown(command, printed)
 
 
 @pytest.mark.slow
@@ -156,8 +161,7 @@ def test_the_plan_of_the_last_layers_prints_what_the_page_shows(
     commands = commands_in((ROOT / "docs/how-to/last_layers.md").read_text(encoding="utf-8"))
     command = next(command for command in commands if command.line.startswith(program))
     printed = printed_by(shlex.split(command.line.removeprefix(program)), capsys)
-    for line in command.shown:
-        assert plain(line.replace("…", "")) in printed
+    assert_shown(command, printed)
 
 
 @pytest.mark.slow
