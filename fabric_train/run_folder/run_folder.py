@@ -138,7 +138,7 @@ def find_run_folders(names: Sequence[str]) -> list[Path]:
         if not folder.is_dir():
             faults.append(f"{name}: {missing_folder(folder)}; give a run folder, the --output_dir of training")
         elif not is_run:
-            faults.append(f"{name}: not a run folder (no config.yaml), metrics.csv or checkpoints")
+            faults.append(f"{name}: not a run folder (no config.yaml, metrics.csv or checkpoints)")
         else:
             folders.append(folder)
     if faults:

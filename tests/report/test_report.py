@@ -273,7 +273,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, reported: ReportedR
     with pytest.raises(InputError) as caught:
         open_runs([str(tmp_path / "empty"), str(tmp_path / "gone"), str(reported.trunk / "best")])
     first, second = caught.value.faults
-    assert "not a run folder" in first
+    assert first.endswith(": not a run folder (no config.yaml, metrics.csv or checkpoints)")
     assert "no such folder" in second
     for words, fault in (
         ([str(reported.trunk), "--output", "x.pdf"], r"\.html"),
