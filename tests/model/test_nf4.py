@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,7 +28,9 @@ def test_only_the_warning_about_a_kernel_that_is_not_used_is_dropped(
     source += f"logger.warning({WARNING!r}, 'no kernels')\nlogger.warning('the library is broken')\n"
     (tmp_path / "bitsandbytes.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    # setitem, so that the test's package is forgotten afterwards even if bitsandbytes was not imported before
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    del sys.modules["bitsandbytes"]
 
     check_installed()
 
