@@ -187,10 +187,10 @@ def _read_introduction(
     """
     unknown_rank: ConnectedRank = key.data
     lines = unknown_rank.read_lines()
-    if lines == []:  # the line is not complete yet
+    if lines is not None and not lines:  # the introduction is not complete yet
         return None
     selector.unregister(key.fileobj)
-    if lines is None or not lines[0].startswith(token.encode()):
+    if lines is None or not lines[0].startswith(token.encode()):  # it has ended, or is no rank of this run
         unknown_rank.close()
         return None
     introduction = json.loads(lines[0].removeprefix(token.encode()))

@@ -132,25 +132,29 @@ def plan_steps(
 
 
 def _check_data(arguments: "TrainArguments", model: ModelShape, data: TrainingData, world_size: int) -> list[str]:
-    """Check that the model can read the data, and that ``--total_batch_size`` can be divided; return notes.
+    """Check that the model can read the data, and that the ranks can share ``--total_batch_size``; return notes.
 
     Raises:
-        InputError: one of them cannot; it lists all faults.
+        InputError: the data or the batch size cannot be used; it lists all faults.
     """
-    # a stream may have a token dataset beside it for validation
-    token_data = data.held_out if isinstance(data, Stream) else data
     faults: list[str] = []
-    notes: list[str] = []
-    for dataset in token_data.parts if token_data else ():
-        check = check_dataset(dataset, model, arguments.data.isolate_documents)
-        faults += check.faults
-        notes += check.notes
     if isinstance(data, Stream):
+        token_data = data.held_out  # the token dataset for validation, if there is one
         faults += _faults_of_stream(data, model, arguments.training.max_step)
-    elif arguments.evaluation.eval_only and data.validation is None:
-        faults.append(
-            f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
-        )
+    else:
+        token_data = data
+        # with --eval_only, the data are never a stream
+        if arguments.evaluation.eval_only and data.validation is None:
+            faults.append(
+                f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
+            )
+
+    notes: list[str] = []
+    if token_data is not None:
+        for dataset in token_data.parts:
+            check = check_dataset(dataset, model, arguments.data.isolate_documents)
+            faults += check.faults
+            notes += check.notes
     faults += _faults_of_batch_size(arguments, world_size)
     if faults:
         raise InputError(*faults)

@@ -416,8 +416,9 @@ def test_weights_in_4_bits_are_multiplied_in_16_bits_under_mixed_precision(
         forked_runs_in_4_bits.start(line, num_ranks).finish()
         rows = metrics(tmp_path / parallelism)
         losses_by_parallelism[parallelism] = [float(row["train_loss"]) for row in rows]
-        # later steps of any two programs differ: in bf16, AdamW's first steps depend on how gradients are rounded
-        assert float(rows[0]["train_loss"]) == pytest.approx(expected.losses[0], abs=BF16.eps)  # of logits below 1
+        # Only the first step is compared with peft. AdamW's first steps depend on how bf16 gradients are rounded, which
+        # our parallelisms do alike. The logits are below 1, where bf16 numbers are at most BF16.eps apart.
+        assert float(rows[0]["train_loss"]) == pytest.approx(expected.losses[0], abs=BF16.eps)
         assert float(rows[0]["grad_norm"]) == pytest.approx(expected.grad_norms[0], rel=4 * BF16.eps)
     assert losses_by_parallelism["fsdp"] == pytest.approx(losses_by_parallelism["single"], abs=1e-5)
     assert losses_by_parallelism["fsdp2"] == pytest.approx(losses_by_parallelism["single"], abs=1e-5)

@@ -13,7 +13,7 @@ from docs_build import fsdp_figures
 from fabric_train.__main__ import main
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.preflight.memory_layout import collectives_of_step, make_layout, read_units
+from fabric_train.preflight.memory_layout import REDUCED_BYTES, collectives_of_step, make_layout, read_units
 from fabric_train.programs import tokenize_dataset
 from fabric_train.training.step_plan import StepPlan
 from tests.support.documented_commands import Command, commands_in, plain
@@ -38,22 +38,34 @@ def table_after(text: str, heading: str) -> list[list[str]]:
 
 
 def sent_parameters(options: str, parallelism: str, accumulation: int) -> float:
-    """Return what a GPU sends in a step by the plan, in multiples of the parameters times 7/8.
+    """Return what a GPU sends in a step by the plan, in multiples of 7/8 of the parameters.
 
-    The model has nothing outside of its layers: embedding and head are gathered once, not twice.
+    A collective among 8 GPUs sends 7/8 of its tensor. Only the layers of the 8B count: FSDP gathers the embedding and
+    the head once a step and each layer twice, so the page's multiples hold for layers alone.
     """
     arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", *options.split()])
-    plan = StepPlan(None, NUM_GPUS, NUM_GPUS, 1, accumulation, NUM_GPUS * accumulation, None, 1, 8192)
+    plan = StepPlan(
+        num_rows=None,
+        world_size=NUM_GPUS,
+        num_data_ranks=NUM_GPUS,
+        micro_batch_size=1,
+        accumulation=accumulation,
+        rows_per_window=NUM_GPUS * accumulation,
+        windows_per_epoch=None,
+        num_steps=1,
+        tokens_per_row=8192,
+    )
     layout = make_layout(arguments, plan, parallelism)
     units = read_units(plan_table.read_model("8B"), arguments)
     num_in_layers = units.layer * units.num_layers
-    units = replace(units, rest=0, trained=num_in_layers, touched=num_in_layers)
-    unit = num_in_layers * (NUM_GPUS - 1) / NUM_GPUS
-    sent = 0.0
-    for collective in collectives_of_step(units, layout):
-        itemsize = layout.pass_itemsize if collective.name.startswith("all-gather") else 4
-        sent += collective.sent / (itemsize * unit)
-    return sent
+    layers_only = replace(units, rest=0, trained=num_in_layers, touched=num_in_layers)
+    sent_once = num_in_layers * (NUM_GPUS - 1) / NUM_GPUS
+    num_times = 0.0
+    for collective in collectives_of_step(layers_only, layout):
+        is_gather = collective.name.startswith("all-gather")
+        itemsize = layout.pass_itemsize if is_gather else REDUCED_BYTES
+        num_times += collective.sent / (itemsize * sent_once)
+    return num_times
 
 
 @pytest.mark.parametrize("page", PAGES)

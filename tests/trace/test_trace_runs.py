@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.trace.__main__ import main
-from fabric_train.trace.documents import find_steps, list_documents
+from fabric_train.trace.documents import DocumentInStep, find_steps, list_documents
 from fabric_train.trace.run_history import Ranks, RunHistory
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRuns
@@ -133,6 +133,7 @@ def trace(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
 
 
 def run_with(run: str, step: int) -> str:
+    """Return the run that trained a step of ``run``: all branched off the trunk after step 4."""
     return "trunk" if step <= 4 else run
 
 
@@ -140,43 +141,55 @@ def num_ranks(run: str, step: int) -> int:
     return 1 if (run == "on" and step > 4) or step > 8 else 2
 
 
+def every_step() -> Iterator[tuple[str, int]]:
+    """Yield each run with each of its steps, those before it branched off the trunk included."""
+    for run, last_step in LAST_STEPS.items():
+        for step in range(1, last_step + 1):
+            yield run, step
+
+
+def encoded_rows(documents: Iterable[DocumentInStep], tracing: Tracing, tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of the listed documents of each row, encoded again from their texts."""
+    ids_by_row: dict[tuple[str, int], list[int]] = {}
+    for document in documents:
+        assert document.file is not None
+        assert document.line is not None
+        assert f"{document.source}.jsonl" == Path(document.file).name
+        text = tracing.texts[Path(document.file).name, document.line]
+        if document.first_token == 0:
+            shown_beginning = document.text.rstrip("…")  # cut, on one line
+            assert " ".join(text.split()).startswith(shown_beginning)
+        text_ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = [tokenizer.bos_token_id, *text_ids, tokenizer.eos_token_id]
+        piece = ids[document.first_token : document.first_token + document.tokens]
+        ids_by_row.setdefault((document.dataset, document.row), []).extend(piece)
+    return list(ids_by_row.values())
+
+
 def test_documents_of_a_step_are_those_that_its_ranks_read(tracing: Tracing) -> None:
     rows_read = tracing.read()
     tokenizer = AutoTokenizer.from_pretrained(tracing.folder / "va" / "tokenizer")
     num_checked_documents = 0
-    for run, last_step in LAST_STEPS.items():
+    for run, step in every_step():
         history = RunHistory(Path(run))
-        epochs = {int(row[0]): int(row[1]) for row in metrics(tracing.folder / run)}
-        for step in range(1, last_step + 1):
-            listing = list_documents(history, step, None)
-            assert listing.epoch == epochs.get(step, listing.epoch)
-            assert Path(listing.run).name == run_with(run, step)
-            assert listing.num_ranks == num_ranks(run, step)
-            for rank in range(listing.num_ranks):
-                documents = [document for document in listing.documents if document.ranks == [rank]]
-                assert list_documents(history, step, rank).documents == documents
+        listing = list_documents(history, step, None)
+        trained_in = run_with(run, step)
+        epoch_of_step = {int(row[0]): int(row[1]) for row in metrics(tracing.folder / trained_in)}
+        assert listing.epoch == epoch_of_step[step]
+        assert Path(listing.run).name == trained_in
+        assert listing.num_ranks == num_ranks(run, step)
+        for rank in range(listing.num_ranks):
+            documents = [document for document in listing.documents if document.ranks == [rank]]
+            assert list_documents(history, step, rank).documents == documents
+            num_checked_documents += len(documents)
 
-                # the listed documents of each row, encoded again
-                ids_by_row: dict[tuple[str, int], list[int]] = {}
-                for document in documents:
-                    assert document.file is not None
-                    assert document.line is not None
-                    assert f"{document.source}.jsonl" == Path(document.file).name
-                    text = tracing.texts[Path(document.file).name, document.line]
-                    if document.first_token == 0:
-                        assert " ".join(text.split()).startswith(document.text.rstrip("…"))
-                    text_ids = tokenizer.encode(text, add_special_tokens=False)
-                    ids = [tokenizer.bos_token_id, *text_ids, tokenizer.eos_token_id]
-                    piece = ids[document.first_token : document.first_token + document.tokens]
-                    ids_by_row.setdefault((document.dataset, document.row), []).extend(piece)
-                num_checked_documents += len(documents)
-
-                # the rows that the rank read begin with them, and have no other document
-                rows = rows_read[run_with(run, step), step, rank]
-                for row, row_ids in zip(rows, ids_by_row.values(), strict=True):
-                    padding = row[len(row_ids) :]
-                    assert row[: len(row_ids)] == row_ids
-                    assert tokenizer.bos_token_id not in padding
+            # The rows that the rank read begin with the listed documents, which come in the order of the rows, and have
+            # no other document.
+            rows = rows_read[trained_in, step, rank]
+            for row, row_ids in zip(rows, encoded_rows(documents, tracing, tokenizer), strict=True):
+                padding = row[len(row_ids) :]
+                assert row[: len(row_ids)] == row_ids
+                assert tokenizer.bos_token_id not in padding
     assert num_checked_documents > 150
 
 

@@ -116,13 +116,17 @@ def test_a_run_on_parts_may_go_on_with_the_full_merge(both: Runs) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     metrics_csv = run / "metrics.csv"
     content = metrics_csv.read_text()
-    is_long = "from fabric_train.preflight import resume_check; resume_check._HASHED_AGAIN = 0"
-    # it does not go on if metrics.csv has another hash of its rows
+    hash_no_rows_again = "from fabric_train.preflight import resume_check; resume_check._HASHED_AGAIN = 0"
+
+    # it does not go on if metrics.csv has another hash for the last step before the checkpoint of step 4
     num_rows = len(open_dataset(str(both.folder / "whole")).train)
-    rows_hash = WindowOrder(num_rows, 8, 2, 1, 0, seed=0).rows_hash(3)
-    metrics_csv.write_text(content.replace(rows_hash, "0" * len(rows_hash)))
-    assert both.train("whole", is_long, fails=True, resume="true", run_dir=run) == 2
-    # and goes on with the right one
+    order = WindowOrder(num_rows, rows_per_window=8, micro_batch_size=2, world_size=1, rank=0, seed=0)
+    hash_of_step_3 = order.rows_hash(3)
+    assert hash_of_step_3 in content
+    metrics_csv.write_text(content.replace(hash_of_step_3, "0" * len(hash_of_step_3)))
+    assert both.train("whole", hash_no_rows_again, fails=True, resume="true", run_dir=run) == 2
+
+    # and goes on with the right hash
     metrics_csv.write_text(content)
-    assert both.train("whole", is_long, resume="true", run_dir=run) == 0
+    assert both.train("whole", hash_no_rows_again, resume="true", run_dir=run) == 0
     assert metrics(run) == metrics(both.folder / "run-whole")

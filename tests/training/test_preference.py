@@ -148,18 +148,22 @@ def test_a_loss_is_that_of_its_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "dpo_norm", "ipo", "apo_zero", "dpop"])
 def test_rewards_and_kl_are_as_by_hand(name: str) -> None:
-    metrics = metrics_of(name, Answer(-9.0, -10.0, 5), Answer(-12.0, -10.0, 8))
-    # beyond the reference: 1 for the chosen answer, -2 for the rejected one; per token 1 / 5 and -2 / 8
+    chosen = Answer(policy=-9.0, reference=-10.0, num_tokens=5)
+    rejected = Answer(policy=-12.0, reference=-10.0, num_tokens=8)
+    metrics = metrics_of(name, chosen, rejected)
+    # log-ratios, policy minus reference; these two losses divide them by the tokens
     chosen_ratio = 1.0
     rejected_ratio = -2.0
     if name in ("dpo_norm", "ipo"):
-        chosen_ratio = 0.2
-        rejected_ratio = -0.25
+        chosen_ratio = 1.0 / 5
+        rejected_ratio = -2.0 / 8
     beta = ARGUMENTS[name].dpo_beta
     assert metrics["reward_chosen"] == pytest.approx(beta * chosen_ratio)
     assert metrics["reward_rejected"] == pytest.approx(beta * rejected_ratio)
     assert metrics["margin"] == pytest.approx(beta * (chosen_ratio - rejected_ratio))
-    assert metrics["kl"] == pytest.approx(-(0.2 - 0.25) / 2)  # per token, whatever the loss is of
+    # with every loss per token: the mean of reference minus policy over both answers
+    reference_minus_policy = [-1.0 / 5, 2.0 / 8]
+    assert metrics["kl"] == pytest.approx(sum(reference_minus_policy) / 2)
     assert metrics["sft_loss"] == pytest.approx(9 / 5)
     assert metrics["accuracy"] == 1.0
     assert metrics["ties"] == 0.0
