@@ -5,7 +5,6 @@ Like training, it starts the other ranks itself, or runs under torchrun. It writ
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -77,7 +76,9 @@ def main(argv: list[str] | None = None) -> None:
     program.memory_advice = "give more --devices"
     start_log()
     arguments = parse(ReplayArguments, argv)
-    run_dir = _find_run_dir(Path(arguments.run))
+    from fabric_train.run_folder.run_folder import find_run_dir  # slow: numpy and pydantic, which help does not need
+
+    run_dir = find_run_dir(Path(arguments.run))
     train_arguments = _read_config(run_dir, arguments.extensions or [])
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
@@ -105,16 +106,6 @@ def main(argv: list[str] | None = None) -> None:
             note(f"the version differs from the run's: {line}")
 
         _report(_train_again(replay))
-
-
-def _find_run_dir(path: Path) -> Path:
-    """Return a run folder, for the folder itself or a checkpoint in it: RUN, RUN/best or RUN/checkpoints/step-500."""
-    is_checkpoint = re.fullmatch(r"best|latest|step-[0-9]{1,18}", path.name) is not None
-    if not is_checkpoint:
-        return path
-    if path.parent.name == "checkpoints":
-        return path.parent.parent
-    return path.parent
 
 
 def _train_again(replay: "Replay") -> "ReplayComparison":

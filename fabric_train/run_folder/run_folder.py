@@ -121,8 +121,16 @@ class RunFolder:
         return read_times(self.folder)
 
 
+def find_run_dir(path: Path) -> Path:
+    """Return the run folder that a path means: the path itself, or the run of RUN/best or RUN/checkpoints/step-500."""
+    is_run = (path / CONFIG).is_file()  # a run folder may itself be named best
+    if is_run or not _SHORT_NAME.fullmatch(path.name):
+        return path
+    return run_of(path)
+
+
 def find_run_folders(names: Sequence[str]) -> list[Path]:
-    """Return the run folders that paths mean; a checkpoint, such as RUN/best, means its run.
+    """Return the run folders that paths mean, see :func:`find_run_dir`.
 
     Raises:
         InputError: some paths do not mean a run folder; the error has a line for each.
@@ -130,10 +138,7 @@ def find_run_folders(names: Sequence[str]) -> list[Path]:
     folders: list[Path] = []
     faults: list[str] = []
     for name in names:
-        # RUN/best and RUN/step-500 mean the run
-        folder = Path(name)
-        if _SHORT_NAME.fullmatch(folder.name) and not (folder / CONFIG).is_file():
-            folder = run_of(folder)
+        folder = find_run_dir(Path(name))
         is_run = any((folder / file).exists() for file in (CONFIG, METRICS, "checkpoints"))
         if not folder.is_dir():
             faults.append(f"{name}: {missing_folder(folder)}; give a run folder, the --output_dir of training")
