@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +184,6 @@ def _export(name: str, folder: Path) -> None:
         raise ValueError(", ".join([*settings, *faults]))
 
 
-@cache
-def version_of_transformers() -> str:
-    return transformers.__version__
-
-
 def tables_of(families: Iterable[Family]) -> str:
     """Return the tables and lists of the page as Markdown."""
     families = list(families)
@@ -199,7 +193,7 @@ def tables_of(families: Iterable[Family]) -> str:
     return "\n".join(
         [
             f"## Documents share rows\n\nIn these {len(packed)} families of "
-            f"transformers {version_of_transformers()}, several documents can share a row.\n",
+            f"transformers {transformers.__version__}, several documents can share a row.\n",
             f"{head}\n|---|---|---|---|---|---|",
             *packed,
             f"\n## One document in a row\n\nThese {len(apart)} families can only be "
