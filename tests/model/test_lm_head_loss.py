@@ -271,7 +271,14 @@ def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices_of_a_frozen_heads_chunk_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("memory_device", "expected_lengths"),
+    # chunks of 7 and 5 tokens, which a GPU cuts into 3 + 3 + 1 and 3 + 2
+    [("cuda", {3, 2, 1}), ("cpu", {7, 5})],
+)
+def test_slices_of_a_frozen_heads_chunk_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, memory_device: str, expected_lengths: set[int], dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to(dtype)
@@ -279,12 +286,12 @@ def test_slices_of_a_frozen_heads_chunk_change_no_bit(monkeypatch: pytest.Monkey
     inputs = (hidden, weight, None, torch.arange(LENGTH), targets)
 
     def losses_and_gradient(*, is_frozen: bool) -> list[torch.Tensor]:
-        total, losses = summed_cross_entropy(*inputs, memory_device="cuda", is_frozen=is_frozen)
+        total, losses = summed_cross_entropy(*inputs, memory_device=memory_device, is_frozen=is_frozen)
         return [total.detach(), losses, *torch.autograd.grad(total, hidden)]
 
-    # given chunks of seven tokens in both ways, which a frozen head cuts into slices of three
+    # given chunks of seven tokens for any head, and slices of three
     bytes_per_logit = 4 if dtype == torch.float32 else 6
-    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cuda", 7 * bytes_per_logit * VOCABULARY)
+    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, memory_device, 7 * bytes_per_logit * VOCABULARY)
     monkeypatch.setattr(chunked_loss, "_FROZEN_LOGITS_BYTES", 7 * dtype.itemsize * VOCABULARY)
     monkeypatch.setattr(chunked_loss, "_FROZEN_LOG_PROBABILITIES_BYTES", 3 * 4 * VOCABULARY)
     monkeypatch.setattr(chunked_loss, "_has_liger", lambda: False)
@@ -299,7 +306,7 @@ def test_slices_of_a_frozen_heads_chunk_change_no_bit(monkeypatch: pytest.Monkey
     monkeypatch.setattr(chunked_loss, "_token_losses", noted_token_losses)
     results = losses_and_gradient(is_frozen=True)
 
-    assert set(lengths) == {3, 2, 1}  # chunks of 7 = 3 + 3 + 1 and 5 = 3 + 2 tokens
+    assert set(lengths) == expected_lengths
     for result, expected in zip(results, expected_results, strict=True):
         assert torch.equal(result, expected)
 

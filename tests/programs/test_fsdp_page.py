@@ -119,6 +119,16 @@ def test_a_step_gathers_computes_and_frees_each_layer_twice() -> None:
     assert all(end <= next_start for (_, end), (next_start, _) in pairwise(network))
 
 
+def test_a_step_of_two_layers_overlaps_as_worked_out_by_hand() -> None:
+    # a gather and a reduction take 1, a forward pass 2, a backward pass 4, the update 2
+    steps = {(span.kind, span.layer, span.start, span.end) for span in fsdp_figures.spans_of_step(2)}
+    network = {("gather", 1, 0, 1), ("gather", 2, 1, 2), ("gather", 2, 5, 6), ("gather", 1, 6, 7)}
+    network |= {("reduce", 2, 10, 11), ("reduce", 1, 14, 15)}
+    computing = {("forward", 1, 1, 3), ("forward", 2, 3, 5), ("backward", 2, 6, 10), ("backward", 1, 10, 14)}
+    whole = {("whole", 1, 0, 3), ("whole", 2, 1, 5), ("whole", 2, 5, 10), ("whole", 1, 6, 14)}
+    assert steps == network | computing | whole | {("update", 0, 15, 17)}
+
+
 @pytest.fixture(scope="module")
 def reader_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path, tiny_model_dir: Path) -> Path:
     """A folder with what the plans of the page read."""
