@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 import psutil  # not in the signal handler: a second signal may come while the handler of the first imports it
@@ -141,9 +141,9 @@ def _run(words: list[str], script_index: int) -> NoReturn:
     options, program_words = _parse_run_words(words)
     if Path(script).resolve() == PACKAGE_DIR:  # another clone's arguments may differ
         environment = {**os.environ, **variables_of_rank_0(options)}
-        only_plans = _check_arguments(program_words, environment)
-        if only_plans:
-            _run_plan(script, program_words, environment)
+        arguments = _check_arguments(program_words, environment)
+        if arguments.planning.plan:
+            _run_plan(script, program_words, environment, arguments)
 
     _send_signals_to_ranks()
     logging.disable(logging.ERROR)  # torchrun repeats what the failed ranks have reported
@@ -234,20 +234,23 @@ def _parse_run_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options_set, script_words
 
 
-def _run_plan(script: str, program_words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _run_plan(script: str, program_words: Sequence[str], environment: Mapping[str, str], arguments: Any) -> NoReturn:
     """Replace this process by one that plans; a plan needs neither the ranks nor the other machines.
 
-    The options of ``fabric run``, which the variables of rank 0 hold, become arguments of the program.
+    The options of ``fabric run``, which the variables of rank 0 hold, become arguments of the program. ``arguments``
+    are the TrainArguments of rank 0.
     """
     launch_words = []
     for name, option in launcher_arguments(environment).items():
-        if not option.is_default:
-            launch_words.append(f"--{name}={option.value}")
+        value = option.value
+        if option.is_default:  # only the numbers of devices and machines, for which the user's value counts
+            value = getattr(arguments.device, name)
+        launch_words.append(f"--{name}={value}")
     os.execv(sys.executable, [sys.executable, script, *program_words, *launch_words])
 
 
-def _check_arguments(words: list[str], environment: Mapping[str, str]) -> bool:
-    """Report wrong arguments and paths before torch is imported and ranks are started; return whether the run plans.
+def _check_arguments(words: list[str], environment: Mapping[str, str]) -> Any:
+    """Report wrong arguments and paths before torch is imported and ranks are started; return the TrainArguments.
 
     Rank 0 repeats these checks. What they print in this process is dropped unless there is a fault, because rank 0
     prints it too.
@@ -256,11 +259,11 @@ def _check_arguments(words: list[str], environment: Mapping[str, str]) -> bool:
     stderr = io.StringIO()
     try:
         with redirect_stderr(stderr):
-            only_plans = bool(program.check_before_launch(words, environment))
+            arguments = program.check_before_launch(words, environment)
     except InputError as error:
         print_errors(*stderr.getvalue().splitlines(), *(f"error: {fault}" for fault in error.faults))
         raise SystemExit(INPUT_ERROR) from None
-    return only_plans
+    return arguments
 
 
 def _send_to_ranks(signal_number: int, _frame: FrameType | None) -> None:

@@ -142,6 +142,33 @@ def test_a_plan_for_other_machines_waits_for_none(tmp_path: Path, tiny_tokens_di
     assert "16 × ddp on 2 machines" in planned.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    # fabric run starts one process unless the user says otherwise, on any number of GPUs
+    [([], "1"), (["--devices", "4"], "4")],
+)
+def test_a_plan_has_the_devices_of_the_run(
+    words: list[str],
+    devices: str,
+    tmp_path: Path,
+    tiny_tokens_dir: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(_program: str, started_words: list[str]) -> None:
+        executed.extend(started_words)
+        raise SystemExit(0)
+
+    executed: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", end)
+    given = ["--train_data_dir", str(tiny_tokens_dir), "--model_name", str(tiny_model_dir), "--output_dir", "out"]
+    with pytest.raises(SystemExit):
+        fabric_command._run(["run", str(ROOT / "fabric_train"), *given, "--plan", "true", *words], 1)
+    assert [word for word in executed if word.startswith("--devices=")] == [f"--devices={devices}"]
+    assert "--num_nodes=1" in executed
+
+
 PRINTS_PORT = "import torch.distributed.run as r; r.main = lambda w: print(next(x for x in w if 'port' in x))"
 
 
