@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from fabric_train.training.prepared_run import PreparedRun
 
 
-def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> TrainArguments:
+def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> bool:
     """Do the checks that a rank with these words and variables does before it imports torch.
 
     Returns:
-        The arguments that the rank would have.
+        Whether the command only plans a run.
 
     Raises:
         InputError: the arguments are wrong, or they name wrong folders or files.
@@ -68,7 +68,7 @@ def check_before_launch(argv: list[str], environment: Mapping[str, str]) -> Trai
     from fabric_train.preflight.paths import check_paths  # slow: numpy and pydantic, which help does not need
 
     check_paths(arguments)
-    return arguments
+    return bool(arguments.planning.plan)
 
 
 def main(argv: list[str] | None = None) -> None:

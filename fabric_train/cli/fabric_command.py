@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 import psutil  # not in the signal handler: a second signal may come while the handler of the first imports it
@@ -141,9 +141,9 @@ def _run(words: list[str], script_index: int) -> NoReturn:
     options, program_words = _parse_run_words(words)
     if Path(script).resolve() == PACKAGE_DIR:  # another clone's arguments may differ
         environment = {**os.environ, **variables_of_rank_0(options)}
-        arguments = _check_arguments(program_words, environment)
-        if arguments.planning.plan:
-            _run_plan(script, program_words, environment, arguments)
+        only_plans = _check_arguments(program_words, environment)
+        if only_plans:
+            _run_plan(script, program_words, environment)
 
     _send_signals_to_ranks()
     logging.disable(logging.ERROR)  # torchrun repeats what the failed ranks have reported
@@ -234,23 +234,19 @@ def _parse_run_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options_set, script_words
 
 
-def _run_plan(script: str, program_words: Sequence[str], environment: Mapping[str, str], arguments: Any) -> NoReturn:
+def _run_plan(script: str, program_words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process by one that plans; a plan needs neither the ranks nor the other machines.
 
-    The options of ``fabric run``, which the variables of rank 0 hold, become arguments of the program. ``arguments``
-    are the TrainArguments of rank 0.
+    The options of ``fabric run``, which the variables of rank 0 hold, become arguments of the program. So do its
+    defaults, one process on one machine: without them, the program would plan for all GPUs of this machine.
     """
-    launch_words = []
-    for name, option in launcher_arguments(environment).items():
-        value = option.value
-        if option.is_default:  # only the numbers of devices and machines, for which the user's value counts
-            value = getattr(arguments.device, name)
-        launch_words.append(f"--{name}={value}")
+    options = launcher_arguments(environment)
+    launch_words = [f"--{name}={option.value}" for name, option in options.items()]
     os.execv(sys.executable, [sys.executable, script, *program_words, *launch_words])
 
 
-def _check_arguments(words: list[str], environment: Mapping[str, str]) -> Any:
-    """Report wrong arguments and paths before torch is imported and ranks are started; return the TrainArguments.
+def _check_arguments(words: list[str], environment: Mapping[str, str]) -> bool:
+    """Report wrong arguments and paths before torch is imported and ranks are started; return whether the run plans.
 
     Rank 0 repeats these checks. What they print in this process is dropped unless there is a fault, because rank 0
     prints it too.
@@ -259,11 +255,11 @@ def _check_arguments(words: list[str], environment: Mapping[str, str]) -> Any:
     stderr = io.StringIO()
     try:
         with redirect_stderr(stderr):
-            arguments = program.check_before_launch(words, environment)
+            only_plans = bool(program.check_before_launch(words, environment))
     except InputError as error:
         print_errors(*stderr.getvalue().splitlines(), *(f"error: {fault}" for fault in error.faults))
         raise SystemExit(INPUT_ERROR) from None
-    return arguments
+    return only_plans
 
 
 def _send_to_ranks(signal_number: int, _frame: FrameType | None) -> None:
