@@ -387,7 +387,9 @@ def test_an_adapter_is_planned_from_a_configuration_without_weights(
 def _planned_figures(printed: str) -> list[str]:
     """Return the lines of a printed plan that have its parameters, FLOPs and memory."""
     names = ("parameters", "computing", "weights", "optimizer", "gradients", "activations", "in all")
-    return [line for line in printed.splitlines() if line.startswith(names)]
+    figures = [line for line in printed.splitlines() if line.startswith(names)]
+    assert len(figures) == len(names)
+    return figures
 
 
 def test_a_plan_says_how_evenly_the_rows_are_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -302,14 +302,14 @@ def test_precision_learns_if_its_last_held_out_loss_is_near_fp32(default_end: fl
     runs = {}
     for learning_rate in precision.LEARNING_RATES:
         for variant, end in ends.items():
-            steps = [precision.EARLY_STEP, precision.STEPS]
-            held_out = [1.5 * end, end]
+            steps = [precision.EARLY_STEP // 2, precision.EARLY_STEP, precision.STEPS]
+            held_out = [8.0, end**2, end]  # the excess over fp32 is another one at each step
             runs[precision.run_name(learning_rate, variant)] = precision.PrecisionRun([3.0, 2.5], steps, held_out, 0.25)
     summary = precision.summarize(runs)
     nearest = precision.run_name(precision.LEARNING_RATES[0], "bf16-true, to the nearest")
     assert summary.held_out[nearest] == 2.5
     assert summary.above_fp32[nearest] == pytest.approx(0.25)
-    assert summary.above_fp32_early[nearest] == pytest.approx(0.25)
+    assert summary.above_fp32_early[nearest] == pytest.approx(2.5**2 / 2**2 - 1)
     assert summary.moved[nearest] == 0.25
     assert summary.default_learns is learns
 
