@@ -1,7 +1,7 @@
 """Teach a model with preference pairs to continue in Spanish: ``python -m demo.preference``.
 
 In each pair, the prompt is the beginning of a chapter of the Spanish Bible, the chosen answer is the text that follows,
-and the rejected answer is lines of Shakespeare. This takes about 15 minutes on two busy cores. docs/preference.md shows
+and the rejected answer is lines of Shakespeare. This takes about 15 minutes on two cores. docs/preference.md shows
 the results.
 """
 

@@ -219,8 +219,8 @@ def _exit_codes() -> str:
     return (
         f"# Exit codes\n\n{_WRITTEN.format(source='fabric_train/cli/errors.py')}"
         f"{_table(('exit code', 'meaning'), rows)}\n"
-        "torchrun turns 2 and 75 into 1. So does Lightning's own `fabric` command, which `make install` replaces with "
-        "one that passes on signals and exit codes.\n"
+        "torchrun turns exit codes 2 and 75 into 1. So does Lightning's own `fabric` command, which `make install` "
+        "replaces with one that passes on signals and exit codes.\n"
     )
 
 
