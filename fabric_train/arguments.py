@@ -164,8 +164,8 @@ class DataArguments:
         if self.streaming_dataset is None:
             if self.shuffle_buffer:
                 faults.append(
-                    "--shuffle_buffer only applies to --streaming_dataset; leave it out, since the rows of a token "
-                    "dataset are always shuffled"
+                    "--shuffle_buffer only applies to --streaming_dataset; leave out --shuffle_buffer, since the rows "
+                    "of a token dataset are always shuffled"
                 )
             if not self.data_dirs:
                 faults.insert(0, "--train_data_dir or --streaming_dataset is required")
@@ -496,7 +496,8 @@ class PreferenceArguments:
             if name not in used and value != defaults[name]:
                 objectives = [objective for objective, names in OBJECTIVE_ARGUMENTS.items() if name in names]
                 faults.append(
-                    f"--{name} only applies to --objective {', '.join(objectives)}, not {self.objective}; leave it out"
+                    f"--{name} only applies to --objective {', '.join(objectives)}, not {self.objective}; leave out "
+                    f"--{name}"
                 )
         return faults
 
@@ -768,14 +769,17 @@ class TrainingArguments:
         if not self.orthogonalizes:
             defaults = asdict(TrainingArguments())
             names = [name for name in _MUON_ARGUMENTS if getattr(self, name) != defaults[name]]
-            return [f"--{name} only applies to --optimizer muon, not {self.optimizer}; leave it out" for name in names]
+            faults = []
+            for name in names:
+                faults.append(f"--{name} only applies to --optimizer muon, not {self.optimizer}; leave out --{name}")
+            return faults
         faults = []
         if self.muon_momentum == 1:
             faults.append("--muon_momentum must be below 1")
         if self.optimizer_states is not None:
             faults.append(
                 f"--optimizer_states {self.optimizer_states} only applies to --optimizer adamw, since Muon's "
-                "momentum has the type of the weights; leave it out"
+                "momentum has the type of the weights; leave out --optimizer_states"
             )
         return faults
 

@@ -57,9 +57,7 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     names_new_folder = name is not None and not is_former_name
     if is_missing and not names_new_folder:
         alternative = f", or give its current folder with {option}" if option else ""
-        raise InputError(
-            f"{checkpoint}: its base {saved_base.place} no longer exists; restore it or a link to it{alternative}"
-        )
+        raise InputError(f"{checkpoint}: its base {saved_base.place} no longer exists; restore the base{alternative}")
     base = _base_at(str(name) if is_missing else saved_base.place)
 
     # compare the weights, once on each machine
@@ -74,7 +72,7 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     if is_missing:
         raise InputError(
             f"{checkpoint}: its base {saved_base.place} no longer exists, and {base.place} has different weights; "
-            f"give the model that it was trained on with {option}"
+            f"use {option} to give the model that the adapter was trained on"
         )
     raise InputError(f"{checkpoint}: the weights of its base {base.place} have changed; restore them")
 
@@ -97,9 +95,13 @@ def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
             return None
         if saved.place == base.place:
             return (
-                f"--init_adapter {adapter_dir}: the weights of {base.place} have changed since it was trained on them"
+                f"--init_adapter {adapter_dir}: the weights of {base.place} have changed since the adapter was trained "
+                "on them"
             )
-        return f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.place}, not of {base.place}"
+        return (
+            f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.place}, not on those of "
+            f"{base.place}"
+        )
     base_name = read_json(adapter_dir / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(base_name, str) or _is_same_model(base_name, base.place):
         return None

@@ -83,7 +83,7 @@ def read_base_name(folder: Path) -> str:
     """Return the name or folder of the model that an adapter was trained on; raise an InputError if it names none."""
     name = read_json(folder / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise InputError(f"{folder / CONFIG}: it does not name a base model; give it with --base_model")
+        raise InputError(f"{folder / CONFIG}: it does not name a base model; give one with --base_model")
     return name
 
 
@@ -220,7 +220,7 @@ def choose_adapter(arguments: "AdapterArguments") -> Adapter | None:
         if value is not None and value != saved_value:
             faults.append(
                 f"--{name} {value} differs from the adapter of --init_adapter {arguments.init_adapter}, which has "
-                f"{saved_value}; leave it out"
+                f"{saved_value}; leave out --{name}"
             )
     if faults:
         raise InputError(*faults)
@@ -245,8 +245,8 @@ def check_fits(tensors: StoredTensors, trained: dict[str, torch.Size], folder: P
         name = mismatched_names[0]
         raise InputError(
             f"{folder}: {len(mismatched_names)} tensors of this adapter do not fit; the first is {name}, "
-            f"{_format_shape(stored_shapes.get(name))} there and {_format_shape(trained.get(name))} here; give the "
-            "arguments and the base that it was trained with"
+            f"{_format_shape(stored_shapes.get(name))} in the adapter and {_format_shape(trained.get(name))} in this "
+            "model; give the arguments and the base that the adapter was trained with"
         )
 
 

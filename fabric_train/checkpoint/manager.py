@@ -288,8 +288,8 @@ class CheckpointManager:
         needed_gb = pending.num_bytes / 1e9
         free_gb = free_bytes(self.folder) / 1e9
         return (
-            f"{pending.target} could not be saved: {reason}; it needs {needed_gb:.3g} GB, and {free_gb:.3g} GB are "
-            "free there; earlier checkpoints are complete, so --resume true continues from the newest"
+            f"{pending.target} could not be saved: {reason}; the checkpoint needs {needed_gb:.3g} GB, and its disk has "
+            f"{free_gb:.3g} GB left; earlier checkpoints are complete, so --resume true continues from the newest"
         )
 
     def _begin_next_stage(self) -> None:

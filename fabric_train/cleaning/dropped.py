@@ -125,7 +125,9 @@ def read_sample(folder: Path, num_skipped: Mapping[str, int]) -> tuple[dict[str,
     for reason, documents in documents_by_reason.items():
         num_in_ledger = num_skipped.get(reason, 0)
         if len(documents) > num_in_ledger:
-            faults.append(f"{len(documents):,} documents are skipped as {reason}, but {num_in_ledger:,} in the ledger")
+            faults.append(
+                f"{len(documents):,} documents are listed as skipped ({reason}), but the ledger has {num_in_ledger:,}"
+            )
     return documents_by_reason, faults
 
 

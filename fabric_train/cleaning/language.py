@@ -163,7 +163,7 @@ class LanguageFilter:
         num_general = sum(word in GENERAL for word in words)
         if num_valencian > num_general:
             return text
-        return Dropped(OTHER, f"{finding}, forms: {num_valencian} Valencian, {num_general} of general Catalan")
+        return Dropped(OTHER, f"{finding}, forms: {num_valencian} Valencian, {num_general} general Catalan")
 
     def settings(self) -> dict[str, Any]:
         return {"languages": list(self.languages), "threshold": self.threshold, "by": self.by} | identifier_settings()

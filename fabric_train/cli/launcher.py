@@ -198,7 +198,7 @@ def _find_incomplete_launch(environment: Mapping[str, str]) -> str | None:
     if launcher == SRUN and not _num_processes_per_machine(launcher, environment):
         return (
             f"srun has not started the same number of tasks on every node ({SRUN.local_size}="
-            f"{environment.get(SRUN.local_size)!r}); give it --ntasks-per-node"
+            f"{environment.get(SRUN.local_size)!r}); give srun --ntasks-per-node"
         )
     return None
 
@@ -288,7 +288,7 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> GivenValu
     lightning_variables = [_lt(name) for name in _FABRIC_OPTIONS if _lt(name) in environment]
     if lightning_variables:
         names = ", ".join(lightning_variables)
-        raise ValueError(f"{names} set in the environment, but fabric run did not start this process; unset it")
+        raise ValueError(f"the environment sets {names}, but fabric run did not start this process; unset {names}")
 
     # Other launchers set only the numbers of processes and machines.
     launcher = find_launcher(environment)
@@ -316,8 +316,8 @@ def _parse_fabric_options(environment: Mapping[str, str]) -> GivenValues:
         if name == "strategy":
             if value not in _STRATEGIES:
                 raise ValueError(
-                    f"{where} {value} is not supported; leave it out and give --parallelism auto, fsdp, fsdp2, ddp "
-                    "or single"
+                    f"{where} {value} is not supported; leave out --strategy and give --parallelism auto, fsdp, fsdp2, "
+                    "ddp or single"
                 )
             if value != "auto":
                 arguments["parallelism"] = GivenValue(value, where)

@@ -43,8 +43,8 @@ class PushArguments:
             faults.append(f"--license: expected a hub license identifier such as apache-2.0, got {self.license!r}")
         if self.license == "other":
             faults.append(
-                "--license other is not supported, since it needs a name and a text; leave it out to use the base "
-                "model's license"
+                "--license other is not supported, since it needs a name and a text; leave out --license to use the "
+                "base model's license"
             )
         if self.push_to_hub is not None and not re.fullmatch(REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")

@@ -82,4 +82,4 @@ def split_name(name: str, folders: Sequence[str], option: str) -> tuple[int, str
         if folder_path in paths:
             return paths.index(folder_path), name[colon + 1 :]
         colon = name.rfind(":", 0, colon)
-    raise InputError(f"{option}: {name} is neither a folder of --train_data_dir nor FOLDER:SOURCE of one")
+    raise InputError(f"{option}: {name} is neither a folder in --train_data_dir nor a source of one (FOLDER:SOURCE)")

@@ -267,7 +267,7 @@ def resolve_settings(table: Table[Any], name: str, changes: Mapping[str, Any] | 
     if table.module_of(name) == PROJECT:
         if changes:
             raise InputError(
-                f"{option} only applies to a registered {table.kind}, not to --{table.kind} {name}; leave it out"
+                f"{option} only applies to a registered {table.kind}, not to --{table.kind} {name}; leave out {option}"
             )
         return {}
     defaults = settings_of(table[name])

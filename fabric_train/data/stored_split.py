@@ -83,7 +83,7 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
     except IndexError as error:  # raised by datasets for a split without rows, which has no file
-        raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
+        raise InputError(f"--train_data_dir {folder}: a split has no rows; remove it, or tokenize again") from error
     if "train" not in splits:
         raise InputError(
             f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; write one with fabric-train tokenize"
@@ -125,7 +125,7 @@ def _fault_of_columns(split: "datasets.Dataset") -> str | None:
     if "labels" in column_names:
         differs = np.atleast_1d(_row_lengths(split, "labels") != _row_lengths(split, "input_ids"))
         if differs.any():
-            return f"rows with a different number of labels than input_ids, first row {int(differs.argmax())}"
+            return f"rows with a different number of labels than input_ids, first in row {int(differs.argmax())}"
     return None
 
 

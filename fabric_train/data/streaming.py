@@ -361,7 +361,7 @@ def _fault_in_share(source: StreamedSource, share: float, *, is_only_source: boo
 
     if source.size and 0 < share * num_documents < 1:
         return (
-            f"--shares: {share:g} of {source.name} is less than one of its {round(num_documents):,} documents per "
-            f"pass; give at least {1 / num_documents:.2g}, or leave it out"
+            f"--shares: a pass with the share {share:g} reads less than one of the {round(num_documents):,} documents "
+            f"of {source.name}; give at least {1 / num_documents:.2g}, or leave out {source.name}"
         )
     return None

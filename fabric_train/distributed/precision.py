@@ -108,7 +108,7 @@ class _AutocastPrecision(MixedPrecision):
 def check_float8(arguments: "TrainArguments", accelerator: str) -> None:
     """Check that ``--float8`` can be used, as far as this is known without a device."""
     if accelerator == "cpu":
-        raise InputError("--float8 true needs a GPU (L40S, RTX 4090, H100 or newer); leave it out on CPU")
+        raise InputError("--float8 true needs a GPU (L40S, RTX 4090, H100 or newer); leave out --float8 on CPU")
     if not arguments.model.precision.startswith("bf16"):
         raise InputError(f"--float8 true needs bf16-mixed or bf16-true, not --precision {arguments.model.precision}")
     if isinstance(arguments.fsdp.mlp_tile_size, int):
@@ -124,7 +124,7 @@ def check_gpu_has_float8(device: torch.device) -> None:
     """Check that a GPU multiplies float8 matrices."""
     if torch.cuda.get_device_capability(device) < _MIN_FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise InputError(f"--float8 true: {name} does not support float8; leave it out")
+        raise InputError(f"--float8 true: {name} does not support float8; leave out --float8")
 
 
 def convert_to_float8(layers: Iterable[nn.Module], *, emulate: bool = False) -> None:

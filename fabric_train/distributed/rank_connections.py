@@ -153,8 +153,8 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: Conn
                 missing_ranks = number_ranges(rank for rank in range(1, num_ranks) if rank not in ranks)
                 raise RunError(
                     f"rank {missing_ranks} did not connect to rank 0 ({rank_0.host}, port {server.getsockname()[1]}) "
-                    f"within {_JOIN_SECONDS:g} s; check that no firewall blocks the machines from each other, and "
-                    "start the run again"
+                    f"within {_JOIN_SECONDS:g} s; check that no firewall blocks connections between the machines, "
+                    "and start the run again"
                 )
             for key, _ in events:
                 if key.fileobj is server:

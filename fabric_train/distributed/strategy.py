@@ -244,7 +244,7 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             if getattr(fsdp, name):
                 raise InputError(f"--{name} true has nothing to offload on CPU; leave it out")
     if fsdp.cpu_offload and parallelism == "single":
-        raise InputError("--cpu_offload true needs FSDP on several devices; leave it out")
+        raise InputError("--cpu_offload true needs FSDP on several devices; leave out --cpu_offload")
     if fsdp.cpu_offload and precision == "16-mixed":
         # torch's GradScaler copies the scale to the host without waiting for the copy, and uses it at once
         raise InputError("--precision 16-mixed gives wrong gradients with --cpu_offload true; use bf16-mixed")
@@ -428,7 +428,7 @@ def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
         alternatives = "32-true" if parallelism == "fsdp2" else "16-mixed or 32-true"
         raise InputError(
             f"--precision {precision}: {torch.cuda.get_device_name(index)} does not support bf16, which needs "
-            f"compute capability 8.0 and not {major}.{minor}; use {alternatives}"
+            f"compute capability 8.0 or higher, not {major}.{minor}; use {alternatives}"
         )
 
 
@@ -436,7 +436,7 @@ def count_planned_devices(devices: int | str) -> int:
     """Return the number of processes on a machine that ``--devices`` asks for, without checking this machine."""
     if str(devices) in ("auto", "-1"):
         raise InputError(
-            f"--devices {devices} counts the devices of this machine, but --device_memory plans for another one; "
+            f"--devices {devices} counts the devices of this machine, but --device_memory plans for another machine; "
             "give a number"
         )
     if "," in str(devices):  # indices

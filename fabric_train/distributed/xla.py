@@ -66,7 +66,7 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
     }
     for option, is_given in is_given_by_option.items():
         if is_given:
-            raise InputError(f"--{option} does not work with --accelerator tpu; leave it out")
+            raise InputError(f"--{option} does not work with --accelerator tpu; leave out --{option}")
 
 
 class OneXLADevice(XLAAccelerator):

@@ -88,6 +88,6 @@ class EvaluateArguments:
         if self.overlap >= self.max_length:
             faults.append(
                 f"--overlap {self.overlap} leaves nothing to predict in windows of --max_length {self.max_length}; "
-                "give less"
+                "give a smaller --overlap"
             )
         return faults

@@ -31,7 +31,7 @@ from fabric_train.files.typed_json import parse_json
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _OFFLINE = (
-    "; its data is on the hub; load it once on a machine with internet access, into this machine's cache (HF_HOME)"
+    "; its data is on the hub; with internet access, download it once into the cache that this machine uses (HF_HOME)"
 )
 _NO_TEXTS = -1
 """The value of a length that was not requested: RULER's metrics are lengths of texts."""
@@ -128,8 +128,8 @@ def check_lengths(name: str, max_positions: int | None, settings: Sequence[TaskS
         longest = max(task.max_seq_lengths, default=0)
         if longest > max_positions:
             faults.append(
-                f"--tasks: {task.task}: max_seq_lengths has {longest:,} tokens, but {name} has {max_positions:,} "
-                f"positions; give {max_positions} or less, or train the model on longer rows first"
+                f"--tasks: {task.task}: max_seq_lengths goes up to {longest:,} tokens, but {name} has "
+                f"{max_positions:,} positions; give {max_positions} or less, or train the model on longer rows first"
             )
     if faults:
         raise InputError(*faults)
@@ -193,7 +193,7 @@ def _load_tasks_with(requested_tasks: Sequence[RequestedTask], tokenizer_dir: st
         # refuse what must not or cannot be evaluated
         lm_eval_tasks = list(loaded["tasks"].values())  # a group has several
         if any(getattr(lm_eval_task, "UNSAFE_CODE", False) for lm_eval_task in lm_eval_tasks):
-            faults.append(f"--tasks: {name}: it executes code written by the model; leave it out")
+            faults.append(f"--tasks: {name}: it executes code written by the model; leave out this task")
         metrics: set[str] = set()
         for lm_eval_task in lm_eval_tasks:
             metrics |= set(lm_eval_task.aggregation())

@@ -364,7 +364,7 @@ def _check_finite(losses: np.ndarray, model: ComparedModel, text: EncodedText, c
         return
     token = chunk.tokens.start + int(np.argmin(is_finite))
     document = text.location(int(text.owners[token]))
-    fault = f"the loss of a token of {document} is not finite; its weights are damaged or overflow"
+    fault = f"the loss of a token of {document} is not finite; the model's weights are damaged or overflow"
     raise RunError(f"--models {model.name}: {fault}")
 
 

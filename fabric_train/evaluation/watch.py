@@ -134,7 +134,9 @@ class Watch:
         pending = self.pending()
         for name, checkpoint in self._expected.items():
             if not checkpoint.exists():
-                _print_line(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
+                _print_line(
+                    f"{name}: the run removed this checkpoint before it was evaluated; --keep_checkpoints keeps more"
+                )
         self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
 
         # the first model whose lock is free; other watchers evaluate the others
@@ -207,7 +209,10 @@ class Watch:
         # the model counts as evaluated, as removed or as failed
         self._expected.pop(model.name, None)
         if exit_code and model.step is not None and not Path(model.source).exists():
-            _print_line(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
+            _print_line(
+                f"{model.name}: the run removed this checkpoint while it was being loaded; --keep_checkpoints keeps "
+                "more"
+            )
         elif exit_code:
             reason = f"exit code {exit_code}, see above"
             if exit_code < 0:

@@ -67,7 +67,7 @@ def download(
         snapshot_download(name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
     except errors.GatedRepoError as error:
         raise InputError(
-            f"{option}: its owner requires you to accept its terms; do so on the hub, then run hf auth login"
+            f"{option}: the owner requires you to accept the model's terms; do so on the hub, then run hf auth login"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise InputError(f"--revision {revision}: {name} has no such branch, tag or commit") from error

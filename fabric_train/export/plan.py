@@ -129,8 +129,8 @@ def plan_average(
     source = ExportSource(checkpoints[-1], tuple(averaged), merges=_check_merge(checkpoints[-1], merges))
     if source.is_adapter:
         raise InputError(
-            f"--average {average}: averaging an adapter's matrices does not average its product; average full models "
-            "with --merge true"
+            f"--average {average}: averaging an adapter's matrices does not average their product; average full "
+            "models with --merge true"
         )
     if not (push and is_verified_export(output_dir, source, dtype)):
         check_not_taken(output_dir)
@@ -168,9 +168,10 @@ def _averaged_checkpoints(paths: list[Path], average: str) -> list[Path]:
     num_needed = count or 2
     num_different = len({os.path.realpath(checkpoint) for checkpoint in checkpoints})
     if num_different < max(len(checkpoints), num_needed):
+        names = ", ".join(map(str, checkpoints)) or "none"
         raise InputError(
-            f"--average {average} needs {num_needed} different checkpoints, but there is only "
-            f"{', '.join(map(str, checkpoints)) or 'none'}; give others or a lower number"
+            f"--average {average} needs {num_needed} different checkpoints, but got {names}; give other "
+            "checkpoints or a lower number"
         )
     return checkpoints
 
@@ -201,7 +202,9 @@ def _check_room(output_dir: Path, sources: Collection[ExportSource], dtype: torc
 def _check_merge(checkpoint: Path, into: MergeInto | None) -> MergeInto | None:
     """Return ``into`` if the checkpoint can be merged into these weights; otherwise raise an InputError."""
     if into and not is_adapter(checkpoint):
-        raise InputError(f"--merge true: {checkpoint} is a full model without an adapter; leave it out")
+        raise InputError(f"--merge true: {checkpoint} is a full model without an adapter; leave out --merge")
     if into == "dequantized" and not is_in_4_bits(checkpoint):
-        raise InputError(f"--merge_into dequantized: the base of {checkpoint} was not in 4 bits; leave it out")
+        raise InputError(
+            f"--merge_into dequantized: the base of {checkpoint} was not in 4 bits; leave out --merge_into"
+        )
     return into

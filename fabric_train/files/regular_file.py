@@ -84,7 +84,7 @@ def check_no_pipes(folder: Path) -> None:
 
 def _check_regular(path: Path, mode: int, advice: str) -> None:
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {_FILE_TYPES.get(stat.S_IFMT(mode), 'no file')}, not a file; {advice}")
+        raise InputError(f"{path} is {_FILE_TYPES.get(stat.S_IFMT(mode), 'of an unknown type')}, not a file; {advice}")
 
 
 def _open_without_links(path: str, flags: int) -> int:

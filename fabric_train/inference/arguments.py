@@ -73,7 +73,7 @@ class GenerateArguments:
                 f"--temperature {self.temperature:g} is too low; give 0 to always choose the most likely token"
             )
         if "" in self.stop:
-            faults.append("--stop has an empty string, which would end every text immediately; leave it out")
+            faults.append("--stop has an empty string, which would end every text immediately; remove the empty string")
         if self.device_memory is not None and not argument_types.parse_size(self.device_memory):
             faults.append(f"--device_memory: expected a size such as 20GB, got {self.device_memory!r}")
         return faults

@@ -84,7 +84,7 @@ def chat_in_terminal(conversation: Conversation) -> None:
     If standard input is not a terminal, a line that cannot be answered ends the program.
     """
     if sys.stdin is None:
-        raise InputError("--chat: standard input is closed, so there is no question; give one there or with --prompt")
+        raise InputError("--chat: standard input is closed, so no question can be read; give one with --prompt")
     is_terminal = sys.stdin.isatty()
     lines = _typed_lines() if is_terminal else sys.stdin.buffer
     for line_number, line in enumerate(lines, 1):

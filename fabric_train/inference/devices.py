@@ -58,7 +58,7 @@ def spread(model: Any, gpu_limits: Mapping[int, int]) -> dict[str, str]:
     ``gpu_limits`` are the most bytes of weights on each GPU, by its index; the rest goes to host memory.
     """
     needed = show_size(_num_bytes(model))
-    check_package("accelerate", f"the model's weights of {needed} do not fit into one GPU; to use several devices")
+    check_package("accelerate", f"the model's weights ({needed}) do not fit in one GPU; to use several devices")
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_max_memory
 
@@ -71,8 +71,8 @@ def spread(model: Any, gpu_limits: Mapping[int, int]) -> dict[str, str]:
     if "disk" in devices.values():
         available = show_size(sum(limits.values()))
         raise InputError(
-            f"the model's weights of {needed} do not fit into the {available} of the GPUs and the memory of this "
-            "machine; use a larger machine"
+            f"the model's weights ({needed}) do not fit in this machine's GPU and host memory ({available} together); "
+            "use a larger machine"
         )
     return {module: device if device == "cpu" else f"cuda:{device}" for module, device in devices.items()}
 
@@ -115,5 +115,5 @@ def _dispatch(model: Any, device_map: dict[str, str]) -> Any:
             host_bytes += parameter.nbytes
     slow = f"; {show_size(host_bytes)} of the weights stay in host memory, which is slow" if host_bytes else ""
     num_gpus = len(set(device_map.values()) - {"cpu"})
-    print(f"note: the model does not fit into one GPU and is spread over {num_gpus}{slow}", file=sys.stderr)
+    print(f"note: the model does not fit in one GPU and is spread over {num_gpus}{slow}", file=sys.stderr)
     return dispatch_model(model, device_map)

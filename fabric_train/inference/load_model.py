@@ -48,7 +48,7 @@ def load_for_inference(
     checkpoint = find_own_checkpoint(name)
     has_adapter = checkpoint is not None and is_adapter(checkpoint)
     if base_model is not None and not has_adapter:
-        raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave it out")
+        raise InputError(f"--base_model {base_model}: {name} is not a folder with an adapter; leave out --base_model")
     described = describe(name, checkpoint, base_model, "--base_model")
     # tokenizer and settings first: what is missing is found before the weights are read
     if checkpoint is None:

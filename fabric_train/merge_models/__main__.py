@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fabric_train.cli.argument_types import NonNegativeInt64, NumberRange, PositiveShare, given_twice, parse_size
+from fabric_train.cli.argument_types import (
+    NonNegativeInt64,
+    NumberRange,
+    PositiveShare,
+    counted,
+    given_twice,
+    parse_size,
+)
 from fabric_train.cli.errors import run_program
 from fabric_train.cli.parser import parse_arguments
 
@@ -66,7 +73,9 @@ class MergeModelsArguments:
             faults.append(f"--method {self.method} merges {min_models} or more models, but --models has {num_models}")
         weights = self.weights or []
         if self.weights is not None and len(weights) != num_models:
-            faults.append(f"--weights has {len(weights)} numbers, but --models has {num_models}; give one for each")
+            weight_count = counted(len(weights), "number")
+            model_count = counted(num_models, "model")
+            faults.append(f"--weights has {weight_count} for {model_count} in --models; give one for each")
         elif weights and not needs_base and (min(weights) < 0 or not sum(weights)):
             faults.append(f"--method {self.method} needs --weights of 0 or more that are not all 0")
 
@@ -75,10 +84,14 @@ class MergeModelsArguments:
             faults.append(f"--method {self.method} needs --base, the model that all of --models were trained from")
         if self.base is not None:
             if not needs_base:
-                faults.append(f"--base does not apply to --method {self.method}; leave it out, or list it in --models")
+                faults.append(
+                    f"--base does not apply to --method {self.method}; leave out --base, or list the model in --models"
+                )
             real_base = os.path.realpath(self.base)
             if any(os.path.realpath(model) == real_base for model in self.models):
-                faults.append(f"--base {self.base} is also in --models, where it has no effect; remove it there")
+                faults.append(
+                    f"--base {self.base} is also in --models, where it has no effect; remove it from --models"
+                )
 
         if self.density is not None and not takes_density:
             faults.append(f"--density only applies to --method ties and dare, not {self.method}")

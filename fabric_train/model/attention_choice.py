@@ -46,7 +46,7 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
         else:
             slice_fault = f"--attention {requested} does not support parts of rows"
         if slice_fault:
-            raise InputError(f"--context_parallel_size {num_slices}: {slice_fault}; leave it out")
+            raise InputError(f"--context_parallel_size {num_slices}: {slice_fault}; leave out --context_parallel_size")
 
     # torch's kernel for documents takes the place of sdpa on a GPU
     has_kernel = False

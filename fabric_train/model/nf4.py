@@ -123,7 +123,7 @@ def quantize_layers(layers: Collection[nn.Module], dtype: torch.dtype, skipped: 
             if module.in_features % BLOCK:
                 raise InputError(
                     f"--base_weights nf4: {name} has rows of {module.in_features} values, which is not a multiple of "
-                    f"{BLOCK}; leave it out"
+                    f"{BLOCK}; leave out --base_weights"
                 )
             module.__class__ = NF4Linear  # its name, hooks and bias stay
             for parameter, width in stored_widths(module.in_features, dtype).items():

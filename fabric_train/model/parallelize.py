@@ -47,11 +47,13 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
     text_config = config.get_text_config()
     styles = _tensor_parallel_styles(config)
     if not styles or set(styles.values()) - _STYLES.keys():
-        raise InputError(f"{subject} does not support tensor parallelism here; leave it out")
+        raise InputError(f"{subject} does not support tensor parallelism here; leave out --tensor_parallel_size")
     for name in _SHARDED_SIZES:
         value = getattr(text_config, name, None)  # not every family has each of them
         if value and value % size:
-            raise InputError(f"{subject} has {name} {value}, which is not a multiple of {size}; give a divisor of it")
+            raise InputError(
+                f"{subject} has {name} {value}, which is not a multiple of {size}; give a divisor of {value}"
+            )
 
 
 def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:

@@ -59,7 +59,7 @@ class RopeChange:
             argument = "rope_scaling" if self.scaling else "rope_theta"
             raise InputError(
                 f"{self.option_prefix}{argument}: {shape.source} ({shape.config.model_type}) has no rotary "
-                "positions, or several kinds of them; leave it out"
+                "positions, or several kinds of them; leave out {argument}"
             )
         positions = max(shape.max_positions, longest_row)
         if self.theta is not None:

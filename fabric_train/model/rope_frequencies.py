@@ -88,7 +88,7 @@ def note_on_frequencies(config: PretrainedConfig, source: str, length: int) -> s
         name = "short" if is_longrope else "unscaled"
         comparison = "at most"
     return (
-        f"{source}: the {name} rotary frequencies for every batch, since rows have {length:,} tokens, {comparison} "
+        f"{source}: every batch uses the {name} rotary frequencies, since rows have {length:,} tokens, {comparison} "
         f"{border:,}"
     )
 

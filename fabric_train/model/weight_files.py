@@ -166,7 +166,7 @@ class CheckpointTensors(StoredTensors):
         """Return the position of a piece's first byte in its file."""
         stored = self._header(piece.file).get(name)
         if stored is None or stored.piece != piece:
-            raise InputError(f"{piece.file}: {name} differs from {SHARD_INDEX}; {self._advice}")
+            raise InputError(f"{piece.file}: {name} does not match {SHARD_INDEX}; {self._advice}")
         return stored.position
 
     def _header(self, path: Path) -> dict[str, _StoredPiece]:

@@ -32,7 +32,7 @@ def change_that_fits(request: RunRequest) -> str:
         if needed_bytes(changes) <= request.device_memory:
             break
     else:
-        return "no change of its arguments makes it fit; use a smaller model or shorter rows"
+        return "no change of the arguments makes the run fit; use a smaller model or shorter rows"
 
     # the last change was needed; each of the others only if the run does not fit without it
     for change in changes[:-1]:

@@ -40,7 +40,7 @@ def print_plan(run: PreparedRun) -> None:
         note(line)
     objective = component(run.components, "objective")
     if not objective.is_own:
-        note(f"activations are planned for cross entropy; the {objective} may need more memory")
+        note(f"the memory for activations is estimated for cross entropy; the {objective} may need more")
     if faults:
         raise InputError(*faults)
     show(Text("it fits", "bold green"))
@@ -121,7 +121,8 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
         needed = show_size(forecast.host_bytes)
         available = show_size(machine_memory())
         faults.append(
-            f"the ranks of a machine need {needed} of host memory, but it has {available}; give --async_save false"
+            f"the ranks of a machine need {needed} of host memory, but the machine has {available}; give --async_save "
+            "false"
         )
     # while a checkpoint is written, all that are kept are still on the disk
     most_checkpoints = request.num_checkpoints() + 1

@@ -306,7 +306,9 @@ def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> Data
     data_files = builder.config.data_files or {}
     for path in chain.from_iterable(data_files.values()):
         if "://" not in path:
-            raise InputError(f"{option} {name}: its README.md points to {path} on this machine; do not use it")
+            raise InputError(
+                f"{option} {name}: its README.md points to {path} on this machine; do not use this dataset"
+            )
     try:
         if stream:
             loaded = builder.as_streaming_dataset()

@@ -154,7 +154,7 @@ def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
         try:
             matches = re.compile(glob_translate(pattern)).match
         except ValueError as error:
-            raise InputError(f"{pattern}: {error}; put it between two slashes") from None
+            raise InputError(f"{pattern}: {error}; put ** between two slashes") from None
         root_pattern = os.path.dirname(head)
         roots = [""]  # the current folder
         if root_pattern:

@@ -151,7 +151,7 @@ class DocumentIndex:
         end = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
         ends_match = end["continuations"] == len(self.continuations) and end["documents"] <= num_documents
         if not lengths_match or not ends_match:
-            raise InputError(f"{index_folder}: does not match these rows and this manifest.json; tokenize again")
+            raise InputError(f"{index_folder}: does not match the rows and manifest.json; tokenize again")
 
     @property
     def num_rows(self) -> int:

@@ -15,6 +15,7 @@ from fabric_train.cli.argument_types import (
     RowLength,
     TokenCount,
     UnitInterval,
+    counted,
 )
 from fabric_train.cli.output import redact
 from fabric_train.cli.push_arguments import PushArguments, not_language_codes
@@ -142,7 +143,7 @@ class TokenizeArguments(CleaningArguments, CardArguments):
         if self.overlap >= self.max_length > 1:
             faults.append(
                 f"--overlap {self.overlap} leaves no room for new tokens in rows of --max_length {self.max_length}; "
-                "give less"
+                "give a smaller --overlap"
             )
         if self.push_to_hub is None:  # the card is written for the hub
             if self.license is not None:
@@ -150,10 +151,9 @@ class TokenizeArguments(CleaningArguments, CardArguments):
             if self.card_language is not None:
                 faults.append("--card_language needs --push_to_hub OWNER/NAME")
         if self.weights and len(self.weights) != len(self.dataset):
-            faults.append(
-                f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources in --dataset; give one "
-                "for each"
-            )
+            weight_count = counted(len(self.weights), "number")
+            source_count = counted(len(self.dataset), "source")
+            faults.append(f"--weights has {weight_count} for {source_count} in --dataset; give one for each")
         return [*faults, *self._faults_of_shard()]
 
     @property

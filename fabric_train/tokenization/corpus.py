@@ -311,10 +311,10 @@ def _check_pairs(kinds: Sequence[str], arguments: TokenizeArguments) -> None:
             compared_place = place_by_kind[compared_kind]
             faults.append(f"{compared_place} has {noun}s, but {place} has {kind}; write a token dataset for each")
     if arguments.packing == "concat":
-        faults.append(f"--packing concat cuts {noun}s at row ends; leave it out to use best_fit")
+        faults.append(f"--packing concat cuts {noun}s at row ends; leave out --packing to use best_fit")
     if arguments.overlap:
         faults.append(
-            f"--overlap has no effect, since {_with_article(noun)} is never split over two rows; leave it out"
+            f"--overlap has no effect, since {_with_article(noun)} is never split over two rows; leave out --overlap"
         )
     if arguments.train_on == "all":
         faults.append(

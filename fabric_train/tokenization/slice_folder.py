@@ -256,7 +256,9 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
     other_dirs = [folder for folder in folders if not is_slice(folder)]
     if other_dirs:
         example = slice_dirs[0]
-        faults = [f"{folder} is not a slice made with --shard, but {example} is; leave it out" for folder in other_dirs]
+        faults: list[str] = []
+        for folder in other_dirs:
+            faults.append(f"{folder} is not a slice made with --shard, but {example} is; leave out {folder}")
         raise InputError(*faults)
     slices = _sort_and_check([open_slice(folder) for folder in folders])
     if not slices[0].arguments.parts:
@@ -275,8 +277,8 @@ def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
     folders_by_kind = {task_slice.arguments.counts_lines: task_slice.folder for task_slice in slices}
     if len(folders_by_kind) > 1:
         raise InputError(
-            f"{folders_by_kind[True]} has counted lines, but {folders_by_kind[False]} is encoded; merge each kind "
-            "separately"
+            f"{folders_by_kind[True]} contains line counts, but {folders_by_kind[False]} contains tokens; merge each "
+            "kind separately"
         )
 
     # all belong to the run of the first slice, none comes twice, and their files are as they were written
@@ -315,8 +317,8 @@ def _sort_and_check(slices: Sequence[Slice]) -> list[Slice]:
         if len(missing) > _MOST_NAMED:
             numbers += f" and {len(missing) - _MOST_NAMED:,} more"
         raise InputError(
-            f"missing slices (of {count:,}): {numbers}; run their tasks to the end, such as --shard "
-            f"{missing[0]}/{count}, and give their folders"
+            f"missing slices (of {count:,}): {numbers}; run their tasks to completion (such as --shard "
+            f"{missing[0]}/{count}), and give their folders"
         )
     return [slices_by_number[number] for number in sorted(slices_by_number)]
 
@@ -358,7 +360,8 @@ def _check_working_folder(slices: Sequence[Slice]) -> None:
         task_folder = task_slice.record.folder
         if task_folder != working_folder:
             raise InputError(
-                f"{task_slice.folder} was written in {task_folder}, where {relative_paths[0]} is; merge there"
+                f"{task_slice.folder} was written in {task_folder}, and the path {relative_paths[0]} is relative to "
+                "that folder; run the merge there"
             )
 
 

@@ -62,7 +62,8 @@ def check_reference(run: PreparedRun) -> None:
     tensor_parallel_size = run.arguments.fsdp.tensor_parallel_size
     if shape.adapter and tensor_parallel_size > 1:
         raise InputError(
-            f"--tensor_parallel_size does not work with the adapter --reference {reference}; merge it first"
+            f"--tensor_parallel_size does not work with an adapter as --reference; merge {reference} into a full model "
+            "first"
         )
     check_tensor_parallel(shape.config, f"--reference {reference}", tensor_parallel_size)
 

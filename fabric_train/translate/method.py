@@ -108,15 +108,15 @@ def _refuse_other_trainers(file: ForeignFile) -> None:
     for name, trainer in _OTHER_TRAINERS.items():
         for setting, value in file.settings.items():
             if setting.split(".")[0] == name and value not in (None, False):
-                raise InputError(f"{file.path}: {name}: a file for {trainer}; {methods}")
+                raise InputError(f"{file.path}: {name} is for {trainer}, but {methods}")
     if file.program != "torchtune":
         return
     component = str(file.settings.get("loss._component_", ""))
     if any(loss in component for loss in _OTHER_LOSSES_OF_TORCHTUNE):
-        raise InputError(f"{file.path}: loss._component_: {component}: another training method; {methods}")
+        raise InputError(f"{file.path}: loss._component_ {component} is for another training method, but {methods}")
     for name in file.settings:
         if name.split(".")[0] in ("kd_loss", "teacher_model", "policy_model", "reward_and_value_model", "num_classes"):
-            raise InputError(f"{file.path}: {name}: another training method; {methods}")
+            raise InputError(f"{file.path}: {name} is for another training method, but {methods}")
 
 
 def _objective_of(translation: Translation) -> tuple[str, tuple[str, ...]]:
@@ -233,7 +233,7 @@ def _translate_model(translation: Translation) -> None:
     names = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir", "model")
     model = file.get(*names)
     if not isinstance(model, str):
-        raise InputError(f"{file.path}: {' or '.join(names[:3])} is missing: the model to train")
+        raise InputError(f"{file.path}: it does not name the model to train; set {' or '.join(names[:3])}")
     translation.set_training("model_name", model, *file.names(*names))
 
     # a revision on the hub

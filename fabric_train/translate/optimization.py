@@ -180,9 +180,9 @@ def _translate_rate(translation: Translation, objective: str) -> None:
     elif file.program == "trl":
         translation.set_default("lr", 2e-5 if objective == "sft" else 1e-6)
     elif file.program == "torchtune":
-        raise InputError(f"{file.path}: optimizer.lr is missing: the learning rate")
+        raise InputError(f"{file.path}: it does not give the learning rate; set optimizer.lr")
     elif file.program == "axolotl":
-        raise InputError(f"{file.path}: learning_rate is missing")
+        raise InputError(f"{file.path}: it does not give the learning rate; set learning_rate")
     decay = translation.number("weight_decay", "optimizer.weight_decay")
     if decay is not None:
         translation.set_training("weight_decay", decay, *file.names("weight_decay", "optimizer.weight_decay"))

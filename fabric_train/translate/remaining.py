@@ -18,7 +18,7 @@ _CONTAINERS = re.compile(
 )
 _UNKNOWN = "unknown here"
 _SIZES = ("hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size", "max_context_width")
-_OF_CONFIG = "config.json in the folder of model_name says it"
+_OF_CONFIG = "config.json in the folder of model_name sets this"
 
 
 def translate_remaining(translation: Translation) -> None:

@@ -238,7 +238,10 @@ def _translate_supervision(translation: Translation, sources: Sources, uses_pair
         if file.is_on("assistant_only_loss", "completion_only_loss"):
             translation.set_tokenizing("train_on", "assistant", *names)
         else:
-            words = "TRL supervises whole chats; of prompt and completion, the completion: there, write assistant"
+            words = (
+                "TRL supervises entire chats, but only the completion of rows with prompt and completion; for such "
+                "rows, write assistant"
+            )
             translation.set_tokenizing("train_on", "all", *names)
             translation.notes.append(f"train_on all: {words}")
         return

@@ -284,7 +284,7 @@ def _advice(reference: TokenizerFigures, alternatives: Sequence[TokenizerFigures
         return f"keep {reference.tokenizer}: {saves}"
     if certain_saving >= CHANGE_FROM:
         return f"change it: {saves}; extend {reference.tokenizer}, or train a model that uses the other tokenizer"
-    return f"it depends: {saves}; change it if context or speed in this language decide"
+    return f"it depends: {saves}; change it if context length or speed matters most in this language"
 
 
 def _advice_alone(figures: TokenizerFigures) -> str:
@@ -297,7 +297,7 @@ def _advice_alone(figures: TokenizerFigures) -> str:
         )
     if value <= GOOD_UP_TO:
         return f"keep {figures.tokenizer}: {value:.2f} tokens a word are few"
-    measure_it = "vocabulary extend --plan true says what new tokens save"
+    measure_it = "vocabulary extend --plan true shows how much new tokens would save"
     if value >= BAD_FROM:
         return f"{figures.tokenizer} needs {value:.2f} tokens a word, which is many: {measure_it}"
     return f"{figures.tokenizer} needs {value:.2f} tokens a word, neither few nor many: {measure_it}"

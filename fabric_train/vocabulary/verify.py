@@ -40,7 +40,7 @@ def load_verified_tokenizer(old: "Tokenizer", folder: Path, new: NewTokens, docu
             raise RunError(f"the new token {token!r} has id {vocabulary.get(token)}, not {token_id}")
     segments = new.learned.segments
     if cut(extended, segments) != segments:
-        raise RunError("the extended tokenizer cuts words in another way than its tokens were learned")
+        raise RunError("the extended tokenizer splits words differently than when its tokens were learned")
 
     # Texts without a new token have their old ids.
     texts = [*HARD_STRINGS, *_sample_lines(documents)]
@@ -48,7 +48,7 @@ def load_verified_tokenizer(old: "Tokenizer", folder: Path, new: NewTokens, docu
     encodings = extended.encode_batch(texts, add_special_tokens=False)
     for text, old_encoding, encoding in zip(texts, old_encodings, encodings, strict=True):
         if encoding.ids != old_encoding.ids and max(encoding.ids) < new.first_id:
-            raise RunError(f"a text without a new token has other ids than before: {text[:_MAX_SHOWN]!r}")
+            raise RunError(f"a text without a new token has different ids than before: {text[:_MAX_SHOWN]!r}")
 
     # Our encoder, tokenizers and transformers agree.
     encoder, _ = open_encoder(folder / "tokenizer.json", special_text_is_plain=False)
@@ -74,7 +74,7 @@ def verify_weights(old: StoredTensors, extended: ExtendedTensors, folder: Path) 
     written = CheckpointTensors(safetensors_files(folder), "write the folder again")
     names = set(written)
     for name in extended:
-        fault = RunError(f"{folder}: {name} is missing, or has another shape or type than it was written with")
+        fault = RunError(f"{folder}: {name} is missing, or does not have the shape or type that it was written with")
         if name not in names:
             raise fault
         if written.shape(name) != extended.shape(name) or written.dtype(name) != old.dtype(name):

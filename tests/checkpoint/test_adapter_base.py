@@ -150,9 +150,9 @@ def test_an_adapter_that_begins_on_another_base_is_noted(
     assert notes(checkpoint, other) == []  # a copy
     assert f"it names {base} as its base, but this run uses it with {other}" in notes(of_peft, other)[0]
     change_a_middle_byte(other / "model.safetensors")
-    assert f"it was trained on the weights of {base}, not of {other}" in notes(checkpoint, other)[0]
+    assert f"it was trained on the weights of {base}, not on those of {other}" in notes(checkpoint, other)[0]
     change_a_middle_byte(base / "model.safetensors")
-    assert f"the weights of {base} have changed since it was trained on them" in notes(checkpoint, base)[0]
+    assert f"the weights of {base} have changed since the adapter was trained on them" in notes(checkpoint, base)[0]
 
 
 def test_a_fingerprint_is_of_all_bytes_and_not_of_the_files(

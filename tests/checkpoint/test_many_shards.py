@@ -94,7 +94,7 @@ def test_an_index_of_other_files_is_refused(checkpoint: Path, tmp_path: Path) ->
     first_rows[1] += 1
     (model_dir / SHARD_INDEX).write_text(json.dumps(index))
     tensors = CheckpointTensors(sorted(model_dir.glob("shard-*")))
-    with pytest.raises(InputError, match=f"layers.7.q_proj.weight differs from {SHARD_INDEX}; use another"):
+    with pytest.raises(InputError, match=f"layers.7.q_proj.weight does not match {SHARD_INDEX}; use another"):
         tensors.read("layers.7.q_proj.weight")
 
     # an index that lacks a rank

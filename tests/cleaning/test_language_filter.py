@@ -113,7 +113,7 @@ def test_va_keeps_valencian_and_drops_general_catalan() -> None:
     assert _clean(_filter("es", "va"), VALENCIAN) == VALENCIAN
     dropped = _clean(_filter("es", "va"), GENERAL)
     assert isinstance(dropped, Dropped)
-    assert dropped.detail.endswith("forms: 0 Valencian, 4 of general Catalan")
+    assert dropped.detail.endswith("forms: 0 Valencian, 4 general Catalan")
 
 
 def test_catalan_without_a_form_of_either_norm_is_kept_by_ca_alone() -> None:

@@ -646,8 +646,8 @@ def test_unknown_options_of_fabric_run_are_refused(monkeypatch: pytest.MonkeyPat
     ]
     monkeypatch.setenv("LT_STRATEGY", "deepspeed")
     assert faults() == [
-        "fabric run --strategy deepspeed is not supported; leave it out and give --parallelism auto, fsdp, fsdp2, "
-        "ddp or single"
+        "fabric run --strategy deepspeed is not supported; leave out --strategy and give --parallelism auto, fsdp, "
+        "fsdp2, ddp or single"
     ]
 
 
@@ -655,7 +655,8 @@ def test_variables_of_fabric_run_without_fabric_run_are_refused(monkeypatch: pyt
     monkeypatch.setenv("LT_DEVICES", "2")
     monkeypatch.setenv("LT_PRECISION", "32-true")
     assert faults() == [
-        "LT_DEVICES, LT_PRECISION set in the environment, but fabric run did not start this process; unset it"
+        "the environment sets LT_DEVICES, LT_PRECISION, but fabric run did not start this process; unset "
+        "LT_DEVICES, LT_PRECISION"
     ]
 
 
@@ -672,9 +673,7 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
     monkeypatch.setenv("LT_DEVICES", "2")
     with pytest.raises(InputError, match="no such folder"):
         trace(["no_run", "--step", "1"])
-    with pytest.raises(
-        InputError, match="LT_DEVICES set in the environment, but fabric run did not start this process"
-    ):
+    with pytest.raises(InputError, match="the environment sets LT_DEVICES, but fabric run did not start this process"):
         parse(TrainArguments, REQUIRED)
 
 
@@ -819,7 +818,7 @@ def test_impossible_arguments_of_other_programs_are_refused(program: Any, line: 
 
 def test_an_empty_stop_string_is_refused() -> None:
     (fault,) = GenerateArguments("m", prompt="p", stop=[".", " ", ""]).faults()
-    assert fault == "--stop has an empty string, which would end every text immediately; leave it out"
+    assert fault == "--stop has an empty string, which would end every text immediately; remove the empty string"
 
 
 def test_missing_configuration_is_one_line(tmp_path: Path) -> None:

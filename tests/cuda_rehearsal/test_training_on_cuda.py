@@ -192,7 +192,7 @@ def test_a_model_too_large_for_a_gpu_is_spread_over_two_and_the_host(tmp_path: P
     two, host = (run_pretended([*argv, "--device_memory", size]) for size in ("500KB", "300KB"))
     assert [run.returncode for run in (whole, two, host)] == [0, 0, 0], two.stderr + host.stderr
     assert whole.stdout == two.stdout == host.stdout
-    assert "note: the model does not fit into one GPU and is spread over 2\n" in two.stderr
+    assert "note: the model does not fit in one GPU and is spread over 2\n" in two.stderr
     assert "is spread over 2; 0.2 MB of the weights stay in host memory" in host.stderr
     assert list(whole.notes[0].contexts) == ["0"]
     assert sorted(two.notes[0].contexts) == ["0", "1"]

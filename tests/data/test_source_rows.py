@@ -132,7 +132,7 @@ def mixed_shares(folder: Path) -> Shares:
         (
             ("concat",),
             ("@concat=1", "@other:es=1"),
-            "@other:es is neither a folder of --train_data_dir nor FOLDER:SOURCE",
+            "@other:es is neither a folder in --train_data_dir nor a source of one",
         ),
         (("concat",), ("@concat=0",), "--shares: nothing is left to train on; give a number above 0"),
         (

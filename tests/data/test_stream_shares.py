@@ -297,8 +297,8 @@ def test_a_share_of_less_than_a_document_is_refused(folder: Path, tiny_model_dir
     num_documents = len(texts.splitlines())
     places = [f"a={folder / name}", f"b={folder / 'a.jsonl'}"]
     fault = refusal(places, tiny_model_dir, shares=["a=1e-9", "b=1"])
-    assert fault.startswith("--shares: 1e-09 of a is less than one of its ")
-    estimated_documents = int(fault.split()[10].replace(",", ""))
+    assert fault.startswith("--shares: a pass with the share 1e-09 reads less than one of the ")
+    estimated_documents = int(fault.split()[13].replace(",", ""))
     assert 0.5 * num_documents < estimated_documents < 2 * num_documents
     refusal(places, tiny_model_dir, shares=[1.0, 0.2 / num_documents])
 

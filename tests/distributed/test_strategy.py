@@ -103,7 +103,7 @@ def test_bf16_is_refused_on_gpus_without_it(
     given = {"accelerator": "cuda", "parallelism": parallelism, "precision": "bf16-true", "devices": "0,1"}
     line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **given)
     run = forked_runs.start(line, 1, before=OLD_GPU)
-    reason = "Tesla T4 does not support bf16, which needs compute capability 8.0 and not 7.5"
+    reason = "Tesla T4 does not support bf16, which needs compute capability 8.0 or higher, not 7.5"
     assert run.wait() == [2]
     assert run.stderr() == f"error: --precision bf16-true: {reason}; use {others}\n"
     assert not (tmp_path / "run").exists()

@@ -168,8 +168,8 @@ def test_a_checkpoint_that_the_run_removes_is_noted_and_no_fault(run: Path, caps
     assert not watcher.evaluate_next()
     assert not watcher.failed
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1].startswith("step-00000010: the run removed it while it was being loaded; ")
-    assert lines[2].startswith("step-00000020: the run removed it before it was evaluated; ")
+    assert lines[1].startswith("step-00000010: the run removed this checkpoint while it was being loaded; ")
+    assert lines[2].startswith("step-00000020: the run removed this checkpoint before it was evaluated; ")
 
 
 def test_a_damaged_file_of_scores_is_one_line(run: Path) -> None:
@@ -302,7 +302,7 @@ def test_generated_texts_must_fit_the_models_positions(tmp_path: Path) -> None:
     assert task.settings != replace(task.settings, metadata=None)  # evaluated apart
     check_lengths("a model", 8192, [task.settings])
     check_lengths("a model without a limit", None, [task.settings])
-    with pytest.raises(InputError, match=r"niah: max_seq_lengths has 8,192 tokens, but a model has 8,191 positions"):
+    with pytest.raises(InputError, match=r"max_seq_lengths goes up to 8,192 tokens, but a model has 8,191 positions"):
         check_lengths("a model", 8191, [task.settings])
 
 

@@ -275,7 +275,7 @@ def test_an_average_is_of_merged_models(tmp_path: Path, tiny_model_dir: Path, ch
 
 def test_a_whole_model_is_not_merged(tmp_path: Path, tiny_model_dir: Path) -> None:
     whole = write_full(tmp_path / "step-00000001", tiny_model_dir, trained_weights(tiny_model_dir), step=1)
-    with pytest.raises(InputError, match="step-00000001 is a full model without an adapter; leave it out"):
+    with pytest.raises(InputError, match="step-00000001 is a full model without an adapter; leave out --merge"):
         plan_targets([whole], tmp_path / "out", torch.float32, merges="original")
 
 
@@ -390,7 +390,7 @@ def test_merge_into_is_for_merging_and_for_weights_in_4_bits(tmp_path: Path, che
         parse_arguments(
             convert_to_hf.ConvertArguments, ["--checkpoint", "x", "--output_dir", "y", "--merge_into", "dequantized"]
         )
-    with pytest.raises(InputError, match="step-00000004 was not in 4 bits; leave it out"):
+    with pytest.raises(InputError, match="step-00000004 was not in 4 bits; leave out --merge_into"):
         plan_targets([checkpoint], tmp_path / "out", torch.float32, merges="dequantized")
 
 

@@ -301,11 +301,11 @@ def test_other_settings_are_noted_and_taken_from_the_first_model(
         ("ties --models a b", "--method ties needs --base, the model that all of --models were trained from"),
         (
             "slerp --models a b --base c",
-            "--base does not apply to --method slerp; leave it out, or list it in --models",
+            "--base does not apply to --method slerp; leave out --base, or list the model in --models",
         ),
         ("dare --models a b --base ./b", "--base ./b is also in --models, where it has no effect; …"),
         ("linear --models a ./a", "--models: a is given twice, also as ./a; give it once"),
-        ("linear --models a b --weights 1", "--weights has 1 numbers, but --models has 2; give one for each"),
+        ("linear --models a b --weights 1", "--weights has 1 number for 2 models in --models; give one for each"),
         ("linear --models a b --weights -1 2", "--method linear needs --weights of 0 or more that are not all 0"),
         ("slerp --models a b --weights 0 0", "--method slerp needs --weights of 0 or more that are not all 0"),
         ("linear --models a b --density 0.5", "--density only applies to --method ties and dare, not linear"),

@@ -191,7 +191,7 @@ def test_a_model_whose_attention_takes_no_slices_is_refused(
         choose_attention(shape, arguments_of(*options), "cpu")
         assert config._attn_implementation == CONTEXT
     else:
-        with pytest.raises(InputError, match=f"--context_parallel_size 2: .*{reason}.*; leave it out"):
+        with pytest.raises(InputError, match=f"--context_parallel_size 2: .*{reason}.*; leave out --context_par"):
             choose_attention(shape, arguments_of(*options), "cpu")
 
 

@@ -320,12 +320,12 @@ def test_killed_run_resumes_bit_for_bit_on_other_ranks(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"muon_lr": 1e-3}, "--muon_lr only applies to --optimizer muon, not adamw; leave it out"),
+        ({"muon_lr": 1e-3}, "--muon_lr only applies to --optimizer muon, not adamw; leave out --muon_lr"),
         ({"optimizer": "muon", "muon_momentum": 1}, "--muon_momentum must be below 1"),
         (
             {"optimizer": "muon", "optimizer_states": "8bit"},
             "--optimizer_states 8bit only applies to --optimizer adamw, since Muon's momentum has the type of the "
-            "weights; leave it out",
+            "weights; leave out --optimizer_states",
         ),
     ],
 )

@@ -239,7 +239,7 @@ def test_run_that_fits_passes_and_one_that_never_fits_is_named(llama: ModelShape
     assert faults_of(fits, fits.forecast()) == []
     never = wanted(llama, 1, 2.1, "--parallelism", "single")
     (fault,) = faults_of(never, never.forecast())
-    assert "no change of its arguments makes it fit" in fault
+    assert "no change of the arguments makes the run fit" in fault
 
 
 def test_gradients_reduced_each_micro_batch_are_held_in_shards(llama: ModelShape) -> None:

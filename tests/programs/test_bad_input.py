@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
     "a launcher's variables without it": Case(
         "train",
         "",
-        "LT_DEVICES set in the environment, but fabric run did not start this process; unset it",
+        "the environment sets LT_DEVICES, but fabric run did not start this process; unset LT_DEVICES",
         env={"LT_DEVICES": "2"},
     ),
     "rows without a token to predict": Case(
@@ -297,7 +297,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--validation_split 1", "--validation_split 1 leaves nothing to train on; …"
     ),
     "weights for other sources": Case(
-        "tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources in --dataset; give one for each"
+        "tokenize", "--weights 1 2", "--weights has 2 numbers for 1 source in --dataset; give one for each"
     ),
     "not a size": Case(
         "convert", "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"
@@ -452,7 +452,7 @@ CASES: dict[str, Case] = {
     ),
     "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; write …"),
     "an empty training set": Case(
-        "train", "--train_data_dir datasets/no-rows", "… a split has no rows; leave it out or …"
+        "train", "--train_data_dir datasets/no-rows", "… a split has no rows; remove it, or …"
     ),
     "rows of one token": Case(
         "train",

@@ -134,7 +134,7 @@ def test_default_precision_computes_in_bf16(folder: Path, tiny_model_dir: Path, 
     [
         ({"precision": "bf16-true"}, "CPU", "--precision bf16-true: torch-xla's FSDP keeps weights in fp32; use "),
         ({"devices": 2}, "CPU", "--accelerator tpu only works with one device, not 2; give --devices 1 --num_nodes 1"),
-        ({"compile": "true"}, "CPU", "--compile does not work with --accelerator tpu; leave it out"),
+        ({"compile": "true"}, "CPU", "--compile does not work with --accelerator tpu; leave out --compile"),
         ({}, None, "--accelerator tpu: no TPU found; set PJRT_DEVICE=CPU to try it on XLA's CPU device"),
     ],
 )

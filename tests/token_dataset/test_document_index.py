@@ -491,7 +491,7 @@ def test_a_damaged_index_is_one_line(
     rows_file = folder / "train" / "index" / "rows.npy"
     rows = np.load(rows_file)
     damages = {
-        "does not match these rows and this manifest.json": lambda: np.save(rows_file, rows[:-1]),
+        "does not match the rows and manifest.json": lambda: np.save(rows_file, rows[:-1]),
         "rows.npy: damaged": lambda: rows_file.write_bytes(rows_file.read_bytes()[:50]),
         "rows.npy: the file is missing": rows_file.unlink,
     }

@@ -362,7 +362,7 @@ def test_a_system_prompt_of_the_template_is_noted(
 ) -> None:
     (note,) = encoder(chatml_dir).notes
     prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert f"adds its own system prompt to chats without one: '{prompt}'; to leave it out, give a template" in note
+    assert f"adds its own system prompt to chats without one: '{prompt}'; to avoid this, give --chat_template" in note
     without = (
         inst_dir,
         small_llama3_dir,

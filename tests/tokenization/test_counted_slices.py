@@ -173,14 +173,14 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
     lines_file = max(cut.glob("*.lines"), key=lambda file: file.stat().st_size)
     os.truncate(lines_file, lines_file.stat().st_size - 12)
     faults = {
-        (first, third): "missing slices (of 3): 2; run their tasks to the end, such as --shard 2/3, and",
+        (first, third): "missing slices (of 3): 2; run their tasks to completion (such as --shard 2/3), and",
         (first, second, third, twice): f"{twice} and {third} are both slice 3/3; leave one of them out",
         (
             first,
             second,
             with_limit_9,
         ): f"{first} was written with --boilerplate 10, but {with_limit_9} was not; remove it ",
-        (first, second, encoded): f"{second} has counted lines, but {encoded} is encoded; merge each kind separately",
+        (first, second, encoded): f"{second} contains line counts, but {encoded} contains tokens; merge each kind",
         (first, second, cut): f"{cut}: {lines_file.name} has ",
     }
     for folders, fault in faults.items():

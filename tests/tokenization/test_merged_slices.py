@@ -225,7 +225,7 @@ def test_a_merge_needs_each_slice_of_one_run_once(tmp_path: Path, three_slices: 
 
     again = "remove it and run its task again"
     faults = {
-        (first, third): "missing slices (of 3): 2; run their tasks to the end, such as --shard 2/3, and …",
+        (first, third): "missing slices (of 3): 2; run their tasks to completion (such as --shard 2/3), and …",
         (first, with_seed_7, third): f"{first} was written with --seed 0, but {with_seed_7} was not; {again}",
         (first, second, half): f"{half} is slice 2/2, but {first} is slice 1/3; {again}",
         (
@@ -278,7 +278,7 @@ def test_slices_with_relative_paths_are_merged_where_they_were_made(
 ) -> None:
     slices = copied_slices(three_slices, tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=f"s1 was written in {corpus}, where texts/es is; merge there"):
+    with pytest.raises(InputError, match=f"s1 was written in {corpus}, and the path texts/es is relative to that"):
         run_merge(slices, tmp_path / "merged")
 
 

@@ -274,7 +274,8 @@ def test_a_plan_says_which_loss_its_activations_are_of(start, tmp_path: Path) ->
     run = start(tmp_path / "planned", plan="true", **PARTS)
     run.finish()
     assert any(
-        "activations are planned for cross entropy; the objective weighted of parts" in line for line in run.lines()
+        "the memory for activations is estimated for cross entropy; the objective weighted of parts" in line
+        for line in run.lines()
     )
 
 
@@ -319,7 +320,7 @@ def test_replay_imports_only_modules_that_its_command_names(
         ({"optimizer": "sgd", "extensions": "parts"}, "--optimizer: expected one of adamw"),
         (PARTS | {"objective_settings": "{wait: 3}"}, "weighted has no setting wait; it has weight"),
         (PARTS | {"objective_settings": "{weight: high}"}, "weight has the wrong type: the default is 2.0, got 'high'"),
-        ({"objective_settings": "{weight: 3}"}, "not to --objective sft; leave it out"),
+        ({"objective_settings": "{weight: 3}"}, "not to --objective sft; leave out --objective_settings"),
     ],
 )
 def test_wrong_names_and_settings_are_refused(start, folder: Path, options: dict[str, object], words: str) -> None:

@@ -297,7 +297,7 @@ def test_other_documents_and_objectives_are_refused_with_the_remedy(
         (
             packed,
             {"label_smoothing": 0.1},
-            "--label_smoothing only applies to --objective dpo, simpo, not kto; leave it out",
+            "--label_smoothing only applies to --objective dpo, simpo, not kto; leave out --label_smoothing",
         ),
     ]
     for tokens, options, reason in cases:

@@ -440,8 +440,8 @@ def _template_notes(tokenizer: "PreTrainedTokenizerFast", template: ChatTemplate
     system_prompt = template.built_in_prompt()
     if system_prompt:
         notes.append(
-            f"the chat template adds its own system prompt to chats without one: {system_prompt!r}; to leave it out, "
-            "give a template without it with --chat_template"
+            f"the chat template adds its own system prompt to chats without one: {system_prompt!r}; to avoid this, "
+            "give --chat_template a template without a system prompt"
         )
     if "strftime_now" in template.source:
         notes.append("the chat template may write the current date, so chats tokenized on another day may differ")

@@ -280,8 +280,8 @@ class ChatTemplate:
         if not (text_with_turn.startswith(prompt) and text.startswith(text_with_turn)):
             raise BadRowError(
                 f"the chat template renders assistant turn {turn + 1} differently when it is generated or when other "
-                "turns follow, so it cannot be marked; use --train_on last, or give a template with {% generation %} "
-                "by --chat_template"
+                "turns follow, so it cannot be marked; use --train_on last, or give --chat_template a "
+                "template with {% generation %}"
             )
         begin, end = self._with_end_of_turn(text, len(prompt), len(text_with_turn))
         check_turn_rendered(messages[turn], turn, text[begin:end])
@@ -296,7 +296,7 @@ class ChatTemplate:
         if len(generated) != len(assistant_turns):
             raise BadRowError(
                 f"the chat template has {{% generation %}} around {len(generated)} of {len(assistant_turns)} turns of "
-                "the assistant; give a corrected one by --chat_template"
+                "the assistant; give --chat_template a corrected template"
             )
         generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
         spans: list[Span] = []

@@ -50,7 +50,7 @@ def check_turn_rendered(message: Message, turn: int, rendered: str) -> None:
         return
     lost = find_lost(texts, rendered)
     if lost is not None:
-        raise _fault(lost, "so it would not be trained on")
+        raise _fault(lost, "so this text would not be trained on")
 
 
 def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text: str) -> frozenset[str]:
@@ -78,7 +78,7 @@ def check_rendered(messages: Sequence[Message], supervised: frozenset[int], text
 
     lost = find_lost(required, text)
     if lost is not None:
-        raise _fault(lost, "so the model would not see it")
+        raise _fault(lost, "so the model would not see this text")
     lost_thoughts: set[str] = set()
     for thought in thoughts:
         if find_lost([thought], text) is not None:
@@ -124,13 +124,13 @@ def _are_plain_and_in_order(messages: Sequence[Message], rendered: str) -> bool:
 def _fault(lost: MessageText, consequence: str) -> BadRowError:
     if lost.key in REASONING:  # the row may have them under another of these names
         description = f"the thoughts ({', '.join(REASONING)})"
-        advice = "give a template that keeps it with --chat_template"
+        advice = "give --chat_template a template that keeps this text"
     elif lost.key == _CALLS:
         description = "part of the tool_calls"
         advice = "use the tokenizer of a model that supports tools"
     else:
         description = "a part"
-        advice = "give a template that keeps it with --chat_template"
+        advice = "give --chat_template a template that keeps this text"
     return BadRowError(f"the chat template drops {description} of turn {lost.turn + 1}, {consequence}; {advice}")
 
 
