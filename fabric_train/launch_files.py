@@ -35,7 +35,7 @@ def main() -> None:
     sources = {name: find_installed(name) for name in _FOLDERS}
     missing = [name for name, source in sources.items() if source is None]
     if missing:
-        raise InputError(f"{' and '.join(missing)} is missing from this installation; reinstall fabric-train")
+        raise InputError(f"this installation does not have {' and '.join(missing)}; reinstall fabric-train")
     with complete_folder(target) as folder:
         for name, source in sources.items():
             assert source is not None

@@ -150,11 +150,12 @@ def accept_ranks(server: socket.socket, num_ranks: int, token: str, rank_0: Conn
         while len(ranks) < num_ranks - 1:
             events = selector.select(deadline - time.monotonic())
             if time.monotonic() >= deadline:
-                missing_ranks = number_ranges(rank for rank in range(1, num_ranks) if rank not in ranks)
+                missing_ranks = [rank for rank in range(1, num_ranks) if rank not in ranks]
+                noun = "rank" if len(missing_ranks) == 1 else "ranks"
                 raise RunError(
-                    f"rank {missing_ranks} did not connect to rank 0 ({rank_0.host}, port {server.getsockname()[1]}) "
-                    f"within {_JOIN_SECONDS:g} s; check that no firewall blocks connections between the machines, "
-                    "and start the run again"
+                    f"{noun} {number_ranges(missing_ranks)} did not connect to rank 0 ({rank_0.host}, port "
+                    f"{server.getsockname()[1]}) within {_JOIN_SECONDS:g} s; check that no firewall blocks connections "
+                    "between the machines, and start the run again"
                 )
             for key, _ in events:
                 if key.fileobj is server:

@@ -73,8 +73,7 @@ def _peft_config(folder: Path, module_names: Sequence[str]) -> Any:
     unknown_settings = _find_unknown_settings(file, config)
     if unknown_settings:
         raise InputError(
-            f"{file}: {', '.join(unknown_settings)} is not supported by the installed peft {version('peft')}; "
-            "upgrade peft"
+            f"{file}: the installed peft {version('peft')} does not support {', '.join(unknown_settings)}; upgrade peft"
         )
 
     def match_modules(setting: str, pattern: str) -> set[str]:

@@ -59,7 +59,8 @@ class TrainedParts:
         if not trained:
             train_only = f"{self.option} {' '.join(self.train_only)}, " if self.train_only else ""
             raise InputError(
-                f"{train_only}--freeze {' '.join(self.freeze)}: no parameter of {source} would be trained; freeze fewer"
+                f"{train_only}--freeze {' '.join(self.freeze)}: no parameter of {source} would be trained; freeze "
+                "fewer parts"
             )
         return trained
 

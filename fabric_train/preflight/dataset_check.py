@@ -62,9 +62,9 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
 
     # the manifest: the rows and the tokenizer that it describes
     if manifest is None:
-        unknown = "which tokenizer wrote it"
+        unknown = "which tokenizer was used"
         if isolate_documents and not dataset.train.has_borders:
-            unknown += " or where its documents begin, so documents in the same row attend to each other"
+            unknown += " and where documents begin, so documents in the same row attend to each other"
         notes.append(
             f"{dataset.folder} has no {FILE_NAME} because an older version wrote it, so it is unknown {unknown}"
         )

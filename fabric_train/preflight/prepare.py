@@ -326,7 +326,8 @@ def _with_following(run: PreparedRun, stretches: Sequence[Stretch]) -> PreparedR
     if run.arguments.preference.needs_reference:
         raise InputError(
             f"{stretch.option}train_data_dir: --objective {run.arguments.preference.objective} compares with a "
-            "reference model computed on the pairs at the start of the run; use --branch to train on other pairs"
+            "reference model, which is only run on the pairs at the start of the run; use --branch to train on "
+            "other pairs"
         )
     check_output_dir(run.folder, *stretch.arguments.data.data_dirs)
     next_run = _prepare_stretch(

@@ -119,7 +119,7 @@ def _check_has_steps(run: PreparedRun, steps: tuple[int, int], folder: Path, sav
     if checkpoints.data_starts_after(saved.lineage) != run.plan.data_starts_after:
         raise InputError(
             f"{option}: no remaining checkpoint used the token datasets of these steps; {saved.checkpoint.name} used "
-            "others; give later steps"
+            "other datasets; give later steps"
         )
 
 

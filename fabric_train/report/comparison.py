@@ -149,7 +149,7 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
     # missing evaluations
     names_without = [run.name for run in runs if run.evaluation is None]
     if names_without and len(names_without) < len(runs):
-        yield f"{', '.join(names_without)} has no evaluation in its newest checkpoint."
+        yield f"There is no evaluation in the newest checkpoint of {', '.join(names_without)}."
 
     # lengths
     num_tokens = {run.name: run.record.saved.state.num_tokens for run in runs if run.record}

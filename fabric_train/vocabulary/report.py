@@ -284,7 +284,7 @@ def _advice(reference: TokenizerFigures, alternatives: Sequence[TokenizerFigures
         return f"keep {reference.tokenizer}: {saves}"
     if certain_saving >= CHANGE_FROM:
         return f"change it: {saves}; extend {reference.tokenizer}, or train a model that uses the other tokenizer"
-    return f"it depends: {saves}; change it if context length or speed matters most in this language"
+    return f"it depends: {saves}; change it if context length or speed in this language matters most"
 
 
 def _advice_alone(figures: TokenizerFigures) -> str:

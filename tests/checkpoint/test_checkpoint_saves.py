@@ -256,8 +256,8 @@ def test_full_disk_ends_the_run_and_keeps_older_checkpoints(
     (line,) = ended.stderr(0).splitlines()
     assert "step-00000003 could not be saved: " in line
     assert ("No space left on device" if before else "too full") in line
-    assert "it needs 0.00166 GB, " in line
-    assert "GB are free there" in line
+    assert "the checkpoint needs 0.00166 GB, " in line
+    assert "GB left; earlier checkpoints" in line
     assert checkpoints(run) == named(1, 2)
     assert find_wrong_content(run / "checkpoints" / "step-00000002") is None
     if not before:

@@ -458,7 +458,7 @@ def test_columns_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
         assert refusal(save(tmp_path / name, train=wrong)).startswith("train has a column input_ids of ")
     labelled = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3, 4]]})
     assert refusal(save(tmp_path / "labels", train=labelled)) == (
-        "train has rows with a different number of labels than input_ids, first row 1; tokenize again with "
+        "train has rows with a different number of labels than input_ids, first in row 1; tokenize again with "
         "fabric-train tokenize"
     )
 

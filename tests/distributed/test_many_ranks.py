@@ -62,7 +62,7 @@ def test_strangers_delay_no_start() -> None:
 
 def test_ranks_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_connections, "_JOIN_SECONDS", 0.05)
-    with listen(5, num_nodes=1) as server, pytest.raises(RunError, match="rank 1–4 did not connect to rank 0 "):
+    with listen(5, num_nodes=1) as server, pytest.raises(RunError, match="ranks 1–4 did not connect to rank 0 "):
         accept_ranks(server, 5, TOKEN, this_process_as_rank(0))
 
 

@@ -66,7 +66,7 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path, tiny_model_dir
     (pickled / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(InputError, match=r"adapter_model\.bin is a pickle, which is never read"):
         load_for_inference(str(pickled))
-    with pytest.raises(InputError, match="not a folder with an adapter; leave it out"):
+    with pytest.raises(InputError, match="not a folder with an adapter; leave out --base_model"):
         load_for_inference(str(tiny_model_dir), base_model=str(tiny_model_dir))
 
 
@@ -110,7 +110,7 @@ def test_expressions_of_an_adapter_are_matched_as_by_peft_and_in_time(tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"setting_of_tomorrow": 2}, r"setting_of_tomorrow 2 is not supported by the installed peft "),
+        ({"setting_of_tomorrow": 2}, r"the installed peft .* does not support setting_of_tomorrow 2; "),
         ({"megatron_config": {"a": 1}}, "needs a package: No module named 'megatron'"),
         ({"target_parameters": ["experts.none"]}, None),
         ({"setting_of_tomorrow": None, "lora_dtype": "bfloat16"}, None),

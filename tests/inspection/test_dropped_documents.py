@@ -108,7 +108,10 @@ def test_dataset_without_dropped_documents_shows_no_section(
     [
         (lambda lines: [*lines[:3], '{"reason": "other_language"}'], "line 4 is damaged: detail: Field required"),
         (lambda lines: ["[" * 10_000], "line 1 is damaged: "),
-        (lambda lines: [lines[0].replace("few_words", "many_words")] * 2, "2 documents are skipped as low_quality: "),
+        (
+            lambda lines: [lines[0].replace("few_words", "many_words")] * 2,
+            "2 documents are listed as skipped (low_quality: ",
+        ),
     ],
     ids=["a missing field", "nested", "not in the ledger"],
 )

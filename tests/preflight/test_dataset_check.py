@@ -151,12 +151,12 @@ def test_an_older_folder_is_taken_with_one_note(tmp_path: Path, model: Path, iso
     datasets.DatasetDict({"train": rows, "valid": rows}).save_to_disk(str(tmp_path / "old"))
     verdict = compare(tmp_path / "old", model, isolate_documents)
     borders = (
-        " or where its documents begin, so documents in the same row attend to each other" if isolate_documents else ""
+        " and where documents begin, so documents in the same row attend to each other" if isolate_documents else ""
     )
     assert not verdict.faults
     assert verdict.notes == (
         f"{tmp_path}/old has no manifest.json because an older version wrote it, so it is unknown which tokenizer "
-        f"wrote it{borders}",
+        f"was used{borders}",
     )
 
 

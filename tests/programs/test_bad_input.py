@@ -470,7 +470,7 @@ CASES: dict[str, Case] = {
     "fewer labels than tokens": Case(
         "train",
         "--train_data_dir datasets/fewer-labels",
-        "… with a different number of labels than input_ids, first row 0; …",
+        "… with a different number of labels than input_ids, first in row 0; …",
     ),
     "labels that are not tokens": Case(
         "train",

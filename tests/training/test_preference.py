@@ -692,7 +692,7 @@ def test_a_wrong_reference_is_refused_before_anything_is_computed(
         ("wide", (), f"wide: it has {config['vocab_size'] + 1} tokens, but {model_dir} has {config['vocab_size']}"),
         ("short", (), "short: it has 64 positions, but the rows have"),
         ("pickled", (), "pickled: it has no adapter_model.safetensors"),
-        ("peft", two, "--tensor_parallel_size does not work with the adapter --reference"),
+        ("peft", two, "--tensor_parallel_size does not work with an adapter as --reference"),
     ):
         place = reference if "/" in reference else str(tmp_path / reference)
         words = argv(model_dir, packed, tmp_path / "run", reference=place, micro_batch_size=2, total_batch_size=2)
