@@ -3,13 +3,15 @@
 Under FSDP, the head's full weight exists only inside the head's forward pass. So the loss is computed there: the head,
 a linear layer, gets the targets and returns the loss instead of logits. The model's own ``forward`` stays as it is.
 This works only if the model returns the head's output unchanged.
+
+The loss is the cross entropy, or another :class:`TokenLoss`.
 """
 
 import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +39,8 @@ class _ChunkSettings:
     """The type of the device whose memory limits the size of a chunk."""
     is_frozen: bool = False
     """Whether the head does not train."""
+    loss_bytes_per_logit: int = 0
+    """See ``TokenLoss.bytes_per_logit``."""
 
     @property
     def saves_memory(self) -> bool:
@@ -51,6 +55,44 @@ class _Gradients:
     hidden: torch.Tensor | None = None  # [positions, H]
     weight: torch.Tensor | None = None  # [V, H]
     bias: torch.Tensor | None = None  # [V]
+
+
+class TokenLoss(Protocol):
+    """A loss of single tokens, computed from the logits of a chunk of them. N is the number of tokens."""
+
+    num_values: int
+    """The number of values of each token: its loss, and figures that are not differentiated."""
+    bytes_per_logit: int
+    """The memory that ``compute`` needs for each logit, in bytes; 0 if it is as much as for the cross entropy."""
+
+    def __len__(self) -> int:
+        """Return N."""
+
+    def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
+        """Return the values of the tokens of a chunk, fp32 [num_values, C], with their losses first.
+
+        Args:
+            logits: The logits of the chunk [C, V]. With ``needs_gradient``, the gradient of the sum of the losses is
+                written over them; otherwise they have no meaning afterwards.
+            chunk: The indices of its C tokens among the N tokens.
+            needs_gradient: Whether there will be a backward pass.
+        """
+
+
+@dataclass(frozen=True)
+class TargetCrossEntropy:
+    """The cross entropy of the target tokens, int64 [N]."""
+
+    targets: torch.Tensor
+    num_values = 1
+    bytes_per_logit = 0
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
+        """Return the losses of a chunk, fp32 [1, C], see ``TokenLoss.compute``."""
+        return _token_losses(logits, self.targets[chunk], needs_gradient)[None]
 
 
 def summed_cross_entropy(
@@ -84,16 +126,50 @@ def summed_cross_entropy(
         The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the losses, fp32 [N], which
         cannot be differentiated.
     """
-    settings = _ChunkSettings(_product_dtype(hidden), memory_device or hidden.device.type, is_frozen)
+    loss_sum, values = summed_token_loss(
+        hidden,
+        weight,
+        bias,
+        positions,
+        TargetCrossEntropy(targets),
+        scale=scale,
+        memory_device=memory_device,
+        is_frozen=is_frozen,
+    )
+    return loss_sum, values[0]
+
+
+def summed_token_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    token_loss: TokenLoss,
+    *,
+    scale: torch.Tensor | None = None,
+    memory_device: str | None = None,
+    is_frozen: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of a loss of ``hidden @ weight.T + bias`` at the given positions, and the values of each token.
+
+    The other arguments are those of :func:`summed_cross_entropy`.
+
+    Returns:
+        The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the values, fp32
+        [num_values, N], which cannot be differentiated.
+    """
+    settings = _ChunkSettings(
+        _product_dtype(hidden), memory_device or hidden.device.type, is_frozen, token_loss.bytes_per_logit
+    )
     with torch.autocast(hidden.device.type, enabled=False):
-        loss_sum, losses = _SummedCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, bias, positions, targets, settings, torch.is_grad_enabled(), scale
+        loss_sum, values = _SummedTokenLoss.apply(
+            hidden.flatten(0, -2), weight, bias, positions, token_loss, settings, torch.is_grad_enabled(), scale
         )
-    return loss_sum, losses
+    return loss_sum, values
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
-    """The autograd function of ``summed_cross_entropy``. Its forward pass computes the gradients too.
+class _SummedTokenLoss(torch.autograd.Function):
+    """The autograd function of ``summed_token_loss``. Its forward pass computes the gradients too.
 
     The logits of a chunk exist only in the forward pass, so the gradient is computed from them there. The backward pass
     only multiplies the gradients by the gradient of the sum.
@@ -106,14 +182,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         positions: torch.Tensor,
-        targets: torch.Tensor,
+        token_loss: TokenLoss,
         settings: _ChunkSettings,
         has_backward: bool,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the losses and, if there will be a backward pass, the gradients of their sum.
 
-        ``hidden`` is [positions, H]; the other arguments are those of ``summed_cross_entropy``.
+        ``hidden`` is [positions, H]; the other arguments are those of ``summed_token_loss``.
         """
         needs_hidden, needs_weight, needs_bias = (has_backward and needs for needs in ctx.needs_input_grad[:3])
 
@@ -131,16 +207,16 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 weight.grad = torch.zeros_like(weight)
             gradients.weight = weight.grad
             assert scale is not None
-            weight_scale = scale.float().expand(len(targets), 1)
+            weight_scale = scale.float().expand(len(token_loss), 1)
         elif needs_weight:
             gradients.weight = torch.zeros_like(weight, dtype=torch.float32)
 
-        losses = _compute_chunks(
+        values = _compute_chunks(
             hidden,
             weight,
             bias,
             positions,
-            targets,
+            token_loss,
             settings,
             gradients=gradients,
             weight_scale=weight_scale,
@@ -157,13 +233,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 weight.grad.add_(scaled)  # as autograd adds it
         ctx.gradients = gradients
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        ctx.mark_non_differentiable(losses)
-        ctx.set_materialize_grads(False)  # else the backward pass fills a gradient of the losses with zeros
-        return losses.sum(dtype=torch.float64), losses
+        ctx.mark_non_differentiable(values)
+        ctx.set_materialize_grads(False)  # else the backward pass fills a gradient of the values with zeros
+        return values[0].sum(dtype=torch.float64), values
 
     @staticmethod
     def backward(ctx: Any, grad_sum: torch.Tensor, _: None) -> Any:
-        """Multiply the gradients by the gradient of the sum, 0-dim; the losses of tokens have none."""
+        """Multiply the gradients by the gradient of the sum, 0-dim; the values of tokens have none."""
         gradients: _Gradients = ctx.gradients
         ctx.gradients = None
         hidden_dtype, weight_dtype, bias_dtype = ctx.dtypes
@@ -238,7 +314,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         # the parameter itself, to whose gradient the backward pass adds; None if autograd gets the gradient
         is_fp32 = weight.dtype == settings.dtype == torch.float32
         ctx.parameter = weight if grad_in_place and is_fp32 and ctx.needs_input_grad[1] else None
-        return _compute_chunks(hidden, weight, bias, positions, targets, settings)
+        return _compute_chunks(hidden, weight, bias, positions, TargetCrossEntropy(targets), settings)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_losses: torch.Tensor) -> Any:
@@ -267,7 +343,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             weight,
             bias,
             positions,
-            targets,
+            TargetCrossEntropy(targets),
             ctx.settings,
             gradients=gradients,
             hidden_scale=token_scale,
@@ -287,16 +363,16 @@ def _compute_chunks(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     positions: torch.Tensor,
-    targets: torch.Tensor,
+    token_loss: TokenLoss,
     settings: _ChunkSettings,
     *,
     gradients: _Gradients | None = None,
     hidden_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the losses, fp32 [N], and add their gradients to ``gradients``; the logits exist for one chunk only.
+    """Return the values of the tokens, fp32 [num_values, N], and add the gradients of their losses to ``gradients``.
 
-    The other arguments are those of :func:`summed_cross_entropy`, with ``hidden`` flattened to [positions, H]. The
+    The logits exist for one chunk only. The other arguments are those of :func:`summed_token_loss`, with ``hidden`` flattened to [positions, H]. The
     gradient of each token is multiplied by its ``hidden_scale``, fp32 [N, 1], for the hidden states and the bias, and
     by its ``weight_scale``, fp32 [N, 1], for the weight; None is 1. The gradient of each position's hidden state is
     written, not added to.
@@ -306,20 +382,21 @@ def _compute_chunks(
     needs_gradient = any(total is not None for total in (gradients.hidden, gradients.weight, gradients.bias))
     vocab_size = len(weight)
     cast_weight = weight.to(settings.dtype)  # [V, H]
-    losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    chunk_size = _chunk_size(len(targets), vocab_size, settings)
+    num_tokens = len(token_loss)
+    values = torch.empty(token_loss.num_values, num_tokens, dtype=torch.float32, device=hidden.device)
+    chunk_size = _chunk_size(num_tokens, vocab_size, settings)
     logits_buffer = torch.empty(chunk_size, vocab_size, dtype=settings.dtype, device=hidden.device)
-    for begin in range(0, len(targets), chunk_size):
+    for begin in range(0, num_tokens, chunk_size):
         chunk = slice(begin, begin + chunk_size)
 
-        # The losses of the chunk; C is its number of tokens.
+        # The values of the chunk; C is its number of tokens.
         inputs = hidden.index_select(0, positions[chunk]).to(settings.dtype)  # [C, H]
         logits = torch.mm(inputs, cast_weight.t(), out=logits_buffer[: len(inputs)])  # [C, V]
         if bias is not None:
             logits += bias
-        losses[chunk] = _chunk_losses(logits, targets[chunk], needs_gradient, settings)
+        values[:, chunk] = _chunk_values(logits, token_loss, chunk, needs_gradient, settings)
 
-        # Its gradients. ``_chunk_losses`` has written the gradient of the losses over the logits.
+        # Its gradients. ``_chunk_values`` has written the gradient of the losses over the logits.
         grad_logits = logits
         if gradients.hidden is not None:
             grad_inputs = (grad_logits @ cast_weight).float()  # [C, H]
@@ -336,7 +413,7 @@ def _compute_chunks(
                 gradients.bias += grad_logits.sum(0)
             else:
                 gradients.bias += hidden_scale[chunk, 0].to(settings.dtype) @ grad_logits
-    return losses
+    return values
 
 
 def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> int:
@@ -349,22 +426,27 @@ def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> i
         chunk_bytes = _FROZEN_LOGITS_BYTES
     elif not works_in_place:
         bytes_per_logit += 4  # the fp32 log-probabilities
+    bytes_per_logit += settings.loss_bytes_per_logit
     max_tokens = max(1, chunk_bytes // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // max_tokens))
     return max(1, -(-num_tokens // num_chunks))
 
 
-def _chunk_losses(
-    logits: torch.Tensor, targets: torch.Tensor, needs_gradient: bool, settings: _ChunkSettings
+def _chunk_values(
+    logits: torch.Tensor, token_loss: TokenLoss, chunk: slice, needs_gradient: bool, settings: _ChunkSettings
 ) -> torch.Tensor:
-    """Do what ``_token_losses`` does, with few fp32 log-probabilities at a time if memory is to be saved."""
+    """Do what ``TokenLoss.compute`` does, with few fp32 log-probabilities at a time if memory is to be saved."""
     if not settings.saves_memory:
-        return _token_losses(logits, targets, needs_gradient)
-    max_tokens = max(1, _FROZEN_LOG_PROBABILITIES_BYTES // (4 * logits.shape[1]))
-    slice_losses = []
-    for slice_logits, slice_targets in zip(logits.split(max_tokens), targets.split(max_tokens), strict=True):
-        slice_losses.append(_token_losses(slice_logits, slice_targets, needs_gradient))
-    return torch.cat(slice_losses)
+        return token_loss.compute(logits, chunk, needs_gradient)
+    bytes_per_logit = 4 + settings.loss_bytes_per_logit
+    max_tokens = max(1, _FROZEN_LOG_PROBABILITIES_BYTES // (bytes_per_logit * logits.shape[1]))
+    slice_values = []
+    for begin in range(0, len(logits), max_tokens):
+        slice_logits = logits[begin : begin + max_tokens]
+        first_token = chunk.start + begin
+        token_slice = slice(first_token, first_token + len(slice_logits))
+        slice_values.append(token_loss.compute(slice_logits, token_slice, needs_gradient))
+    return torch.cat(slice_values, dim=1)
 
 
 def _token_losses(logits: torch.Tensor, targets: torch.Tensor, needs_gradient: bool) -> torch.Tensor:
@@ -444,7 +526,8 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
     """Make ``model(..., positions=, targets=)`` return what ``summed_cross_entropy`` returns.
 
     ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. With
-    ``by_token=True`` the model returns what ``token_cross_entropy`` returns. Other calls of the model stay as they are.
+    ``by_token=True`` the model returns what ``token_cross_entropy`` returns, and with ``token_loss=`` instead of
+    targets, what ``summed_token_loss`` returns. Calls without ``positions`` stay as they are.
     Call this before the model is wrapped; its weights may still be on the meta device.
 
     Args:
@@ -474,23 +557,26 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
         *args: Any,
         positions: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
+        token_loss: TokenLoss | None = None,
         scale: torch.Tensor | None = None,
         by_token: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the model; with positions and targets, its head computes the loss, which comes back as the logits."""
-        if positions is None or targets is None:
+        """Run the model; with positions and what to compute there, its head's loss comes back instead of the logits."""
+        if positions is None:
             return forward(*args, **kwargs)
-        token_losses: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits
+        token_values: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits
 
         def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
-            inputs = (hidden, head.weight, head.bias, positions, targets)
+            inputs = (hidden, head.weight, head.bias, positions)
             memory_options: Any = {"memory_device": memory_device, "is_frozen": is_frozen}
             if by_token:
-                return token_cross_entropy(*inputs, grad_in_place=grad_in_place, **memory_options)
+                return token_cross_entropy(*inputs, targets, grad_in_place=grad_in_place, **memory_options)
             scale_in_place = scale if grad_in_place else None
-            loss_sum, losses = summed_cross_entropy(*inputs, scale=scale_in_place, **memory_options)
-            token_losses.append(losses)
+            loss_sum, values = summed_token_loss(
+                *inputs, token_loss or TargetCrossEntropy(targets), scale=scale_in_place, **memory_options
+            )
+            token_values.append(values)
             return loss_sum
 
         head_forward.compute_loss = compute_loss
@@ -498,7 +584,10 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
             loss = forward(*args, **kwargs).logits
         finally:
             head_forward.compute_loss = None
-        return loss if by_token else (loss, token_losses[0])
+        if by_token:
+            return loss
+        values = token_values[0]
+        return loss, values if token_loss is not None else values[0]
 
     model.forward = forward_with_loss
     model.has_loss_in_head = True

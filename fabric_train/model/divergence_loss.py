@@ -1,0 +1,214 @@
+"""Compute the divergence between a teacher's and a student's next-token distributions in the student's head.
+
+Neither the student's nor the teacher's logits exist for more than one chunk of tokens, see ``lm_head_loss``.
+
+The teacher's distribution is computed from its last hidden states, or it is stored for its likeliest tokens only. In
+that case the classes are these tokens, and all other tokens together as one more class: the divergence is exactly that
+of the coarsened distributions.
+
+Shapes: N tokens, C of them in a chunk, V rows in the student's head, K classes, k likeliest tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fabric_train.model.divergences import DIVERGENCES
+
+VALUES = ("loss", "divergence", "cross_entropy", "agreement")
+"""The values of each token. ``agreement`` is 1 if both models find the same token likeliest, and otherwise 0."""
+_ABSENT_LOGIT = -1e4
+"""The logit of an id without a token: finite, and so low that its probability is exactly 0 in fp32."""
+
+
+@dataclass(frozen=True)
+class NamedIds:
+    """The token ids that the tokenizer has tokens for. Other rows of a head are padding."""
+
+    end: int
+    """One more than the largest id."""
+    gaps: torch.Tensor
+    """The ids below ``end`` without a token, int64 [gaps], on the head's device."""
+
+    def log_probabilities(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Return the log-probabilities of the ids below ``end``, fp32 [C, end], from logits [C, rows of the head].
+
+        The logits are divided by the temperature. Ids without a token have probability 0.
+        """
+        scaled = logits[:, : self.end].float()
+        if temperature != 1:
+            scaled = scaled / temperature
+        if len(self.gaps):
+            scaled = scaled.index_fill(1, self.gaps, _ABSENT_LOGIT)
+        return torch.log_softmax(scaled, dim=1)
+
+
+class TeacherRows(Protocol):
+    """A teacher's distributions of the next token, for N tokens."""
+
+    bytes_per_logit: int
+    """The memory that the methods need for each of the student's logits, in bytes."""
+
+    def compare(self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool) -> "Comparison":
+        """Compare the student with the teacher.
+
+        Args:
+            student: The student's log-probabilities of the named ids, fp32 [C, ids]; they may be overwritten.
+            chunk: The indices of the C tokens among the N tokens.
+            loss: The divergence and its settings.
+            needs_gradient: Whether the gradient is needed.
+        """
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A student compared with its teacher."""
+
+    divergences: torch.Tensor
+    """fp32 [C]."""
+    likeliest: torch.Tensor
+    """The teacher's likeliest token, int64 [C]."""
+    gradient: torch.Tensor | None
+    """The derivatives of the divergences with respect to the student's logits divided by the temperature, fp32
+    [C, ids]; None if they are not needed."""
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """The teacher's head. It does not train."""
+
+    weight: torch.Tensor
+    """[rows, H], in the dtype in which the logits are computed."""
+    bias: torch.Tensor | None
+    """[rows]."""
+
+
+@dataclass(frozen=True)
+class FullRows:
+    """A teacher's full distributions, computed from its hidden states."""
+
+    hidden: torch.Tensor
+    """The inputs of the teacher's head, [N, H]."""
+    head: TeacherHead
+    bytes_per_logit = 24
+
+    def compare(self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool) -> Comparison:
+        """Compare all named ids, see ``TeacherRows.compare``."""
+        hidden = self.hidden[chunk].to(self.head.weight.dtype)
+        logits = torch.nn.functional.linear(hidden, self.head.weight, self.head.bias)  # [C, rows]
+        teacher = loss.named_ids.log_probabilities(logits, loss.temperature)
+        divergences, slopes = DIVERGENCES[loss.divergence](student, teacher, loss.jsd_beta)
+        gradient = None
+        if needs_gradient:
+            gradient = slopes - student.exp_() * slopes.sum(dim=1, keepdim=True)
+        return Comparison(divergences, teacher.argmax(dim=1), gradient)
+
+
+@dataclass(frozen=True)
+class TopRows:
+    """A teacher's distributions as they are stored: the k likeliest tokens, and the mass of the rest.
+
+    They are coarsened at the temperature at which they were stored.
+    """
+
+    ids: torch.Tensor
+    """The likeliest tokens, int64 [N, k], in descending order of their probabilities."""
+    log_probabilities: torch.Tensor
+    """The log-probabilities of these tokens, and of all others together, fp32 [N, k + 1]."""
+    bytes_per_logit = 8
+
+    def compare(self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool) -> Comparison:
+        """Compare k + 1 classes, see ``TeacherRows.compare``."""
+        ids = self.ids[chunk]
+        teacher = self.log_probabilities[chunk]
+
+        # The student's classes. The rest is summed without the k tokens: 1 minus their sum would lose its digits.
+        top = student.gather(1, ids)  # [C, k]
+        probabilities = student.exp_()
+        probabilities.scatter_(1, ids, 0)
+        rest = probabilities.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # [C, 1]
+        coarsened = torch.cat([top, rest.log()], dim=1)
+        divergences, slopes = DIVERGENCES[loss.divergence](coarsened, teacher, loss.jsd_beta)
+
+        # The derivative of the rest's log-probability is shared by its tokens, in proportion to their probabilities.
+        gradient = None
+        if needs_gradient:
+            total = slopes.sum(dim=1, keepdim=True)  # [C, 1]
+            top_gradient = slopes[:, :-1] - top.exp() * total
+            gradient = probabilities.mul_(slopes[:, -1:] / rest - total)
+            gradient.scatter_(1, ids, top_gradient)
+        return Comparison(divergences, ids[:, 0], gradient)
+
+
+@dataclass(frozen=True)
+class DivergenceLoss:
+    """A ``lm_head_loss.TokenLoss``: the divergence from a teacher, and if asked for, the cross entropy of the targets.
+
+    Both distributions are at the same temperature, and only over the named ids. The cross entropy is at temperature 1
+    and over all rows of the head, as in training without a teacher.
+    """
+
+    teacher: TeacherRows
+    targets: torch.Tensor
+    """The next tokens, int64 [N]."""
+    named_ids: NamedIds
+    divergence: str
+    """A name in ``DIVERGENCES``."""
+    jsd_beta: float = 0.5
+    temperature: float = 1.0
+    cross_entropy_weight: float = 0.0
+    """The weight of the cross entropy in the loss."""
+    num_values = len(VALUES)
+
+    @property
+    def bytes_per_logit(self) -> int:
+        """The memory for log-probabilities, slopes and gradients, in bytes for each logit."""
+        return self.teacher.bytes_per_logit + (4 if self.cross_entropy_weight else 0)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
+        """Return the ``VALUES`` of the tokens of a chunk, fp32 [4, C], see ``lm_head_loss.TokenLoss.compute``."""
+        # The cross entropy first: the divergence may overwrite the log-probabilities.
+        targets = self.targets[chunk, None]  # [C, 1]
+        likeliest = logits[:, : self.named_ids.end].argmax(dim=1)
+        log_normalizer = torch.logsumexp(logits.float(), dim=1)
+        cross_entropy = log_normalizer - logits.gather(1, targets)[:, 0].float()
+
+        student = self.named_ids.log_probabilities(logits, self.temperature)
+        comparison = self.teacher.compare(student, chunk, self, needs_gradient)
+        if comparison.gradient is not None:
+            self._write_gradient(logits, comparison.gradient, targets, log_normalizer)
+
+        loss = comparison.divergences
+        if self.cross_entropy_weight:
+            loss = loss + self.cross_entropy_weight * cross_entropy
+        agreement = (likeliest == comparison.likeliest).float()
+        return torch.stack([loss, comparison.divergences, cross_entropy, agreement])
+
+    def _write_gradient(
+        self, logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, log_normalizer: torch.Tensor
+    ) -> None:
+        """Write the gradient of the loss over the logits [C, V].
+
+        Args:
+            logits: The logits, which are read before they are overwritten.
+            gradient: The divergence's gradient, fp32 [C, ids], see ``Comparison.gradient``.
+            targets: int64 [C, 1].
+            log_normalizer: The logarithm of the sum of the logits' exponentials, fp32 [C].
+        """
+        if self.temperature != 1:
+            gradient = gradient / self.temperature
+        named_end = self.named_ids.end
+        if not self.cross_entropy_weight:
+            logits[:, :named_end] = gradient
+            logits[:, named_end:] = 0
+            return
+        total = torch.exp(logits.float() - log_normalizer[:, None])  # the cross entropy's gradient, [C, V]
+        target_gradient = total.gather(1, targets) - 1
+        total.scatter_(1, targets, target_gradient)
+        total *= self.cross_entropy_weight
+        total[:, :named_end] += gradient
+        logits.copy_(total)
