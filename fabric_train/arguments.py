@@ -55,6 +55,7 @@ _MAX_NAME_LENGTHS = {"project": 128, "run_name": 128, "group": 128, "tags": 64}
 _MIXTURE_ARGUMENTS = ("shares", "token_shares", "phases")
 OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sft": (),
+    "distill": ("teacher", "divergence", "jsd_beta", "distill_temperature", "sft_weight"),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
     "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
@@ -65,6 +66,8 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
+TOKEN_OBJECTIVES = ("sft", "distill")
+"""The objectives that train on documents and chats."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
 """The objectives that train on unpaired answers."""
 _MUON_ARGUMENTS = ("muon_lr", "muon_momentum", "muon_adjust_lr")
@@ -434,13 +437,14 @@ class AdapterArguments:
 
 @dataclass(frozen=True)
 class PreferenceArguments:
-    """Preference"""
+    """Objective"""
 
     objective: ObjectiveName = "sft"
-    """The loss. sft is the cross entropy of the supervised tokens. kto and apo_zero_unpaired train on unpaired answers:
-    they make desirable answers more likely and undesirable answers less likely. The others train on preference pairs:
-    they make the chosen answer more likely than the rejected one. All except sft, simpo and orpo compare with a
-    reference model. --extensions can register more objectives.
+    """The loss. sft is the cross entropy of the supervised tokens. distill is the divergence from a teacher's
+    distributions of the next token. kto and apo_zero_unpaired train on unpaired answers: they make desirable answers
+    more likely and undesirable answers less likely. The others train on preference pairs: they make the chosen answer
+    more likely than the rejected one. dpo, ipo, apo_zero, dpop, kto and apo_zero_unpaired compare with a reference
+    model. --extensions can register more objectives.
     """
     objective_settings: dict[str, Any] | None = None
     """Settings of an objective registered by --extensions, such as {gamma: 2.0}."""
@@ -453,8 +457,8 @@ class PreferenceArguments:
     label_smoothing: UnitInterval = 0.0
     """With dpo and simpo: assumed share of pairs with swapped answers; below 0.5."""
     sft_weight: NonNegativeFloat = 0.0
-    """Weight of the chosen answer's cross entropy per token, which is added to the loss. Not for orpo, which always
-    adds it with weight 1.
+    """Weight of the cross entropy that is added to the loss: of the next token with distill, of the chosen answer per
+    token with preference pairs. Not for orpo, which always adds it with weight 1.
     """
     dpop_lambda: NonNegativeFloat = 50.0
     """With dpop: weight of the penalty for chosen answers that are less likely than under the reference model."""
@@ -465,14 +469,28 @@ class PreferenceArguments:
     kto_undesirable_weight: NonNegativeFloat = 1.0
     """With kto and apo_zero_unpaired: weight of the loss of undesirable answers."""
     reference: str | None = None
-    """With all objectives except sft, simpo and orpo: the reference model (a hub name, a folder, a checkpoint, RUN or
-    RUN/best). Default: the weights that the run starts from, without a new adapter.
+    """With dpo, ipo, apo_zero, dpop, kto and apo_zero_unpaired: the reference model (a hub name, a folder, a
+    checkpoint, RUN or RUN/best). Default: the weights that the run starts from, without a new adapter.
     """
+    teacher: str | None = None
+    """With distill: the teacher, with the same tokenizer as the model (a hub name, a folder, a checkpoint, RUN or
+    RUN/best).
+    """
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """With distill: the divergence between the distributions of teacher and student. forward_kl covers all that the
+    teacher finds likely, reverse_kl avoids what it finds unlikely, and jsd is between both.
+    """
+    jsd_beta: UnitInterval = 0.5
+    """With --divergence jsd: the teacher's share of the mixture; near 0 it behaves like forward_kl, near 1 like
+    reverse_kl.
+    """
+    distill_temperature: PositiveFloat = 1.0
+    """With distill: both models' logits are divided by it; above 1, unlikely tokens count more."""
 
     @property
     def compares_answers(self) -> bool:
         """Whether the objective is one of this project's that train on preference pairs or unpaired answers."""
-        return self.objective != "sft" and self.objective in OBJECTIVE_ARGUMENTS
+        return self.objective not in TOKEN_OBJECTIVES and self.objective in OBJECTIVE_ARGUMENTS
 
     @property
     def needs_unpaired(self) -> bool:
@@ -489,6 +507,12 @@ class PreferenceArguments:
         faults = []
         if self.label_smoothing >= 0.5:
             faults.append("--label_smoothing must be below 0.5")
+        if self.objective == "distill" and self.teacher is None:
+            faults.append("--objective distill needs --teacher; give the model whose distributions the run learns")
+        if self.jsd_beta in (0, 1):
+            faults.append("--jsd_beta must be between 0 and 1; give --divergence forward_kl for 0, or reverse_kl for 1")
+        if self.jsd_beta != 0.5 and self.divergence != "jsd":
+            faults.append(f"--jsd_beta only applies to --divergence jsd, not {self.divergence}; leave out --jsd_beta")
         faults += _check_settings(OBJECTIVES, self.objective, self.objective_settings)
         defaults = asdict(PreferenceArguments())
         used = ("objective", "objective_settings", *OBJECTIVE_ARGUMENTS.get(self.objective, ()))

@@ -158,6 +158,8 @@ class Description:
     """None without an adapter."""
     reference: ReferenceModel | None = None
     """None if the objective needs no reference model."""
+    teacher: ReferenceModel | None = None
+    """None if the objective does not distil."""
     components: tuple[Component, ...] = ()
     """The objective, the optimizer, and the registered metrics and loggers with which a run continues; checkpoints of
     earlier versions have none."""
@@ -193,6 +195,7 @@ class TrainerJson:
     stages: tuple[TrainingStage, ...]
     adapter_base: AdapterBase | None
     reference: ReferenceModel | None
+    teacher: ReferenceModel | None
     components: tuple[Component, ...]
     best_by: str
     """The source whose validation loss decides which checkpoint is the best; "all" for all tokens."""
@@ -287,6 +290,7 @@ _ADDED_LATER = {
     "stages",
     "adapter_base",
     "reference",
+    "teacher",
     "steps_without_targets",
     "counted_of_sources",
     "components",

@@ -143,6 +143,7 @@ OBJECTIVES: Table[Any] = Table(
     "objective",
     {
         "sft": "fabric_train.training.objective:build_cross_entropy",
+        "distill": "fabric_train.training.distillation:build_distillation",
         "dpo": "fabric_train.training.preference:build_preference",
         "ipo": "fabric_train.training.preference:build_preference",
         "simpo": "fabric_train.training.preference:build_preference",

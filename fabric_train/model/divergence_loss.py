@@ -50,7 +50,9 @@ class TeacherRows(Protocol):
     bytes_per_logit: int
     """The memory that the methods need for each of the student's logits, in bytes."""
 
-    def compare(self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool) -> "Comparison":
+    def compare(
+        self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool
+    ) -> "Comparison":
         """Compare the student with the teacher.
 
         Args:

@@ -372,10 +372,10 @@ def _compute_chunks(
 ) -> torch.Tensor:
     """Return the values of the tokens, fp32 [num_values, N], and add the gradients of their losses to ``gradients``.
 
-    The logits exist for one chunk only. The other arguments are those of :func:`summed_token_loss`, with ``hidden`` flattened to [positions, H]. The
-    gradient of each token is multiplied by its ``hidden_scale``, fp32 [N, 1], for the hidden states and the bias, and
-    by its ``weight_scale``, fp32 [N, 1], for the weight; None is 1. The gradient of each position's hidden state is
-    written, not added to.
+    The logits exist for one chunk only. The other arguments are those of :func:`summed_token_loss`, with ``hidden``
+    flattened to [positions, H]. The gradient of each token is multiplied by its ``hidden_scale``, fp32 [N, 1], for the
+    hidden states and the bias, and by its ``weight_scale``, fp32 [N, 1], for the weight; None is 1. The gradient of
+    each position's hidden state is written, not added to.
     """
     if gradients is None:
         gradients = _Gradients()

@@ -83,7 +83,7 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The model with which preference objectives compare; a checkpoint has no copy of it.
+    """A frozen model that an objective compares with: a reference or a teacher. A checkpoint has no copy of it.
 
     ``place`` is the hub name or the absolute path of the folder, checkpoint or adapter that it is read from; empty for
     the random weights of the run's seed. ``fingerprint`` is a hash of the bytes of its weights.

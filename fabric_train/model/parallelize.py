@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig
 
 from fabric_train.cli.errors import InputError
@@ -128,7 +130,11 @@ def setup_model(
     if isinstance(strategy, FSDP1Strategy):
         strategy.replicated = replicated
         strategy.units = _units_of_mixed(model, layers)
-    wrapped: Any = fabric.setup_module(model, move_to_device=not is_sharded)  # FSDP puts its shards where they belong
+    if isinstance(strategy, DDPStrategy) and not any(parameter.requires_grad for parameter in model.parameters()):
+        # DDP refuses a model without gradients to average
+        wrapped: Any = _FabricModule(model.to(fabric.device), strategy)
+    else:
+        wrapped = fabric.setup_module(model, move_to_device=not is_sharded)  # FSDP puts its shards where they belong
     if is_sharded:  # DDP averages the gradients of replicated parameters itself
         wrapped.replicated = replicated
     set_group_timeouts(collective_timeout(arguments))
@@ -139,7 +145,7 @@ def setup_model(
     if isinstance(weights, AdaptedWeights) and weights.is_new:
         start_magnitudes(wrapped, weights)
     # DDP would average bf16 gradients in bf16.
-    if isinstance(strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
+    if isinstance(wrapped._forward_module, DistributedDataParallel) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, average_in_fp32)
     return wrapped
 
@@ -217,7 +223,8 @@ def _fully_shard(
     for layer in layers:
         fully_shard(layer, mesh=mesh[dims], reshard_after_forward=reshard_after_forward, **options)
     embedding = model.get_input_embeddings()
-    if embedding.weight is not model.get_output_embeddings().weight:
+    head_weight = getattr(model.get_output_embeddings(), "weight", None)  # a teacher's head is not in its model
+    if embedding.weight is not head_weight:
         fully_shard(embedding, mesh=outer_mesh[dims], reshard_after_forward=reshard_after_forward, **options)
     # not resharded, because the backward pass begins with the head
     fully_shard(model, mesh=outer_mesh[dims], reshard_after_forward=False, **options)

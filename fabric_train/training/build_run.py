@@ -44,7 +44,7 @@ from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger, Outpu
 from fabric_train.training.loggers import open_loggers
 from fabric_train.training.loop import Loop
 from fabric_train.training.metrics import extra_columns
-from fabric_train.training.objective import Objective, counts_pieces
+from fabric_train.training.objective import Objective, counts_pieces, metrics_by_source
 from fabric_train.training.own_time import OwnTime
 from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData, logged_sources
@@ -68,7 +68,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun, *, shows_notes: bool = True) 
         start_hashing(run.adapter_base)  # in the background, while the model is read and the first steps are taken
 
     # The model without weights, on the meta device.
-    meta_model = _open_model(run)
+    meta_model = open_model(run)
     model = meta_model.model
     if shows_notes and not isinstance(data, Stream):
         for dataset in data.parts:
@@ -84,17 +84,22 @@ def set_up_model(fabric: Fabric, run: PreparedRun, *, shows_notes: bool = True) 
     freeze_other_parts(model, run.model.adapter, run.model.parts)
     names_with_decay = decayed_names(model)
 
-    # Compiled layers take any length if rows have many.
-    row_lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
-    if data.validation:
-        row_lengths = row_lengths | data.validation.lengths()
-    any_length = arguments.evaluation.self_check or len(row_lengths) > MAX_STATIC_LENGTHS
-
-    wrapped = setup_model(fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length=any_length)
+    wrapped = setup_model(
+        fabric, model, run.model.layer_classes, arguments, meta_model.weights, any_length=has_many_lengths(run)
+    )
     return wrapped, names_with_decay
 
 
-def _open_model(run: PreparedRun) -> MetaModel:
+def has_many_lengths(run: PreparedRun) -> bool:
+    """Return whether rows have so many lengths that compiled layers must take any length."""
+    data = run.data
+    row_lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
+    if data.validation:
+        row_lengths = row_lengths | data.validation.lengths()
+    return run.arguments.evaluation.self_check or len(row_lengths) > MAX_STATIC_LENGTHS
+
+
+def open_model(run: PreparedRun) -> MetaModel:
     """Open the model that a run starts from: an adapter, a checkpoint, a new or a pretrained model."""
     arguments = run.arguments
     checkpoint = run.start.checkpoint
@@ -240,6 +245,7 @@ def build_outputs(
         objective.metric_names,
         run.arguments.evaluation.computed_metrics,
         run.all_logged_sources,
+        metrics_by_source=metrics_by_source(objective),
         counts_pieces=counts_pieces(objective),
     )
     logged_run = LoggedRun(

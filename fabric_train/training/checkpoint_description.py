@@ -89,6 +89,7 @@ def describe_run(run: PreparedRun, fabric: Fabric) -> checkpoints.Description:
         stages=origin.stages,
         adapter_base=run.adapter_base,
         reference=run.reference,
+        teacher=run.teacher,
         components=run.components,
     )
 

@@ -27,6 +27,7 @@ from fabric_train.training.objective import (
     counts_answers,
     counts_pieces,
     is_likelihood,
+    metrics_by_source,
     name_metrics,
     prepare_window,
 )
@@ -81,9 +82,12 @@ class _EvaluationSums:
         self._count = zeros()
         self._objective_sums = zeros(len(objective.metric_names))
         self._metric_sums = zeros(len(metrics))
-        # For each source: the loss, and the objective's metrics if it counts pieces, otherwise the metrics of tokens.
-        source_metrics = objective.metric_names if self._counts_pieces else tuple(metrics)
-        self._source_sums = zeros(1 + len(source_metrics), num_sources)
+        # For each source: the loss, the objective's metrics that are known by source, and the metrics of tokens.
+        self._objective_metrics_by_source = metrics_by_source(objective)
+        num_source_metrics = len(self._objective_metrics_by_source)
+        if not self._counts_pieces:
+            num_source_metrics += len(metrics)
+        self._source_sums = zeros(1 + num_source_metrics, num_sources)
         self._source_counts = torch.zeros(2, num_sources, dtype=torch.float64)  # tokens or pieces, and bytes; on CPU
 
     def add(self, model: Any, batch: Batch) -> None:
@@ -104,6 +108,8 @@ class _EvaluationSums:
             return
 
         token_values = [loss.token_losses]
+        if loss.token_metrics is not None:
+            token_values += loss.token_metrics
         for index, metric in enumerate(self._metrics.values()):
             values = metric.token_values(select_target_losses(loss.token_losses, batch))
             self._metric_sums[index] += values.sum(dtype=torch.float64)
@@ -161,7 +167,12 @@ class _EvaluationSums:
     def _source_loss(self, loss_sum: float, count: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
         if self._counts_pieces:
             return self._pair_loss(loss_sum, count, sums)
-        return self._token_loss(loss_sum, count, num_bytes, sums)
+        num_objective_metrics = len(self._objective_metrics_by_source)
+        token_loss = self._token_loss(loss_sum, count, num_bytes, sums[num_objective_metrics:])
+        if num_objective_metrics == 0:
+            return token_loss
+        means = self._objective_means(sums[:num_objective_metrics], count)
+        return replace(token_loss, further=token_loss.further | means)
 
     def _token_loss(
         self, loss_sum: float, num_tokens: int, num_bytes: float | None, metric_sums: Sequence[float]

@@ -129,20 +129,22 @@ def extra_columns(
     evaluation_metrics: Sequence[str],
     sources: Sequence[str],
     *,
+    metrics_by_source: Sequence[str] = (),
     counts_pieces: bool = False,
 ) -> list[str]:
     """Return the columns in addition to ``COLUMNS``: metrics of the objective, of evaluations and of each source.
 
-    With ``counts_pieces`` the objective sums over pieces of documents, and its metrics have a column for each source.
+    ``metrics_by_source`` are the objective's metrics that have a column for each source. With ``counts_pieces`` the
+    objective sums over pieces of documents, so that an evaluation has no figures of tokens.
     """
     train_columns = [f"train_{name}" for name in objective_metrics]
     val_columns = [f"val_{name}" for name in objective_metrics]
     evaluation_columns = [f"val_{name}" for name in evaluation_metrics]
-    if counts_pieces:
-        columns_of_source = ["train_loss", "val_loss", *train_columns, *val_columns]
-    else:
-        figures = (*_USUAL_FIGURES, *evaluation_metrics)
-        columns_of_source = ["train_loss", *(f"val_{figure}" for figure in figures)]
+    figures = ("loss",) if counts_pieces else (*_USUAL_FIGURES, *evaluation_metrics)
+    columns_of_source = ["train_loss"]
+    columns_of_source += [f"val_{figure}" for figure in figures]
+    columns_of_source += [f"train_{name}" for name in metrics_by_source]
+    columns_of_source += [f"val_{name}" for name in metrics_by_source]
     # first the columns of all sources together
     columns = [*train_columns, *evaluation_columns, *val_columns]
     for source in sources:

@@ -25,6 +25,7 @@ from fabric_train.model.lm_head_loss import has_loss_in_head
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
+    from fabric_train.training.prepared_run import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class BatchLoss:
     """The losses of full pieces, such as preference pairs, fp64 [P]; None if the loss is not a sum over pieces."""
     piece_metrics: torch.Tensor | None = None
     """The metrics of these pieces, fp64 [metrics, P]."""
+    token_metrics: torch.Tensor | None = None
+    """The metrics of the targets, in order, fp32 [metrics, N]; None if the metrics are not sums over single tokens."""
 
 
 class Objective(Protocol):
@@ -207,6 +210,15 @@ def counts_pieces(objective: Objective) -> bool:
     return getattr(objective, "counts_pieces", False)
 
 
+def metrics_by_source(objective: Objective) -> tuple[str, ...]:
+    """Return the metrics of an objective that are known for single sources: those of pieces, or of single tokens.
+
+    An objective that returns ``token_metrics`` has an attribute ``has_token_metrics`` that is True.
+    """
+    is_known = counts_pieces(objective) or getattr(objective, "has_token_metrics", False)
+    return tuple(objective.metric_names) if is_known else ()
+
+
 def counts_answers(objective: Objective) -> bool:
     """Return whether an objective sums over unpaired answers, rather than pairs."""
     return getattr(objective, "counts_answers", False)
@@ -225,6 +237,19 @@ def prepare_window(
         return batches
     prepared: Iterable[Batch] | None = prepare(fabric, model, batches, is_interrupted)
     return prepared
+
+
+def connect_objective(objective: Objective, fabric: Fabric, run: "PreparedRun") -> "PreparedRun":
+    """Let an objective set up what it needs beside the run's model, and return the run with a record of it.
+
+    An objective may have a method ``connect(fabric, run)`` for this. All ranks call it together, before the run's model
+    is built.
+    """
+    connect = getattr(objective, "connect", None)
+    if connect is None:
+        return run
+    connected: PreparedRun = connect(fabric, run)
+    return connected
 
 
 def name_metrics(objective: Objective, means: Sequence[float], count: int) -> dict[str, float | None]:

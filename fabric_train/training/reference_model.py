@@ -91,7 +91,7 @@ def is_reference_of(saved: TrainerJson, reference: str) -> bool:
     """Return whether ``--reference`` names the reference with which a checkpoint's run began, by any path."""
     if reference == saved.arguments.get("reference"):
         return True
-    return saved.reference is not None and _resolve_name(reference) == saved.reference.place
+    return saved.reference is not None and resolve_name(reference) == saved.reference.place
 
 
 def resolve_reference_path(run: PreparedRun) -> str:
@@ -102,7 +102,7 @@ def resolve_reference_path(run: PreparedRun) -> str:
     reference = run.arguments.preference.reference
     checkpoint = run.start.checkpoint
     if reference is not None:
-        return _resolve_name(reference)
+        return resolve_name(reference)
 
     # an adapter trains: the one that it begins with, or the base of a new one
     if run.adapter_base is not None:
@@ -122,8 +122,8 @@ def resolve_reference_path(run: PreparedRun) -> str:
     return model_name  # a name on the hub
 
 
-def _resolve_name(reference: str) -> str:
-    """Return the location of the model in ``--reference``: an absolute path, or a name on the hub."""
+def resolve_name(reference: str) -> str:
+    """Return the location of the model that an argument names: an absolute path, or a name on the hub."""
     path = Path(reference)
     if checkpoints.means_checkpoint(path):
         return os.path.realpath(checkpoints.find_checkpoint(path))
@@ -137,31 +137,50 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
 
     A run with an adapter and without ``--reference`` compares with the adapter that it starts from.
     """
+    if run.arguments.preference.reference is not None:
+        return run_of_model(run, path, "--reference", moved_base=run.arguments.model.model_name)
+    if path.startswith("/") and not Path(path).is_dir():
+        raise InputError(f"the reference model {path} no longer exists; restore it, or give --reference")
+    if run.adapter_base is None:
+        return run_of_model(run, path, "--reference", moved_base=run.arguments.model.model_name)
+
+    # the run's own adapter, as it starts; if it is new, the reference is its base
+    if not _is_adapter(path):
+        return replace(run, start=StartingPoint(None, TrainerState()))
+    return replace(run, start=_starting_point(Path(path)))
+
+
+def _starting_point(model_dir: Path) -> StartingPoint:
+    """Return a starting point with the weights of a checkpoint; of another folder, with those of the model's source."""
+    saved = None
+    if (model_dir / "trainer.json").is_file():
+        saved = read_trainer_json(model_dir)
+    return StartingPoint(saved, TrainerState())
+
+
+def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | None = None) -> PreparedRun:
+    """Return a run at step 0 whose model is the one at ``path``, for ``build_run.set_up_model``.
+
+    Args:
+        run: The run that uses the model beside its own.
+        path: A hub name, or the absolute path of a folder, a checkpoint or an adapter; "" for the random weights of the
+            run's seed.
+        option: The argument that names the model, for messages.
+        moved_base: The folder of the base of a checkpoint's adapter, if its recorded base no longer exists.
+    """
     arguments = run.arguments
     model_dir = Path(path)
-    is_given = arguments.preference.reference is not None
     if path.startswith("/") and not model_dir.is_dir():
-        if is_given:
-            raise InputError(f"--reference {path}: no such folder; give a hub name, folder, checkpoint or run")
-        raise InputError(f"the reference model {path} no longer exists; restore it, or give --reference")
-
-    is_checkpoint = bool(path) and (model_dir / "trainer.json").is_file()
-    start = StartingPoint(read_trainer_json(model_dir) if is_checkpoint else None, TrainerState())
-
-    # the run's own adapter, as it starts
-    if run.adapter_base is not None and not is_given:
-        if not _is_adapter(path):  # the adapter is new: the reference is its base
-            start = StartingPoint(None, TrainerState())
-        return replace(run, start=start)
+        raise InputError(f"{option} {path}: no such folder; give a hub name, folder, checkpoint or run")
+    start = _starting_point(model_dir) if path else StartingPoint(None, TrainerState())
 
     # a whole model
     if not _is_adapter(path):
         return replace(run, start=start, models=PhaseModels({1: _reference_shape(run, path)}), adapter_base=None)
 
     # an adapter on a base of its own
-    if is_checkpoint:
-        base_name = arguments.model.model_name
-        base = find_base(base_name, model_dir, "--model_name")
+    if start.saved is not None:
+        base = find_base(moved_base, model_dir, "--model_name" if moved_base else None)
         adapter = trained_adapter(model_dir)
     else:
         base = find_base(read_base_name(model_dir), None, "--model_name")

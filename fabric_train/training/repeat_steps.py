@@ -14,7 +14,7 @@ from fabric_train.training.build_run import build_loop, set_up_optimizer
 from fabric_train.training.logger import Logger, Outputs
 from fabric_train.training.loop import manual_collection
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.objective import build_objective
+from fabric_train.training.objective import build_objective, connect_objective
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference import compare_with_reference
 from fabric_train.training.run import set_up_checked_model
@@ -35,13 +35,14 @@ def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: He
     The output folder of ``run`` is a temporary folder of this rank.
     """
     run = compare_with_reference(fabric, run, heartbeat)
+    objective = build_objective(run.arguments)
+    run = connect_objective(objective, fabric, run)
     model, decayed_names = set_up_checked_model(fabric, run)
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)
     optimizer = set_up_optimizer(fabric, model, decayed_names, run)
     recorder = _MetricsRecorder(last_step)
     outputs = Outputs([recorder], "none")
-    objective = build_objective(run.arguments)
     loop = build_loop(
         fabric, model, optimizer, objective, run, heartbeat, validation=None, outputs=outputs, manager=_NoCheckpoints
     )

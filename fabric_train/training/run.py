@@ -31,7 +31,7 @@ from fabric_train.training.evaluation import Validation
 from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.logger import Outputs
 from fabric_train.training.loop import End, Loop, manual_collection
-from fabric_train.training.objective import Objective, build_objective
+from fabric_train.training.objective import Objective, build_objective, connect_objective
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference import compare_with_reference
 from fabric_train.training.run_log import log, progress, show, warn, write_log
@@ -51,6 +51,7 @@ def execute(
     evaluation = run.arguments.evaluation
     run = compare_with_reference(fabric, run, heartbeat)
     objective = build_objective(run.arguments)
+    run = connect_objective(objective, fabric, run)
     if not evaluation.only_reads:
         build = partial(_build_loop, fabric, objective, heartbeat, console)
         return _train(run, build, write_report)

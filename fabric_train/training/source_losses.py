@@ -10,7 +10,7 @@ import torch
 
 from fabric_train.data.batch import Batch, Pieces, find_targets
 from fabric_train.distributed.ranks import to_device_async
-from fabric_train.training.objective import BatchLoss, Objective, counts_pieces
+from fabric_train.training.objective import BatchLoss, Objective, counts_pieces, metrics_by_source
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SourceLosses:
     losses: torch.Tensor
     """The summed losses of each source, fp64 [S]."""
     metrics: torch.Tensor
-    """The sums of the objective's metrics, fp64 [metrics, S] if it counts pieces, and otherwise [0, S]."""
+    """The sums of the objective's metrics that are known by source, fp64 [metrics, S]."""
     counts: torch.Tensor
     """The number of supervised tokens of each source, or of pieces if the objective counts those, fp64 [S] on the
     CPU."""
@@ -40,7 +40,7 @@ class SourceLossCollector:
         self._num_sources = num_sources
         self._device = device
         self._counts_pieces = counts_pieces(objective)
-        self._num_metrics = len(objective.metric_names) if self._counts_pieces else 0
+        self._num_metrics = len(metrics_by_source(objective))
         self._values: list[torch.Tensor] = []  # fp64 [1 + metrics, pieces] of each micro-batch
         self._pieces: list[Pieces] = []
 
@@ -71,7 +71,7 @@ class SourceLossCollector:
 
 
 def losses_by_piece(loss: BatchLoss, batch: Batch) -> torch.Tensor | None:
-    """Return the losses of a batch's pieces in row 0 and, if the objective counts pieces, their metrics below.
+    """Return the losses of a batch's pieces in row 0 and, if they are known by piece, the objective's metrics below.
 
     The result is fp64 [1 + metrics, P], or None if the losses are not known by piece. See :func:`sum_by_piece`.
     """
@@ -79,9 +79,12 @@ def losses_by_piece(loss: BatchLoss, batch: Batch) -> torch.Tensor | None:
         return None
     if loss.piece_losses is not None and loss.piece_metrics is not None:
         return torch.cat([loss.piece_losses[None], loss.piece_metrics])
-    if loss.token_losses is not None:
-        return sum_by_piece(loss.token_losses, batch)[None]
-    return None
+    if loss.token_losses is None:
+        return None
+    rows = [sum_by_piece(loss.token_losses, batch)]
+    if loss.token_metrics is not None:
+        rows += [sum_by_piece(values, batch) for values in loss.token_metrics]
+    return torch.stack(rows)
 
 
 def select_target_losses(token_losses: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -53,7 +53,7 @@ class SourceReport:
     loss: float | None
     """The mean loss over these; None if the window has none."""
     metrics: list[float]
-    """The means of the objective's metrics if it counts pieces; empty if it does not, or if the window has none."""
+    """The means of the objective's metrics that are known by source; empty if the window has nothing of it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""Train on a teacher's distributions of the next token: the objective of ``--objective distill``.
+
+The loss of a token is the divergence between the distributions of teacher and student (``model.divergences``), plus
+``--sft_weight`` times the cross entropy. The loss of a window is the mean over its distilled tokens on all ranks.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning import Fabric
+
+from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch, count_supervised, find_targets
+from fabric_train.model.attention import forward_batch
+from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
+from fabric_train.model.lm_head_loss import has_loss_in_head
+from fabric_train.model.origin import ReferenceModel
+from fabric_train.training.objective import BatchLoss
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.reference_model import hash_reference, resolve_name
+from fabric_train.training.run_log import progress
+from fabric_train.training.teacher import LiveTeacher, set_up_teacher, teacher_run
+from fabric_train.training.teacher_vocabulary import find_named_ids
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
+
+
+class Distillation:
+    """The divergence of the student from its teacher, summed over the supervised tokens."""
+
+    metric_names = VALUES[1:]
+    has_token_metrics = True
+
+    def __init__(self, arguments: "TrainArguments") -> None:
+        self._arguments = arguments.preference
+        self._teacher: LiveTeacher | None = None
+        self._named_ids: NamedIds | None = None
+
+    def connect(self, fabric: Fabric, run: PreparedRun) -> PreparedRun:
+        """Set up the teacher, and return the run with its record; see ``objective.connect_objective``.
+
+        Raises:
+            InputError: The teacher's weights have changed since the run began, or its vocabulary is not the student's.
+        """
+        assert self._arguments.teacher is not None  # arguments.py requires it
+        progress.info("setting up the teacher")
+        place = resolve_name(self._arguments.teacher)
+        model_run = teacher_run(run, place)
+        teacher = ReferenceModel(place, hash_reference(fabric, model_run, place))
+        _check_unchanged(run, teacher)
+        named_ids = find_named_ids(run, model_run.model)
+        gaps = torch.tensor(named_ids.gaps, dtype=torch.int64, device=fabric.device)
+        self._named_ids = NamedIds(named_ids.end, gaps)
+        self._teacher = set_up_teacher(fabric, model_run)
+        return replace(run, teacher=teacher)
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Return the number of supervised tokens."""
+        return count_supervised(batch.labels)
+
+    def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
+        """Return the loss, 0 if nothing is supervised; see ``Objective.loss``.
+
+        Neither model's logits [B * T, V] exist; ``connect`` must have been called.
+        """
+        assert self._teacher is not None
+        assert self._named_ids is not None
+        targets = batch.targets
+        if targets is None:
+            targets = find_targets(batch.labels)
+        token_loss = DivergenceLoss(
+            teacher=self._teacher.read(batch, targets),
+            targets=targets.ids,
+            named_ids=self._named_ids,
+            divergence=self._arguments.divergence,
+            jsd_beta=self._arguments.jsd_beta,
+            temperature=self._arguments.distill_temperature,
+            cross_entropy_weight=self._arguments.sft_weight,
+        )
+        if not has_loss_in_head(model):
+            raise InputError(
+                f"--objective distill: a {model.config.model_type} changes the output of its head, for example by a "
+                "cap, and cannot be a student; give another model"
+            )
+        total, values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss, scale=scale)
+        token_losses, *token_metrics = values.detach()
+        return BatchLoss(
+            total,
+            token_losses=token_losses,
+            metrics=values[1:].sum(dim=1, dtype=torch.float64),
+            token_metrics=torch.stack(token_metrics),
+        )
+
+
+def _check_unchanged(run: PreparedRun, teacher: ReferenceModel) -> None:
+    """Raise an InputError if a resumed run has another teacher than the checkpoint's, by its weights."""
+    saved = run.start.saved
+    if saved is None or saved.teacher is None or not run.start.resumes:
+        return
+    if saved.teacher.fingerprint == teacher.fingerprint or run.arguments.checkpoint.allow_changes:
+        return
+    raise InputError(
+        f"--teacher {teacher.place}: its weights differ from those of {saved.teacher.place}, the teacher when "
+        f"{saved.checkpoint} was saved; restore them, or accept different losses with --allow_changes true "
+        "(docs/reference/errors.md#resume-refused)"
+    )
+
+
+def build_distillation(arguments: "TrainArguments") -> Distillation:
+    """Build the objective of ``--objective distill``."""
+    return Distillation(arguments)

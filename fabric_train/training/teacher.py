@@ -1,0 +1,112 @@
+"""Set up the teacher of a distillation: a frozen model that is sharded like the student.
+
+The teacher's head is not part of the sharded model. Each rank has all of its weight, because the loss needs it in the
+student's head, where the teacher's shards are not gathered. The model returns the inputs of the head instead of logits.
+
+Shapes: N targets in a batch, H the teacher's hidden size, V the rows of its head.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning import Fabric
+from lightning.fabric.wrappers import _FabricModule
+from torch import nn
+
+from fabric_train.cli.errors import InputError, naming_option
+from fabric_train.data.batch import Batch, Targets
+from fabric_train.distributed.precision import compute_dtype
+from fabric_train.model.attention import forward_batch
+from fabric_train.model.divergence_loss import FullRows, TeacherHead
+from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.model.load_weights import MetaModel
+from fabric_train.model.parallelize import setup_model
+from fabric_train.training.build_run import has_many_lengths, open_model
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.reference_model import run_of_model
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A teacher that reads the same rows as the student, in the same step."""
+
+    model: _FabricModule
+    """The model in evaluation mode; its logits are the inputs of its head, [B, T, H]."""
+    head: TeacherHead
+
+    @torch.no_grad()
+    def read(self, batch: Batch, targets: Targets) -> FullRows:
+        """Return the teacher's distributions of the targets of a batch."""
+        hidden = forward_batch(self.model, batch).logits.flatten(0, 1)  # [B * T, H]
+        return FullRows(hidden.index_select(0, targets.positions), self.head)
+
+
+def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
+    """Set up the model of a run as a teacher; all ranks call this together.
+
+    Args:
+        fabric: The Fabric of the student's run.
+        run: The :func:`teacher_run`.
+
+    Raises:
+        InputError: The teacher's logits are not the output of its head.
+    """
+    meta_model = open_model(run)
+    model: Any = meta_model.model
+    if not compute_loss_in_head(model):
+        raise InputError(
+            f"--teacher {run.model.source}: a {model.config.model_type} changes the output of its head, for example by "
+            "a cap, and cannot be a teacher; give another model"
+        )
+    dtype = compute_dtype(run.arguments.model.precision)
+    head = _read_head(meta_model, fabric.device, dtype)
+    model.set_output_embeddings(nn.Identity())
+    model.requires_grad_(False)
+    wrapped = setup_model(
+        fabric,
+        model,
+        run.model.layer_classes,
+        run.arguments,
+        meta_model.weights,
+        any_length=has_many_lengths(run),
+    )
+    return LiveTeacher(wrapped.eval(), head)
+
+
+def _read_head(meta_model: MetaModel, device: torch.device, dtype: torch.dtype) -> TeacherHead:
+    """Read the head's weight, all of it, in the dtype of its matrix product."""
+    model: Any = meta_model.model
+    head = model.get_output_embeddings()
+    names = {parameter: name for name, parameter in model.named_parameters()}  # a tied weight has one name
+    weight = meta_model.read_rows(names[head.weight], 0, len(head.weight)).to(device, dtype)
+    bias = None
+    if head.bias is not None:
+        bias = _read_vector(meta_model, names[head.bias]).to(device, dtype)
+    return TeacherHead(weight, bias)
+
+
+def _read_vector(meta_model: MetaModel, name: str) -> torch.Tensor:
+    parameter = meta_model.model.get_parameter(name)
+    if meta_model.weights is None:
+        return parameter.detach()
+    return meta_model.weights.read_block(name, (0,), parameter.shape)
+
+
+def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
+    """Return a run whose model is the teacher at ``place``, for :func:`set_up_teacher`.
+
+    It keeps no activations, and its weights have the dtype in which the student computes.
+
+    Raises:
+        InputError: There is no such model.
+    """
+    with naming_option("--teacher ", instead_of="--model_name "):
+        model_run = run_of_model(run, place, "--teacher")
+    arguments = model_run.arguments
+    precision = arguments.model.precision
+    if precision == "bf16-mixed":
+        precision = "bf16-true"
+    fsdp = replace(arguments.fsdp, activation_checkpointing="none", activation_offload=False)
+    model = replace(arguments.model, precision=precision, float8=False)
+    return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp))
