@@ -129,6 +129,10 @@ def train(
     kto_desirable_weight: float = 1.0,
     kto_undesirable_weight: float = 1.0,
     reference: StrPath | None = None,
+    teacher: StrPath | None = None,
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    jsd_beta: float = 0.5,
+    distill_temperature: float = 1.0,
     parallelism: Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"] = "auto",
     auto_wrap_policy: StrPath = "LlamaDecoderLayer",
     sharding_strategy: Literal[

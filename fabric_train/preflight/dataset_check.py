@@ -154,6 +154,10 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
             f"{option} compares with a reference model that has the same positions; change --rope_scaling or "
             "--rope_theta in an earlier run"
         ]
+    if preference.objective == "distill":
+        faults = _faults_of_distillation(arguments, accelerator)
+        if faults:
+            return faults
     if OBJECTIVES.module_of(preference.objective) != PROJECT:
         return []  # it knows which data it takes
     if not preference.compares_answers:
@@ -192,6 +196,20 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
         )
     if accelerator == "tpu":
         faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
+    return faults
+
+
+def _faults_of_distillation(arguments: "TrainArguments", accelerator: str) -> list[str]:
+    """Return the settings with which a run cannot learn from a teacher."""
+    option = "--objective distill"
+    faults = []
+    if accelerator == "tpu":
+        faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
+    if arguments.model.precision == "16-mixed":
+        faults.append(f"{option} does not work with --precision 16-mixed; give bf16-mixed or bf16-true")
+    for name in ("tensor_parallel_size", "context_parallel_size"):
+        if getattr(arguments.fsdp, name) > 1:
+            faults.append(f"{option} does not work with --{name}; leave out --{name}")
     return faults
 
 

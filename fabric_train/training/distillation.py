@@ -14,7 +14,6 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
-from fabric_train.model.lm_head_loss import has_loss_in_head
 from fabric_train.model.origin import ReferenceModel
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
@@ -79,11 +78,6 @@ class Distillation:
             temperature=self._arguments.distill_temperature,
             cross_entropy_weight=self._arguments.sft_weight,
         )
-        if not has_loss_in_head(model):
-            raise InputError(
-                f"--objective distill: a {model.config.model_type} changes the output of its head, for example by a "
-                "cap, and cannot be a student; give another model"
-            )
         total, values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss, scale=scale)
         token_losses, *token_metrics = values.detach()
         return BatchLoss(

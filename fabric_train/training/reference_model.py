@@ -53,12 +53,7 @@ def check_reference(run: PreparedRun) -> None:
             f"--reference {reference}: it has {shape.vocab_size} tokens, but {run.model.source} has "
             f"{run.model.vocab_size}; give a model with the same tokenizer"
         )
-    row_length = run.plan.tokens_per_row
-    if (shape.max_positions or math.inf) < row_length:
-        raise InputError(
-            f"--reference {reference}: it has {shape.max_positions} positions, but the rows have {row_length} "
-            "tokens; give another reference model, or tokenize with a smaller --max_length"
-        )
+    check_positions(run, shape, f"--reference {reference}")
     tensor_parallel_size = run.arguments.fsdp.tensor_parallel_size
     if shape.adapter and tensor_parallel_size > 1:
         raise InputError(
@@ -66,6 +61,16 @@ def check_reference(run: PreparedRun) -> None:
             "first"
         )
     check_tensor_parallel(shape.config, f"--reference {reference}", tensor_parallel_size)
+
+
+def check_positions(run: PreparedRun, shape: ModelShape, option: str) -> None:
+    """Raise an InputError that names the option of a model if the run's rows are too long for it."""
+    row_length = run.plan.tokens_per_row
+    if (shape.max_positions or math.inf) < row_length:
+        raise InputError(
+            f"{option}: it has {shape.max_positions} positions, but the rows have {row_length} tokens; give another "
+            "model, or tokenize with a smaller --max_length"
+        )
 
 
 def with_saved_reference(run: PreparedRun) -> tuple[PreparedRun, ReferenceModel | None]:

@@ -7,6 +7,7 @@ Shapes: N targets in a batch, H the teacher's hidden size, V the rows of its hea
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import FullRows, TeacherHead
+from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.model.load_weights import MetaModel
+from fabric_train.model.load_weights import MetaModel, build_on_meta
 from fabric_train.model.parallelize import setup_model
 from fabric_train.training.build_run import has_many_lengths, open_model
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.reference_model import run_of_model
+from fabric_train.training.reference_model import check_positions, resolve_name, run_of_model
+from fabric_train.training.teacher_vocabulary import find_named_ids
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,39 @@ class LiveTeacher:
         return FullRows(hidden.index_select(0, targets.positions), self.head)
 
 
+def check_teacher(run: PreparedRun) -> None:
+    """Raise an InputError if ``--teacher`` names no model, or one from which the run's model cannot learn."""
+    teacher = run.arguments.preference.teacher
+    if teacher is None or run.arguments.planning.plan:
+        return
+    shape = teacher_run(run, resolve_name(teacher)).model
+    if not (Path(shape.source) / "trainer.json").is_file():
+        with naming_option("--teacher ", instead_of="--model_name "):
+            check_readable(shape.source)
+    check_positions(run, shape, f"--teacher {teacher}")
+    find_named_ids(run, shape)
+    _check_head(run.model, f"--model_name {run.model.source}")
+    _check_head(shape, f"--teacher {teacher}")
+
+
+def _check_head(shape: ModelShape, option: str) -> None:
+    """Raise an InputError that names a model's option if its logits are not the output of its head."""
+    if not compute_loss_in_head(build_on_meta(shape, torch.float32)):
+        raise InputError(
+            f"{option}: --objective distill computes the loss in the head, but a {shape.config.model_type} changes the "
+            "head's output, for example by a cap on the logits; give another model"
+        )
+
+
 def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
     """Set up the model of a run as a teacher; all ranks call this together.
 
     Args:
         fabric: The Fabric of the student's run.
-        run: The :func:`teacher_run`.
-
-    Raises:
-        InputError: The teacher's logits are not the output of its head.
+        run: The :func:`teacher_run`, which :func:`check_teacher` has accepted.
     """
     meta_model = open_model(run)
     model: Any = meta_model.model
-    if not compute_loss_in_head(model):
-        raise InputError(
-            f"--teacher {run.model.source}: a {model.config.model_type} changes the output of its head, for example by "
-            "a cap, and cannot be a teacher; give another model"
-        )
     dtype = compute_dtype(run.arguments.model.precision)
     head = _read_head(meta_model, fabric.device, dtype)
     model.set_output_embeddings(nn.Identity())

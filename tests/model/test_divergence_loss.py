@@ -1,0 +1,147 @@
+"""A divergence computed in chunks in the head equals plain PyTorch over full fp64 distributions, with its gradients."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fabric_train.model import lm_head_loss
+from fabric_train.model.divergence_loss import DivergenceLoss, FullRows, NamedIds, TeacherHead, TeacherRows, TopRows
+from fabric_train.model.lm_head_loss import summed_token_loss
+
+NUM_TOKENS = 23
+WIDTH = 16
+TEACHER_WIDTH = 24
+NUM_IDS = 90
+NUM_ROWS = 96
+NUM_TEACHER_ROWS = 100
+GAPS = (3, 7)
+NUM_TOP = 5
+# A value and its gradient are sums of about a hundred products in fp32, of numbers up to a few hundred.
+TOLERANCE = 3e-5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A student and a teacher with random weights. Both heads have rows that no token names."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    teacher_hidden: torch.Tensor
+    teacher_weight: torch.Tensor
+    named: torch.Tensor
+    """The ids of tokens, int64."""
+    targets: torch.Tensor
+    temperature: float
+
+    @property
+    def student(self) -> torch.Tensor:
+        """The student's log-probabilities of the named ids, fp64."""
+        logits = (self.hidden @ self.weight.T)[:, self.named]
+        return F.log_softmax(logits.double() / self.temperature, dim=1)
+
+    @property
+    def teacher(self) -> torch.Tensor:
+        logits = (self.teacher_hidden @ self.teacher_weight.T)[:, self.named]
+        return F.log_softmax(logits.double() / self.temperature, dim=1)
+
+
+def draw_problem(gaps: tuple[int, ...], temperature: float) -> Problem:
+    torch.manual_seed(0)
+    named = torch.tensor([token_id for token_id in range(NUM_IDS) if token_id not in gaps])
+    return Problem(
+        hidden=torch.randn(NUM_TOKENS, WIDTH, requires_grad=True),
+        weight=torch.randn(NUM_ROWS, WIDTH, requires_grad=True),
+        teacher_hidden=torch.randn(NUM_TOKENS, TEACHER_WIDTH),
+        teacher_weight=torch.randn(NUM_TEACHER_ROWS, TEACHER_WIDTH),
+        named=named,
+        targets=named[torch.randint(0, len(named), (NUM_TOKENS,))],
+        temperature=temperature,
+    )
+
+
+def coarsen(log_probabilities: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of the classes: the ``top`` columns, and all others together."""
+    is_rest = torch.ones_like(log_probabilities, dtype=torch.bool).scatter(1, top, False)
+    rest = torch.where(is_rest, log_probabilities, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_probabilities.gather(1, top), rest], dim=1)
+
+
+def plain_divergence(name: str, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the divergence of each token by its formula."""
+    if name == "forward_kl":
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+    if name == "reverse_kl":
+        return F.kl_div(teacher, student, reduction="none", log_target=True).sum(1)
+    mixture = torch.log(0.3 * teacher.exp() + 0.7 * student.exp())
+    to_teacher = F.kl_div(mixture, teacher, reduction="none", log_target=True).sum(1)
+    to_student = F.kl_div(mixture, student, reduction="none", log_target=True).sum(1)
+    return 0.3 * to_teacher + 0.7 * to_student
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=TOLERANCE * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("is_coarsened", [False, True], ids=["full", "top"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize(("gaps", "temperature", "weight"), [((), 1.0, 0.0), (GAPS, 2.0, 0.5)])
+def test_loss_and_gradients_equal_those_of_full_distributions(
+    monkeypatch: pytest.MonkeyPatch,
+    divergence: str,
+    gaps: tuple[int, ...],
+    temperature: float,
+    weight: float,
+    is_coarsened: bool,
+) -> None:
+    problem = draw_problem(gaps, temperature)
+    student = problem.student
+    teacher = problem.teacher
+    rows: TeacherRows = FullRows(problem.teacher_hidden, TeacherHead(problem.teacher_weight, None))
+    if is_coarsened:
+        top = teacher.topk(NUM_TOP, dim=1).indices
+        student = coarsen(student, top)
+        teacher = coarsen(teacher, top)
+        rows = TopRows(problem.named[top], teacher.float())
+    divergences = plain_divergence(divergence, student, teacher)
+    cross_entropies = F.cross_entropy((problem.hidden @ problem.weight.T).double(), problem.targets, reduction="none")
+    expected = (divergences + weight * cross_entropies).sum()
+    expected_gradients = torch.autograd.grad(expected, [problem.hidden, problem.weight])
+
+    token_loss = DivergenceLoss(
+        rows, problem.targets, NamedIds(NUM_IDS, torch.tensor(gaps, dtype=torch.int64)), divergence, 0.3, temperature,
+        weight,
+    )  # fmt: skip
+    monkeypatch.setitem(lm_head_loss._CHUNK_BYTES, "cpu", 5 * NUM_ROWS * (4 + token_loss.bytes_per_logit))
+    total, values = summed_token_loss(problem.hidden, problem.weight, None, torch.arange(NUM_TOKENS), token_loss)
+    gradients = torch.autograd.grad(total, [problem.hidden, problem.weight])
+
+    assert_close(total, expected)
+    assert_close(values[1], divergences)
+    assert_close(values[2], cross_entropies)
+    likeliest = problem.named[problem.teacher.argmax(1)]
+    student_likeliest = (problem.hidden @ problem.weight.T)[:, :NUM_IDS].argmax(1)
+    assert values[3].tolist() == (likeliest == student_likeliest).float().tolist()
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_all_tokens_as_classes_equal_the_full_distribution(divergence: str) -> None:
+    """With k equal to the number of tokens, nothing is left for the rest."""
+    problem = draw_problem((), 1.0)
+    named_ids = NamedIds(NUM_IDS, torch.tensor([], dtype=torch.int64))
+    sorted_teacher = problem.teacher.sort(dim=1, descending=True)
+    no_rest = torch.full((NUM_TOKENS, 1), -1e4, dtype=torch.float64)
+    top_rows = TopRows(sorted_teacher.indices, torch.cat([sorted_teacher.values, no_rest], dim=1).float())
+    full_rows = FullRows(problem.teacher_hidden, TeacherHead(problem.teacher_weight, None))
+
+    results = []
+    for rows in (top_rows, full_rows):
+        token_loss = DivergenceLoss(rows, problem.targets, named_ids, divergence, 0.3)
+        total, _ = summed_token_loss(problem.hidden, problem.weight, None, torch.arange(NUM_TOKENS), token_loss)
+        results.append((total, torch.autograd.grad(total, problem.weight)[0]))
+    for top_value, full_value in zip(*results, strict=True):
+        assert_close(top_value, full_value)
