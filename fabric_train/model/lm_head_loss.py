@@ -60,10 +60,13 @@ class _Gradients:
 class TokenLoss(Protocol):
     """A loss of single tokens, computed from the logits of a chunk of them. N is the number of tokens."""
 
-    num_values: int
-    """The number of values of each token: its loss, and figures that are not differentiated."""
-    bytes_per_logit: int
-    """The memory that ``compute`` needs for each logit, in bytes; 0 if it is as much as for the cross entropy."""
+    @property
+    def num_values(self) -> int:
+        """The number of values of each token: its loss, and figures that are not differentiated."""
+
+    @property
+    def bytes_per_logit(self) -> int:
+        """The memory that ``compute`` needs for each logit, in bytes; 0 if it is as much as for the cross entropy."""
 
     def __len__(self) -> int:
         """Return N."""
@@ -565,21 +568,26 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
         """Run the model; with positions and what to compute there, its head's loss comes back instead of the logits."""
         if positions is None:
             return forward(*args, **kwargs)
+        memory_options: Any = {"memory_device": memory_device, "is_frozen": is_frozen}
         token_values: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits
 
-        def compute_loss(hidden: torch.Tensor) -> torch.Tensor:
-            inputs = (hidden, head.weight, head.bias, positions)
-            memory_options: Any = {"memory_device": memory_device, "is_frozen": is_frozen}
-            if by_token:
-                return token_cross_entropy(*inputs, targets, grad_in_place=grad_in_place, **memory_options)
+        def compute_by_token(hidden: torch.Tensor) -> torch.Tensor:
+            assert targets is not None
+            inputs = (hidden, head.weight, head.bias, positions, targets)
+            return token_cross_entropy(*inputs, grad_in_place=grad_in_place, **memory_options)
+
+        def compute_sum(hidden: torch.Tensor) -> torch.Tensor:
+            summed_loss = token_loss
+            if summed_loss is None:
+                assert targets is not None
+                summed_loss = TargetCrossEntropy(targets)
             scale_in_place = scale if grad_in_place else None
-            loss_sum, values = summed_token_loss(
-                *inputs, token_loss or TargetCrossEntropy(targets), scale=scale_in_place, **memory_options
-            )
+            inputs = (hidden, head.weight, head.bias, positions, summed_loss)
+            loss_sum, values = summed_token_loss(*inputs, scale=scale_in_place, **memory_options)
             token_values.append(values)
             return loss_sum
 
-        head_forward.compute_loss = compute_loss
+        head_forward.compute_loss = compute_by_token if by_token else compute_sum
         try:
             loss = forward(*args, **kwargs).logits
         finally:
@@ -587,7 +595,7 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
         if by_token:
             return loss
         values = token_values[0]
-        return loss, values if token_loss is not None else values[0]
+        return loss, values[0] if token_loss is None else values
 
     model.forward = forward_with_loss
     model.has_loss_in_head = True

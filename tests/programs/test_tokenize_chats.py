@@ -306,7 +306,7 @@ def test_rows_that_the_disk_cannot_hold_are_refused_at_once(
     disk = shutil.disk_usage(tmp_path)._replace(free=5 * 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: disk)
     options = {"packing": "none", "max_length": 2**24}
-    with pytest.raises(InputError, match=r"rows of 16,777,216 tokens, 100% .* take .* has 5\.0 GB left"):
+    with pytest.raises(InputError, match=r"rows of 16,777,216 tokens, 100% .* need .* has 5\.0 GB left"):
         run(tmp_path / "out", tokenizer_dir, source, **options)
     assert not (tmp_path / "out").exists()
 
