@@ -83,7 +83,9 @@ def load_splits(folder: str) -> "tuple[datasets.Dataset, datasets.Dataset | None
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
     except IndexError as error:  # raised by datasets for a split without rows, which has no file
-        raise InputError(f"--train_data_dir {folder}: a split has no rows; remove it, or tokenize again") from error
+        raise InputError(
+            f"--train_data_dir {folder}: a split has no rows; remove the split or tokenize again"
+        ) from error
     if "train" not in splits:
         raise InputError(
             f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; write one with fabric-train tokenize"

@@ -97,7 +97,9 @@ def _open_without_links(path: str, flags: int) -> int:
 
 
 def _link_error(path: Path) -> InputError:
-    return InputError(f"{path} is a link to {os.readlink(path)}, and files are never written through links; remove it")
+    return InputError(
+        f"{path} is a link to {os.readlink(path)}, and files are never written through links; remove the link"
+    )
 
 
 def check_file_name(name: object, listing: Path) -> str:

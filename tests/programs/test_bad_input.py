@@ -452,7 +452,7 @@ CASES: dict[str, Case] = {
     ),
     "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; write …"),
     "an empty training set": Case(
-        "train", "--train_data_dir datasets/no-rows", "… a split has no rows; remove it, or …"
+        "train", "--train_data_dir datasets/no-rows", "… a split has no rows; remove the split or …"
     ),
     "rows of one token": Case(
         "train",
