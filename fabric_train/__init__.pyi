@@ -133,6 +133,7 @@ def train(
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
     jsd_beta: float = 0.5,
     distill_temperature: float = 1.0,
+    distill_on: Literal["supervised", "all"] = "supervised",
     parallelism: Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"] = "auto",
     auto_wrap_policy: StrPath = "LlamaDecoderLayer",
     sharding_strategy: Literal[

@@ -55,7 +55,7 @@ _MAX_NAME_LENGTHS = {"project": 128, "run_name": 128, "group": 128, "tags": 64}
 _MIXTURE_ARGUMENTS = ("shares", "token_shares", "phases")
 OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sft": (),
-    "distill": ("teacher", "divergence", "jsd_beta", "distill_temperature", "sft_weight"),
+    "distill": ("teacher", "divergence", "jsd_beta", "distill_temperature", "distill_on", "sft_weight"),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
     "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
@@ -486,6 +486,10 @@ class PreferenceArguments:
     """
     distill_temperature: PositiveFloat = 1.0
     """With distill: both models' logits are divided by it; above 1, unlikely tokens count more."""
+    distill_on: Literal["supervised", "all"] = "supervised"
+    """With distill: learn the teacher's distributions of the supervised tokens, or of all tokens, including prompts.
+    --sft_weight still applies to supervised tokens only.
+    """
 
     @property
     def compares_answers(self) -> bool:

@@ -192,6 +192,9 @@ class Batch(TensorRecord):
     another row's answer, and ``is_desirable``, bool [answers], are the labels. ``unpaired_batch`` selects one of both;
     ``kl``, fp64 [] on the device, is the KL divergence that KTO then compares the answers with.
 
+    Labels supervise the targets, unless the rows predict all tokens: then every token of a document but its first is a
+    target, and ``is_supervised``, bool [N], are those that the labels of the rows supervise; None if all are.
+
     If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``context_parallel.place_batch``.
     """
 
@@ -205,6 +208,7 @@ class Batch(TensorRecord):
     is_desirable: torch.Tensor | None = None
     kl: torch.Tensor | None = None
     row_slice: RowSlice | None = None
+    is_supervised: torch.Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -222,6 +226,7 @@ class Batch(TensorRecord):
             pieces=self.pieces.pin_memory() if self.pieces else None,
             reference=None if self.reference is None else self.reference.pin_memory(),
             is_desirable=None if self.is_desirable is None else self.is_desirable.pin_memory(),
+            is_supervised=None if self.is_supervised is None else self.is_supervised.pin_memory(),
         )
 
     def to(self, device: torch.device) -> "Batch":
@@ -240,11 +245,16 @@ class Batch(TensorRecord):
             reference=None if self.reference is None else self.reference.to(device, non_blocking=True),
             is_desirable=None if self.is_desirable is None else self.is_desirable.to(device, non_blocking=True),
             kl=self.kl,
+            is_supervised=None if self.is_supervised is None else self.is_supervised.to(device, non_blocking=True),
         )
 
 
 def pad_rows(
-    input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], document_starts: Sequence[np.ndarray]
+    input_ids: Sequence[np.ndarray],
+    labels: Sequence[np.ndarray],
+    document_starts: Sequence[np.ndarray],
+    *,
+    predicts_all: bool = False,
 ) -> Batch:
     """Make a batch of rows; shorter rows are padded at the end by unsupervised tokens.
 
@@ -252,12 +262,22 @@ def pad_rows(
         input_ids: The token ids of each row. Without rows, return the batch of a rank that has no row left.
         labels: Its labels, -100 where nothing is supervised.
         document_starts: The positions in each row at which documents begin, ascending; empty: each row is one document.
+        predicts_all: Make every token a target, see ``Batch.is_supervised``, and not only the supervised ones.
     """
     if not input_ids:
         empty = torch.zeros(1, 2, dtype=torch.int64)
         return Batch(empty, torch.full_like(empty, IGNORED_LABEL))
     ends = list(map(content_end, input_ids, labels))
-    return make_batch(_padded(input_ids, 0), _padded(labels, IGNORED_LABEL), document_starts, ends)
+    padded_ids = _padded(input_ids, 0)
+    padded_labels = _padded(labels, IGNORED_LABEL)
+    if not predicts_all:
+        return make_batch(padded_ids, padded_labels, document_starts, ends)
+
+    is_padding = np.arange(padded_ids.shape[1]) >= np.array(ends)[:, None]
+    batch = make_batch(padded_ids, np.where(is_padding, IGNORED_LABEL, padded_ids), document_starts, ends)
+    targets = find_targets(batch.labels)
+    is_supervised = torch.from_numpy(padded_labels != IGNORED_LABEL).flatten()[targets.positions + 1]
+    return replace(batch, targets=targets, is_supervised=is_supervised)
 
 
 def make_batch(

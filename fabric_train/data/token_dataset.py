@@ -54,9 +54,13 @@ class RowPieces:
 
 
 class IndexedRows(torch.utils.data.Dataset, abc.ABC):
-    """Rows that are read as batches of a list of indices. ``source_names`` are the sources of their documents."""
+    """Rows that are read as batches of a list of indices. ``source_names`` are the sources of their documents.
+
+    If ``predicts_all`` is set, batches have all tokens as targets, see ``Batch.is_supervised``.
+    """
 
     isolates: bool
+    predicts_all: bool = False
     source_names: tuple[str, ...]
 
     @abc.abstractmethod
@@ -86,7 +90,12 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
         """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
         rows = self.read(indices)
         document_starts = [starts for _, _, starts in rows if starts is not None]
-        batch = pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], document_starts)
+        batch = pad_rows(
+            [ids for ids, _, _ in rows],
+            [labels for _, labels, _ in rows],
+            document_starts,
+            predicts_all=self.predicts_all,
+        )
         if not rows:
             return batch
         row_pieces = self.pieces(indices)

@@ -161,6 +161,8 @@ class DivergenceLoss:
     temperature: float = 1.0
     cross_entropy_weight: float = 0.0
     """The weight of the cross entropy in the loss."""
+    is_supervised: torch.Tensor | None = None
+    """The tokens whose cross entropy is part of the loss, bool [N]; None for all of them."""
     num_values = len(VALUES)
 
     @property
@@ -181,17 +183,25 @@ class DivergenceLoss:
 
         student = self.named_ids.log_probabilities(logits, self.temperature)
         comparison = self.teacher.compare(student, chunk, self, needs_gradient)
+        weights = torch.full_like(cross_entropy, self.cross_entropy_weight)  # [C]
+        if self.is_supervised is not None:
+            weights = weights * self.is_supervised[chunk]
         if comparison.gradient is not None:
-            self._write_gradient(logits, comparison.gradient, targets, log_normalizer)
+            self._write_gradient(logits, comparison.gradient, targets, log_normalizer, weights)
 
         loss = comparison.divergences
         if self.cross_entropy_weight:
-            loss = loss + self.cross_entropy_weight * cross_entropy
+            loss = loss + weights * cross_entropy
         agreement = (likeliest == comparison.likeliest).float()
         return torch.stack([loss, comparison.divergences, cross_entropy, agreement])
 
     def _write_gradient(
-        self, logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, log_normalizer: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        gradient: torch.Tensor,
+        targets: torch.Tensor,
+        log_normalizer: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
         """Write the gradient of the loss over the logits [C, V].
 
@@ -200,6 +210,7 @@ class DivergenceLoss:
             gradient: The divergence's gradient, fp32 [C, ids], see ``Comparison.gradient``.
             targets: int64 [C, 1].
             log_normalizer: The logarithm of the sum of the logits' exponentials, fp32 [C].
+            weights: The weight of each token's cross entropy, fp32 [C].
         """
         if self.temperature != 1:
             gradient = gradient / self.temperature
@@ -211,6 +222,6 @@ class DivergenceLoss:
         total = torch.exp(logits.float() - log_normalizer[:, None])  # the cross entropy's gradient, [C, V]
         target_gradient = total.gather(1, targets) - 1
         total.scatter_(1, targets, target_gradient)
-        total *= self.cross_entropy_weight
+        total *= weights[:, None]
         total[:, :named_end] += gradient
         logits.copy_(total)

@@ -155,7 +155,7 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
             "--rope_theta in an earlier run"
         ]
     if preference.objective == "distill":
-        faults = _faults_of_distillation(arguments, accelerator)
+        faults = _faults_of_distillation(arguments, data, accelerator)
         if faults:
             return faults
     if OBJECTIVES.module_of(preference.objective) != PROJECT:
@@ -199,7 +199,7 @@ def faults_of_objective(arguments: "TrainArguments", data: "TrainingData", accel
     return faults
 
 
-def _faults_of_distillation(arguments: "TrainArguments", accelerator: str) -> list[str]:
+def _faults_of_distillation(arguments: "TrainArguments", data: "TrainingData", accelerator: str) -> list[str]:
     """Return the settings with which a run cannot learn from a teacher."""
     option = "--objective distill"
     faults = []
@@ -207,6 +207,8 @@ def _faults_of_distillation(arguments: "TrainArguments", accelerator: str) -> li
         faults.append(f"{option} does not work with --accelerator tpu; use a GPU or the CPU")
     if arguments.model.precision == "16-mixed":
         faults.append(f"{option} does not work with --precision 16-mixed; give bf16-mixed or bf16-true")
+    if arguments.preference.distill_on == "all" and isinstance(data, Stream):
+        faults.append("--distill_on all does not work with --streaming_dataset; tokenize it and give --train_data_dir")
     for name in ("tensor_parallel_size", "context_parallel_size"):
         if getattr(arguments.fsdp, name) > 1:
             faults.append(f"{option} does not work with --{name}; leave out --{name}")

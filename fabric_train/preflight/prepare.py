@@ -449,6 +449,10 @@ def _open_data(
         dataset = open_mixture(data_arguments.data_dirs, shares, data_arguments.isolate_documents, folder, phase_shares)
     elif data_arguments.data_dirs:
         dataset = open_dataset(data_arguments.data_dirs[0], data_arguments.isolate_documents)
+    if dataset is not None and arguments.preference.distill_on == "all":
+        dataset.train.predicts_all = True
+        if dataset.validation is not None:
+            dataset.validation.predicts_all = True
     if not is_streamed or arguments.evaluation.eval_only:
         if dataset is None:
             raise InputError(

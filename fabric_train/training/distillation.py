@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Distillation:
-    """The divergence of the student from its teacher, summed over the supervised tokens."""
+    """The divergence of the student from its teacher, summed over the targets: all tokens, or the supervised ones."""
 
     metric_names = VALUES[1:]
     has_token_metrics = True
@@ -56,7 +56,7 @@ class Distillation:
         return replace(run, teacher=teacher)
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return the number of supervised tokens."""
+        """Return the number of targets."""
         return count_supervised(batch.labels)
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
@@ -77,6 +77,7 @@ class Distillation:
             jsd_beta=self._arguments.jsd_beta,
             temperature=self._arguments.distill_temperature,
             cross_entropy_weight=self._arguments.sft_weight,
+            is_supervised=batch.is_supervised,
         )
         total, values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss, scale=scale)
         token_losses, *token_metrics = values.detach()

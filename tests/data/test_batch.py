@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError, RunError
-from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, count_supervised, find_targets, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, count_supervised, find_targets, isolate, pad_rows
 from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches, validation_rows
 from fabric_train.data.token_dataset import Rows, open_dataset
 from tests.support.forked_runs import ForkedRuns
@@ -493,3 +493,25 @@ def test_a_full_dev_shm_is_named(forked_runs: ForkedRuns) -> None:
     assert done.stderr().startswith(
         "error: /dev/shm is full, but data workers need it for their semaphores; make it larger"
     )
+
+
+def test_rows_that_predict_all_tokens_have_every_token_but_the_first_of_a_document_as_target() -> None:
+    ids = [np.array([5, 6, 7, 8, 9, 2, 2, 2]), np.array([10, 11, 12, 13, 14, 15, 16, 17])]
+    labels = [np.array([-100, 6, 7, -100, 9, -100, -100, -100]), ids[1]]
+    starts = [np.array([0, 3]), np.array([0])]
+
+    batch = pad_rows(ids, labels, starts, predicts_all=True)
+
+    assert batch.targets is not None
+    assert batch.targets.ids.tolist() == [6, 7, 9, 11, 12, 13, 14, 15, 16, 17]  # neither 5, 8 and 10 nor the padding
+    assert batch.targets.positions.tolist() == [0, 1, 3, 8, 9, 10, 11, 12, 13, 14]
+    assert batch.is_supervised is not None
+    assert batch.is_supervised.tolist() == [True] * 10
+    labels[0][2] = -100
+    unsupervised = pad_rows(ids, labels, starts, predicts_all=True).is_supervised
+    assert unsupervised is not None
+    assert unsupervised.tolist() == [True, False] + [True] * 8
+    usual = pad_rows(ids, labels, starts)
+    assert usual.is_supervised is None
+    assert count_supervised(usual.labels) == 9
+    assert count_supervised(batch.labels) == 10

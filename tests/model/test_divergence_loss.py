@@ -145,3 +145,21 @@ def test_all_tokens_as_classes_equal_the_full_distribution(divergence: str) -> N
         results.append((total, torch.autograd.grad(total, problem.weight)[0]))
     for top_value, full_value in zip(*results, strict=True):
         assert_close(top_value, full_value)
+
+
+def test_cross_entropy_counts_at_supervised_tokens_only() -> None:
+    problem = draw_problem((), 1.0)
+    named_ids = NamedIds(NUM_IDS, torch.tensor([], dtype=torch.int64))
+    rows = FullRows(problem.teacher_hidden, TeacherHead(problem.teacher_weight, None))
+    is_supervised = torch.arange(NUM_TOKENS) % 3 == 0
+    cross_entropies = F.cross_entropy((problem.hidden @ problem.weight.T).double(), problem.targets, reduction="none")
+    expected = plain_divergence("forward_kl", problem.student, problem.teacher) + 0.5 * cross_entropies * is_supervised
+    expected_gradient = torch.autograd.grad(expected.sum(), problem.weight)[0]
+
+    token_loss = DivergenceLoss(
+        rows, problem.targets, named_ids, "forward_kl", cross_entropy_weight=0.5, is_supervised=is_supervised
+    )
+    total, values = summed_token_loss(problem.hidden, problem.weight, None, torch.arange(NUM_TOKENS), token_loss)
+
+    assert_close(values[0], expected)
+    assert_close(torch.autograd.grad(total, problem.weight)[0], expected_gradient)
