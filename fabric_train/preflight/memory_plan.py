@@ -22,6 +22,7 @@ from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRe
 from fabric_train.preflight.save_interval import describe_saves
 from fabric_train.training.components import component
 from fabric_train.training.data_tables import describe_mixture, describe_phases
+from fabric_train.training.expected_speed import measured_peak_share
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_parts
@@ -177,7 +178,9 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
         if not run.arguments.planning.plans_for_others:
             device_names = (torch.cuda.get_device_name(),)
         dtype = compute_dtype(run.arguments.model.precision)
-        table.add_row("time", describe_duration(num_steps * forecast.flops_of_step, device_names, dtype))
+        num_flops = num_steps * forecast.flops_of_step
+        share = measured_peak_share(run.arguments, is_partly_frozen=bool(run.model.frozen))
+        table.add_row("time", describe_duration(num_flops, num_steps * num_tokens, device_names, dtype, share))
     return table
 
 

@@ -20,6 +20,8 @@ from fabric_train.distributed.ranks import StepSync, sync_step
 from fabric_train.distributed.signals import RunStopped, StepPhase
 from fabric_train.training import summary
 from fabric_train.training.evaluation import Validation
+from fabric_train.training.expected_speed import measured_peak_share
+from fabric_train.training.first_steps import FirstSteps
 from fabric_train.training.logger import Outputs
 from fabric_train.training.metrics import (
     Metrics,
@@ -30,7 +32,7 @@ from fabric_train.training.metrics import (
 )
 from fabric_train.training.objective import name_metrics
 from fabric_train.training.prepared_run import PreparedRun, logged_sources
-from fabric_train.training.run_log import note, warn
+from fabric_train.training.run_log import log, note, warn
 from fabric_train.training.step import Stepper, TakenStep, read_flags
 from fabric_train.training.step_exchange import StepReport
 from fabric_train.training.stopwatch import Stopwatch, peak_memory_gb
@@ -97,6 +99,7 @@ class Loop:
         """
         heartbeat = self.stepper.heartbeat
         stopwatch = Stopwatch(self.peak_flops)
+        first_steps = FirstSteps()
         start = self.run.start
         point = TrainingPoint(start.state, start.checkpoint if start.resumes else None)
 
@@ -112,6 +115,7 @@ class Loop:
             if state.step and self._ends_early(state):
                 return End(state, point.checkpoint)
             stopwatch.restart()
+            first_steps.restart()
 
         for window in self._windows(point.state.step, stopwatch):
             # Take the step. A stop comes before a micro-batch, when only gradients have changed since the last step.
@@ -133,6 +137,8 @@ class Loop:
             due = self._find_due(window, step)
             report = step.report
             stopwatch.stepped(report.num_tokens, window.num_rows, report.flops, report.own_seconds)
+            if first_steps.stepped(report.num_tokens, report.flops):
+                self._log_speed(first_steps, window.step)
             state = self._next_state(point.state, window, step)
             point = TrainingPoint(state, checkpoint=None, cursors=window.cursors)
             if not due.log:
@@ -158,6 +164,7 @@ class Loop:
             if ends_early:
                 break
             stopwatch.restart()
+            first_steps.restart()
 
         heartbeat.enter(StepPhase.SAVING)
         self.checkpoints.finish()
@@ -187,6 +194,12 @@ class Loop:
         has_fault = step.check.fault is not None
         log = evaluate or save or has_fault or window.step % arguments.logging.log_step_interval == 0
         return Due(evaluate=evaluate, keep=keep, save=save, log=log)
+
+    def _log_speed(self, first_steps: FirstSteps, step: int) -> None:
+        """Log the speed of the first steps, the last of which is ``step``, beside the expected speed."""
+        num_steps_left = self.run.plan.num_steps - step
+        expected = measured_peak_share(self.run.arguments, is_partly_frozen=bool(self.run.model.frozen))
+        log.info("%s", first_steps.describe(num_steps_left, expected, self.peak_flops))
 
     def _initial_metrics(self, state: TrainerState) -> Metrics | None:
         """Return the metrics to log after an evaluation before the first step; None if there is none."""
