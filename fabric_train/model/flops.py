@@ -35,6 +35,10 @@ class Attention:
     num_below: int = 0
     """The number of these layers that have no backward pass, because nothing trains in them or below them."""
 
+    def count_pairs(self, lengths: Sequence[int]) -> int:
+        """Return the number of pairs of tokens in documents of these lengths, of which one may see the other."""
+        return sum(length * min(length, self.window or length) for length in lengths)
+
 
 @dataclass(frozen=True)
 class ModelFlops:
@@ -56,8 +60,14 @@ class ModelFlops:
         total = flops_per_token * sum(lengths)
         for attention in self.attention:
             factor = 12.0 * attention.num_layers - 8.0 * attention.num_below
-            token_pairs = sum(length * min(length, attention.window or length) for length in lengths)
-            total += factor * attention.width * token_pairs
+            total += factor * attention.width * attention.count_pairs(lengths)
+        return total
+
+    def count_forward(self, lengths: Sequence[int]) -> float:
+        """Return the FLOPs of a forward pass alone over documents with these numbers of tokens."""
+        total = 2.0 * self.num_used * sum(lengths)
+        for attention in self.attention:
+            total += 4.0 * attention.num_layers * attention.width * attention.count_pairs(lengths)
         return total
 
     def __str__(self) -> str:

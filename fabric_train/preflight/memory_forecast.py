@@ -27,6 +27,7 @@ from fabric_train.preflight.memory_layout import (
     offloaded_bytes,
     read_units,
 )
+from fabric_train.preflight.memory_teacher import TeacherForecast, forecast_teacher
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.step_plan import StepPlan
 
@@ -65,8 +66,10 @@ class Budget:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def make_budget(units: Units, layout: Layout, activations: Activations, saves_in_background: bool) -> Budget:
-    """Return the bytes that a run needs."""
+def make_budget(
+    units: Units, layout: Layout, activations: Activations, saves_in_background: bool, teacher_bytes: int = 0
+) -> Budget:
+    """Return the bytes that a run needs; ``teacher_bytes`` are those of a teacher's weights on a device."""
     # a checkpoint of an adapter has no copy of its base
     num_saved = units.trained if units.adapter else units.total
     checkpoint = layout.stored_itemsize * num_saved + units.saved_states
@@ -82,7 +85,11 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
         weights = layout.stored_itemsize * (units.total // layout.num_shards)
         gradients = layout.stored_itemsize * (units.trained // layout.num_shards)
         states = units.states // layout.num_shards
-    constant_parts = {"weights": weights + units.adapter_bytes, "optimizer": states + units.adapter_states}
+    constant_parts = {
+        "weights": weights + units.adapter_bytes,
+        "teacher": teacher_bytes,
+        "optimizer": states + units.adapter_states,
+    }
 
     # and what each phase adds to it
     step_phases = _sharded_phases if layout.is_sharded else _whole_phases
@@ -363,6 +370,7 @@ class RunRequest:
     device_memory: int  # bytes that a rank may use: of its GPU, or its share of host memory on CPU
     is_elsewhere: bool  # planned for other machines than this one
     validates: bool = True  # has validation rows
+    teacher: ModelShape | None = None  # that reads the same rows
 
     @property
     def largest(self) -> ModelShape:
@@ -401,18 +409,27 @@ class RunRequest:
         saved, evaluated = self._saved_steps()
         first_save = min(saved | evaluated)
         saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
-        flops_per_row = shape.flops.count([plan.tokens_per_row])
+        flops_of_step = shape.flops.count([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
+        teacher = self.forecast_teacher()
+        if teacher is not None:
+            flops_of_step += teacher.flops_of_step
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
-            budget=make_budget(units, layout, activations, saves_in_background),
+            budget=make_budget(units, layout, activations, saves_in_background, teacher.device_bytes if teacher else 0),
             collectives=tuple(collectives),
-            flops_of_step=flops_per_row * plan.rows_per_window / plan.world_size,
-            offloaded=offloaded_bytes(shape, layout, units.states),
+            flops_of_step=flops_of_step,
+            offloaded=offloaded_bytes(shape, layout, units.states) + (teacher.host_bytes if teacher else 0),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
         )
+
+    def forecast_teacher(self) -> TeacherForecast | None:
+        """Forecast what the teacher takes; None without one."""
+        if self.teacher is None:
+            return None
+        return forecast_teacher(self.teacher, self.arguments, self.layout(), self.plan)
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
@@ -483,6 +500,7 @@ def make_request(run: PreparedRun) -> RunRequest:
         device_memory=available,
         is_elsewhere=arguments.planning.plans_for_others,
         validates=run.data.validation is not None,
+        teacher=run.teacher_model,
     )
 
 
@@ -500,11 +518,16 @@ def check_memory(run: PreparedRun) -> None:
     else:
         weights_and_gradients = layout.stored_itemsize * (model.num_parameters + model.num_trained)
         least = (weights_and_gradients + states) // layout.num_parts
+    subject = "weights, gradients and optimizer"
+    teacher = request.forecast_teacher()
+    if teacher is not None:
+        least += teacher.device_bytes
+        subject = "weights, gradients, optimizer and teacher"
     faults = []
     if not layout.offloads and least > request.device_memory:
         ranks_per_machine = layout.world_size // layout.num_nodes
         faults.append(
-            f"weights, gradients and optimizer need {show_size(least)} per rank, but {ranks_per_machine} ranks have "
+            f"{subject} need {show_size(least)} per rank, but {ranks_per_machine} ranks have "
             f"only {show_size(request.device_memory)} each; run with --plan true to see what would fit "
             f"({DOES_NOT_FIT})"
         )

@@ -29,7 +29,7 @@ from fabric_train.training.summary import describe_parts
 from fabric_train.training.tables import facts_table
 
 _BALANCED_MICRO_BATCHES = 64  # micro-batches in which the work of ranks that share rows is compared
-_KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
+_KINDS = ("weights", "teacher", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
 
 def print_plan(run: PreparedRun) -> None:
@@ -189,6 +189,8 @@ def _memory_table(forecast: Forecast, device_memory: int) -> Table:
     phases = forecast.budget.phases
     table = _number_table("memory, GB", *(phase.name for phase in phases))
     for kind in _KINDS:
+        if kind == "teacher" and not phases[0].parts.get(kind):
+            continue
         table.add_row(kind, *(_gigabytes(phase.parts.get(kind, 0)) for phase in phases))
     staging = 0 if forecast.on_gpu else forecast.budget.staging
     if staging:

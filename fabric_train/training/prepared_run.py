@@ -126,6 +126,8 @@ class PreparedRun:
     """The frozen model of an adapter; None if all weights train."""
     reference: ReferenceModel | None = None
     """The reference model, which is found when the run begins; None if the objective needs none."""
+    teacher_model: ModelShape | None = None
+    """The model of the teacher that reads the same rows; None if there is none."""
     teacher: ReferenceModel | None = None
     """The teacher, which is found when the run begins; None if the objective does not distil."""
     components: tuple[Component, ...] = ()

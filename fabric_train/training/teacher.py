@@ -45,12 +45,23 @@ class LiveTeacher:
         return FullRows(hidden.index_select(0, targets.positions), self.head)
 
 
-def check_teacher(run: PreparedRun) -> None:
-    """Raise an InputError if ``--teacher`` names no model, or one from which the run's model cannot learn."""
+def find_teacher(run: PreparedRun) -> ModelShape | None:
+    """Return the model that ``--teacher`` names; None if it is not given. A plan reads only its configuration.
+
+    Raises:
+        InputError: There is no such model, or the run's model cannot learn from it.
+    """
     teacher = run.arguments.preference.teacher
-    if teacher is None or run.arguments.planning.plan:
-        return
+    if teacher is None:
+        return None
     shape = teacher_run(run, resolve_name(teacher)).model
+    if not run.arguments.planning.plan:
+        _check_teacher(run, shape, teacher)
+    return shape
+
+
+def _check_teacher(run: PreparedRun, shape: ModelShape, teacher: str) -> None:
+    """Raise an InputError if the run's model cannot learn from the ``teacher`` of this shape."""
     if not (Path(shape.source) / "trainer.json").is_file():
         with naming_option("--teacher ", instead_of="--model_name "):
             check_readable(shape.source)
@@ -74,7 +85,7 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
 
     Args:
         fabric: The Fabric of the student's run.
-        run: The :func:`teacher_run`, which :func:`check_teacher` has accepted.
+        run: The :func:`teacher_run`, which :func:`find_teacher` has accepted.
     """
     meta_model = open_model(run)
     model: Any = meta_model.model

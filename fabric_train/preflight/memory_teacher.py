@@ -1,0 +1,49 @@
+"""Count the memory and the FLOPs of a distillation's teacher, which is frozen and sharded like the student.
+
+Its activations are not counted: they are freed before the student's are at their most, and the loss computes chunks of
+the same size with a teacher as without one.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fabric_train.distributed.precision import compute_dtype
+from fabric_train.model.hf_model import ModelShape
+from fabric_train.preflight.memory_layout import Layout
+from fabric_train.training.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
+
+
+@dataclass(frozen=True)
+class TeacherForecast:
+    """What a teacher takes on each rank."""
+
+    device_bytes: int
+    """The bytes of its weights on the device."""
+    host_bytes: int
+    """The bytes of its weights in host memory, with ``--cpu_offload``."""
+    flops_of_step: float
+    """The FLOPs of its forward passes in a step."""
+
+
+def forecast_teacher(shape: ModelShape, arguments: "TrainArguments", layout: Layout, plan: StepPlan) -> TeacherForecast:
+    """Forecast what a teacher takes, with the arguments, the layout and the steps of the student's run.
+
+    Each rank has all of its head on its device.
+    """
+    itemsize = compute_dtype(arguments.model.precision).itemsize
+    config = shape.config.get_text_config()
+    num_in_head = shape.vocab_size * config.hidden_size
+    num_sharded = shape.num_parameters
+    if not config.tie_word_embeddings:
+        num_sharded -= num_in_head
+    head_bytes = itemsize * num_in_head
+    shard_bytes = itemsize * num_sharded // layout.num_shards
+    flops_per_row = shape.flops.count_forward([plan.tokens_per_row])
+    return TeacherForecast(
+        device_bytes=head_bytes if layout.offloads else head_bytes + shard_bytes,
+        host_bytes=shard_bytes if layout.offloads else 0,
+        flops_of_step=flops_per_row * plan.rows_per_window / plan.world_size,
+    )

@@ -1,0 +1,64 @@
+"""The plan of a distillation counts the weights of its teacher as they are when the run has set it up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Fabric
+from transformers import LlamaConfig
+
+from fabric_train.arguments import TrainArguments, parse
+from fabric_train.preflight.memory_forecast import make_request
+from fabric_train.preflight.prepare import prepare
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.reference_model import resolve_name
+from fabric_train.training.teacher import set_up_teacher, teacher_run
+from tests.support import short_runs
+
+LLAMA_70B = {
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+
+
+def prepare_run(model: Path, tokens: Path, run: Path, **options: object) -> PreparedRun:
+    words = short_runs.argv(model, tokens, run, objective="distill", **options)
+    return prepare(parse(TrainArguments, words, {}))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_forecast_is_the_size_of_the_teacher_that_is_set_up(
+    tiny_model_dir: Path, tiny_tokens_dir: Path, tmp_path: Path, precision: str
+) -> None:
+    run = prepare_run(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", teacher=tiny_model_dir, precision=precision)
+    forecast = make_request(run).forecast_teacher()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    teacher = set_up_teacher(fabric, teacher_run(run, resolve_name(str(tiny_model_dir))))
+
+    tensors: list[torch.Tensor] = [*teacher.model.parameters(), teacher.head.weight]
+    assert forecast is not None
+    assert forecast.device_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_70b_teacher_is_sharded_and_its_head_is_not(
+    tiny_model_dir: Path, tiny_tokens_dir: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    LlamaConfig(**LLAMA_70B).save_pretrained(teacher)  # a plan needs no weights
+    options = {"devices": 8, "parallelism": "fsdp2", "precision": "bf16-mixed", "device_memory": "80GB", "plan": "true"}
+    run = prepare_run(
+        tiny_model_dir, tiny_tokens_dir, tmp_path / "run", teacher=teacher, total_batch_size=16, **options
+    )
+    forecast = make_request(run).forecast_teacher()
+
+    head = 128_256 * 8192
+    assert forecast is not None
+    assert forecast.device_bytes == 2 * head + 2 * (70_553_706_496 - head) // 8
+    num_tokens = 2 * run.plan.tokens_per_row  # two rows on each device
+    matrices = 70_553_706_496 - head  # the embedding is only looked up
+    assert forecast.flops_of_step == pytest.approx(2 * matrices * num_tokens, rel=0.01)
