@@ -15,7 +15,14 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import PROJECT, Component
 from fabric_train.data.data_order import DataOrder, PhaseRows, StreamOrder, describe_changes
 from fabric_train.files.typed_json import parse_json, read_json
-from fabric_train.model.origin import AdapterBase, ModelOrigin, ReferenceModel, TrainingSession, TrainingStage
+from fabric_train.model.origin import (
+    AdapterBase,
+    ModelOrigin,
+    ReferenceModel,
+    TeacherModel,
+    TrainingSession,
+    TrainingStage,
+)
 
 T = TypeVar("T")
 
@@ -158,7 +165,7 @@ class Description:
     """None without an adapter."""
     reference: ReferenceModel | None = None
     """None if the objective needs no reference model."""
-    teacher: ReferenceModel | None = None
+    teacher: TeacherModel | None = None
     """None if the objective does not distil."""
     components: tuple[Component, ...] = ()
     """The objective, the optimizer, and the registered metrics and loggers with which a run continues; checkpoints of
@@ -195,7 +202,7 @@ class TrainerJson:
     stages: tuple[TrainingStage, ...]
     adapter_base: AdapterBase | None
     reference: ReferenceModel | None
-    teacher: ReferenceModel | None
+    teacher: TeacherModel | None
     components: tuple[Component, ...]
     best_by: str
     """The source whose validation loss decides which checkpoint is the best; "all" for all tokens."""

@@ -514,7 +514,7 @@ def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
     objective = saved.component("objective")
     evaluation = saved.state.evaluation
     if objective.is_own:
-        if objective.name == "sft":
+        if objective.name == "sft" or saved.teacher is not None:
             return _NATS
         is_of_answers = evaluation is not None and evaluation.whole.of_answers
         return "an answer" if is_of_answers else "a pair"

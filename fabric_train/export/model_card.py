@@ -33,7 +33,7 @@ from fabric_train.export.verification_report import REPORT_NAME, OutputReport, V
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.origin import STAGES, ModelOrigin, TrainingStage, legal_files
-from fabric_train.pages.markdown import Markdown, code, link, render
+from fabric_train.pages.markdown import Markdown, code, escaped, last_part, link, render
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics_table import read_lineage
 
@@ -245,6 +245,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         hyperparameters=_hyperparameters(saved),
         unit=card_facts.unit_of_loss(saved),
         objective=saved.component("objective"),
+        teacher=_describe_teacher(saved),
         is_adapter=is_adapter(folder),
         in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
         difference=_difference_from_training(folder),
@@ -256,6 +257,22 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         hashes=_HASHES,
         **card_facts.results_of(record),
     )
+
+
+def _describe_teacher(saved: checkpoints.TrainerJson) -> Markdown | None:
+    """Return the teacher with its revision and licence, and the divergence; None for a model without a teacher."""
+    if saved.teacher is None:
+        return None
+    origin = saved.teacher.origin or ModelOrigin(last_part(saved.teacher.place))
+    text = code(origin.name)
+    if origin.repository:
+        text = link(origin.repository, f"https://huggingface.co/{origin.repository}")
+    details = []
+    if origin.revision:
+        details.append(f"revision {code(origin.revision)}")
+    details.append(f"licence {escaped(origin.license)}" if origin.license else "licence not stated")
+    divergence = code(str(saved.arguments.get("divergence")))
+    return Markdown(f"distilled from {text} ({', '.join(details)}) by {divergence}")
 
 
 def _context_lengths(record: ModelRecord, config: PretrainedConfig) -> list[str]:

@@ -83,7 +83,7 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """A frozen model that an objective compares with: a reference or a teacher. A checkpoint has no copy of it.
+    """The model with which preference objectives compare; a checkpoint has no copy of it.
 
     ``place`` is the hub name or the absolute path of the folder, checkpoint or adapter that it is read from; empty for
     the random weights of the run's seed. ``fingerprint`` is a hash of the bytes of its weights.
@@ -91,6 +91,18 @@ class ReferenceModel:
 
     place: str
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """The model from whose distributions a run learns; a checkpoint has no copy of it.
+
+    ``place`` and ``fingerprint`` are as in :class:`ReferenceModel`. ``origin`` is for the model card.
+    """
+
+    place: str
+    fingerprint: str
+    origin: ModelOrigin | None = None
 
 
 SPLIT_ARGUMENTS = (

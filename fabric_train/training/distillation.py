@@ -14,7 +14,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
-from fabric_train.model.origin import ReferenceModel
+from fabric_train.model.origin import TeacherModel, find_origin
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference_model import hash_reference, resolve_name
@@ -47,7 +47,8 @@ class Distillation:
         progress.info("setting up the teacher")
         place = resolve_name(self._arguments.teacher)
         model_run = teacher_run(run, place)
-        teacher = ReferenceModel(place, hash_reference(fabric, model_run, place))
+        origin, _ = find_origin(place)
+        teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
         _check_unchanged(run, teacher)
         named_ids = find_named_ids(run, model_run.model)
         gaps = torch.tensor(named_ids.gaps, dtype=torch.int64, device=fabric.device)
@@ -89,7 +90,7 @@ class Distillation:
         )
 
 
-def _check_unchanged(run: PreparedRun, teacher: ReferenceModel) -> None:
+def _check_unchanged(run: PreparedRun, teacher: TeacherModel) -> None:
     """Raise an InputError if a resumed run has another teacher than the checkpoint's, by its weights."""
     saved = run.start.saved
     if saved is None or saved.teacher is None or not run.start.resumes:

@@ -13,7 +13,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.origin import AdapterBase, ReferenceModel, TrainingStage
+from fabric_train.model.origin import AdapterBase, ReferenceModel, TeacherModel, TrainingStage
 from fabric_train.optim.learning_rate import Schedules
 from fabric_train.training.early_stopping import EarlyStopping
 from fabric_train.training.sampling import SamplePrompts
@@ -128,7 +128,7 @@ class PreparedRun:
     """The reference model, which is found when the run begins; None if the objective needs none."""
     teacher_model: ModelShape | None = None
     """The model of the teacher that reads the same rows; None if there is none."""
-    teacher: ReferenceModel | None = None
+    teacher: TeacherModel | None = None
     """The teacher, which is found when the run begins; None if the objective does not distil."""
     components: tuple[Component, ...] = ()
     """The parts that the run uses by name."""

@@ -1,6 +1,7 @@
 """The plan of a distillation counts the weights of its teacher as they are when the run has set it up."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fabric_train.training.reference_model import resolve_name
 from fabric_train.training.teacher import set_up_teacher, teacher_run
 from tests.support import short_runs
 
-LLAMA_70B = {
+LLAMA_70B: dict[str, Any] = {
     "vocab_size": 128_256,
     "hidden_size": 8192,
     "intermediate_size": 28_672,
