@@ -208,7 +208,9 @@ def _faults_of_distillation(arguments: "TrainArguments", data: "TrainingData", a
     if arguments.model.precision == "16-mixed":
         faults.append(f"{option} does not work with --precision 16-mixed; give bf16-mixed or bf16-true")
     if arguments.preference.distill_on == "all" and isinstance(data, Stream):
-        faults.append("--distill_on all does not work with --streaming_dataset; tokenize it and give --train_data_dir")
+        faults.append(
+            "--distill_on all does not work with --streaming_dataset; tokenize the texts and give --train_data_dir"
+        )
     for name in ("tensor_parallel_size", "context_parallel_size"):
         if getattr(arguments.fsdp, name) > 1:
             faults.append(f"{option} does not work with --{name}; leave out --{name}")

@@ -51,7 +51,8 @@ class FirstSteps:
             lowest = tokens_per_second_at_peak * expected.lowest
             highest = tokens_per_second_at_peak * expected.highest
             share = self._flops / self._seconds / peak_flops
-            line += f", {share:.0%} of the peak; expected were {lowest:,.0f} to {highest:,.0f} tokens/s ({expected})"
+            expected_speed = f"{lowest:,.0f} to {highest:,.0f} tokens/s ({expected})"
+            line += f", {share:.0%} of the peak; the expected speed is {expected_speed}"
         if num_steps_left:
             seconds_per_step = self._seconds / (NUM_FIRST_STEPS - 1)
             time_left = show_duration(num_steps_left * seconds_per_step)

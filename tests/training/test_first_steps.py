@@ -42,8 +42,8 @@ def test_the_expected_speed_follows_from_the_peak(monkeypatch: pytest.MonkeyPatc
     line = first_steps.describe(num_steps_left=0, expected=ADAPTER, peak_flops=250e12)
     # at 250 TFLOP/s, 2e14 FLOPs take 0.8 s: 5,120 tokens/s at the peak, of which 43 % to 45 % are expected
     assert line == (
-        "speed of 9 steps: 2,048 tokens/s, 40% of the peak; expected were 2,202 to 2,304 tokens/s (43% to 45% of the "
-        "peak, as measured on one H200 for LoRA and QLoRA, not compiled)"
+        "speed of 9 steps: 2,048 tokens/s, 40% of the peak; the expected speed is 2,202 to 2,304 tokens/s (43% to 45% "
+        "of the peak, as measured on one H200 for LoRA and QLoRA, not compiled)"
     )
 
 
