@@ -263,6 +263,7 @@ def evaluate(
     output_dir: StrPath | None = None,
     texts: StrPath | Sequence[StrPath] | None = None,
     pairs: StrPath | Sequence[StrPath] | None = None,
+    teacher: StrPath | None = None,
     text_column: StrPath = "text",
     max_length: int | str = 2048,
     overlap: int | str = 1,

@@ -35,6 +35,10 @@ class EvaluateArguments:
     if it has none) or any source that fabric-train tokenize reads as pairs. pairs.json shows how often each model
     prefers the chosen answer.
     """
+    teacher: str | None = None
+    """Also compare the models with this teacher on the texts: how far their distributions of the next token are from
+    the teacher's, and how often they find the same token likeliest. It needs the models' tokenizer.
+    """
     text_column: str = "text"
     """Column that holds the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts; for
     example, 'moves: ' joins them with a space.
@@ -80,6 +84,9 @@ class EvaluateArguments:
                 )
             if self.tasks is None and self.texts is None:
                 faults.append("--watch needs --tasks or --texts; give at least one of them")
+
+        if self.teacher is not None and (self.pairs is not None or self.watch is not None or self.tasks is not None):
+            faults.append("--teacher cannot be combined with --pairs, --tasks or --watch; leave out --teacher")
 
         # values that do not fit together
         models = self.models or []

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.evaluation import loss_table
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.loss_changes import CHANGES, PAGE, find_changes, show_changes, write_changes
@@ -16,10 +16,12 @@ from fabric_train.evaluation.models import (
     check_all_evaluated,
     check_tokenizer,
     count_unscored_tokens,
+    find_model,
     find_models,
     score_models,
 )
 from fabric_train.evaluation.pairs import compare_pairs
+from fabric_train.evaluation.teacher_comparison import check_vocabularies, compare_with_teacher
 from fabric_train.evaluation.texts import (
     EncodedText,
     EvaluatedText,
@@ -70,8 +72,13 @@ def _compare_losses(
 ) -> None:
     """Compute the models' losses on texts, add them to the earlier losses in ``folder``, and print a table."""
     # read the texts as the tokens of each model
+    teacher = None
+    if arguments.teacher is not None:
+        with naming_option("--teacher", instead_of="--models"):
+            teacher = find_model(arguments.teacher)
+        check_vocabularies(models, teacher)
     texts = _open_texts(arguments, models, folder / FOLDER / "downloads")
-    encoded_texts = _encode_texts(models, texts, arguments)
+    encoded_texts = _encode_texts([*models, teacher] if teacher else models, texts, arguments)
     first_model = models[0]
     last_model = models[-1]
 
@@ -124,6 +131,18 @@ def _compare_losses(
         notes = [text.note() for text in encoded_texts[first_model.name] if isinstance(text, PackedText)]
         are_same_tokens = loss_table.have_same_tokens(evaluated)
         loss_table.print_table(results, are_same_tokens, [note for note in notes if note])
+    if teacher is not None:
+        compare_with_teacher(
+            models,
+            teacher,
+            encoded_texts,
+            cache,
+            folder,
+            batch_tokens=arguments.batch_tokens,
+            seed=arguments.seed,
+            prints=prints,
+        )
+    if prints:
         print(f"written to {folder}", file=sys.stderr)
 
 

@@ -16,6 +16,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.evaluation.estimates import Estimate, mean_estimate
 from fabric_train.evaluation.models import (
     ComparedModel,
     LossCache,
@@ -30,15 +31,7 @@ from fabric_train.token_dataset.manifest import FILE_NAME
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.build import build_token_dataset
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, Interval, interval_of, resample
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure of a model on a source's pairs, with its interval, which is None for few pairs."""
-
-    value: float
-    ci: Interval | None
+from fabric_train.training.statistics import FEWEST_DOCUMENTS, LEVEL, interval_of, resample
 
 
 @dataclass(frozen=True)
@@ -142,14 +135,14 @@ def figures_of(scores: Sequence[PairScores], seed: int) -> list[PairFigures]:
         margins_per_token = log_probs_per_token[:, 0] - log_probs_per_token[:, 1]
         reward_accuracy = None
         if index > 0:
-            reward_accuracy = _mean_estimate(_wins(margins - reference_margins), seed)
+            reward_accuracy = mean_estimate(_wins(margins - reference_margins), seed)
         extra_tokens = model_scores.tokens[:, 0] - model_scores.tokens[:, 1]
         figures.append(
             PairFigures(
                 pairs=len(wins),
-                accuracy=_mean_estimate(wins, seed),
-                accuracy_per_token=_mean_estimate(_wins(margins_per_token), seed),
-                margin=_mean_estimate(margins, seed),
+                accuracy=mean_estimate(wins, seed),
+                accuracy_per_token=mean_estimate(_wins(margins_per_token), seed),
+                margin=mean_estimate(margins, seed),
                 reward_accuracy=reward_accuracy,
                 length_bias=_length_bias(wins, extra_tokens, seed),
             )
@@ -160,15 +153,6 @@ def figures_of(scores: Sequence[PairScores], seed: int) -> list[PairFigures]:
 def _wins(margins: np.ndarray) -> np.ndarray:
     """Return 1 for each margin above 0, 0.5 for each 0, and otherwise 0."""
     return np.where(margins == 0, 0.5, margins > 0)
-
-
-def _mean_estimate(values: np.ndarray, seed: int) -> Estimate:
-    """Return the mean of values [D], with a bootstrap interval if there are enough."""
-    interval = None
-    if len(values) >= FEWEST_DOCUMENTS:
-        resampled_sums = resample([values], seed)[:, 0]
-        interval = interval_of(resampled_sums / len(values))
-    return Estimate(float(values.mean()), interval)
 
 
 def _length_bias(wins: np.ndarray, extra_tokens: np.ndarray, seed: int) -> Estimate | None:
@@ -314,11 +298,11 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
                 visible(source) if index == 0 else "",
                 visible(model),
                 f"{figures.pairs:,}",
-                _shown_estimate(figures.accuracy, "{:.1%}"),
-                _shown_estimate(figures.accuracy_per_token, "{:.1%}"),
-                _shown_estimate(figures.margin, "{:.2f}"),
-                _shown_estimate(figures.reward_accuracy, "{:.1%}"),
-                _shown_estimate(figures.length_bias, "{:.1%}"),
+                figures.accuracy.show("{:.1%}"),
+                figures.accuracy_per_token.show("{:.1%}"),
+                figures.margin.show("{:.2f}"),
+                figures.reward_accuracy.show("{:.1%}") if figures.reward_accuracy else "",
+                figures.length_bias.show("{:.1%}") if figures.length_bias else "",
             )
     console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
@@ -330,14 +314,3 @@ def _print_table(results: dict[str, dict[str, PairFigures]]) -> None:
         f"in brackets: {LEVEL} % intervals (bootstrap over pairs)",
     ):
         console.print(line, style="dim")
-
-
-def _shown_estimate(estimate: Estimate | None, number_format: str) -> str:
-    """Return the value and its interval in a format such as ``{:.1%}``."""
-    if estimate is None:
-        return ""
-    value = number_format.format(estimate.value)
-    if estimate.ci is None:
-        return value
-    low, high = (number_format.format(limit) for limit in estimate.ci)
-    return f"{value} ({low} to {high})"

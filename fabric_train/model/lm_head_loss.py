@@ -530,7 +530,8 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
 
     ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. With
     ``by_token=True`` the model returns what ``token_cross_entropy`` returns, and with ``token_loss=`` instead of
-    targets, what ``summed_token_loss`` returns. Calls without ``positions`` stay as they are.
+    targets, what ``summed_token_loss`` returns. With ``returns_hidden=True`` it returns the inputs of the head at the
+    positions, [N, H]. Calls without ``positions`` stay as they are.
     Call this before the model is wrapped; its weights may still be on the meta device.
 
     Args:
@@ -563,6 +564,7 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
         token_loss: TokenLoss | None = None,
         scale: torch.Tensor | None = None,
         by_token: bool = False,
+        returns_hidden: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run the model; with positions and what to compute there, its head's loss comes back instead of the logits."""
@@ -570,6 +572,9 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
             return forward(*args, **kwargs)
         memory_options: Any = {"memory_device": memory_device, "is_frozen": is_frozen}
         token_values: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits
+
+        def select_hidden(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.flatten(0, -2).index_select(0, positions)
 
         def compute_by_token(hidden: torch.Tensor) -> torch.Tensor:
             assert targets is not None
@@ -587,12 +592,17 @@ def compute_loss_in_head(model: Any, *, grad_in_place: bool = False, memory_devi
             token_values.append(values)
             return loss_sum
 
-        head_forward.compute_loss = compute_by_token if by_token else compute_sum
+        if returns_hidden:
+            head_forward.compute_loss = select_hidden
+        elif by_token:
+            head_forward.compute_loss = compute_by_token
+        else:
+            head_forward.compute_loss = compute_sum
         try:
             loss = forward(*args, **kwargs).logits
         finally:
             head_forward.compute_loss = None
-        if by_token:
+        if by_token or returns_hidden:
             return loss
         values = token_values[0]
         return loss, values[0] if token_loss is None else values

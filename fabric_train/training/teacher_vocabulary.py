@@ -30,16 +30,25 @@ def find_named_ids(run: PreparedRun, teacher: ModelShape) -> NamedIdRange:
         InputError: A token has another id in the teacher's tokenizer, or only one of both has it, or a head has too few
             rows.
     """
-    student_tokens = _read_tokens(_open_tokenizer(run))
-    teacher_tokens = _read_tokens(load_hf_tokenizer(teacher.source))
-    _compare(student_tokens, teacher_tokens, teacher.source)
-    end = max(student_tokens) + 1
+    named_ids = compare_vocabularies(_open_tokenizer(run), load_hf_tokenizer(teacher.source), teacher.source)
     for name, shape in (("--model_name", run.model), ("--teacher", teacher)):
-        if shape.vocab_size < end:
+        if shape.vocab_size < named_ids.end:
             raise InputError(
                 f"{name} {shape.source}: its head has {shape.vocab_size:,} rows, but the tokenizer has ids up to "
-                f"{end - 1:,}; give another model"
+                f"{named_ids.end - 1:,}; give another model"
             )
+    return named_ids
+
+
+def compare_vocabularies(student_tokenizer: Any, teacher_tokenizer: Any, teacher_source: str) -> NamedIdRange:
+    """Return the ids of the tokens of two tokenizers of transformers; ``teacher_source`` is for messages.
+
+    Raises:
+        InputError: A token has another id in the teacher's tokenizer, or only one of both has it.
+    """
+    student_tokens = _read_tokens(student_tokenizer)
+    _compare(student_tokens, _read_tokens(teacher_tokenizer), teacher_source)
+    end = max(student_tokens) + 1
     gaps = tuple(token_id for token_id in range(end) if token_id not in student_tokens)
     return NamedIdRange(end, gaps)
 
