@@ -317,6 +317,21 @@ def parse_size(text: str) -> int | None:
     return round(num_bytes) if 1 <= num_bytes < 2**63 else None
 
 
+def parse_ranges(text: str) -> list[tuple[int, int]] | None:
+    """Return the first and last number of ranges such as 0-11,16,20-31; None if the text is something else."""
+    ranges = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        if match is None:
+            return None
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        if last < first:
+            return None
+        ranges.append((first, last))
+    return ranges
+
+
 def show_size(num_bytes: float) -> str:
     """Return bytes as GB, or as MB below one GB."""
     if num_bytes >= 1e9:

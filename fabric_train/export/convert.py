@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fabric_train.checkpoint import run_of
@@ -27,7 +26,6 @@ from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.model import hf_model
-from fabric_train.model.computed_settings import leave_code_out
 from fabric_train.model.generation_settings import checkpoint_generation_config, write_generation_config
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
@@ -134,7 +132,7 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
     """Write weights, configurations, tokenizer and licence to ``folder``; ``title`` is for the progress bar."""
     # the weights, by their published names
     checkpoint = source.checkpoint
-    shape = hf_model.read_shape(str(checkpoint))
+    shape = source.read_shape()
     source_tensors = source.open_tensors()
     tensors = published(build_on_meta(shape, dtype), source_tensors)
     if tensors is source_tensors:
@@ -146,8 +144,7 @@ def write_model(source: ExportSource, folder: Path, dtype: torch.dtype, max_shar
     write_weights(tensors, folder, dtype, max_shard_size, title)
 
     # config.json and generation_config.json
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    leave_code_out(config)
+    config = source.read_config()
     config.dtype = dtype
     config.use_cache = True  # training turns it off; generation without it is quadratic
     if not config.architectures:

@@ -114,7 +114,7 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
 
 def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _ModelPair:
     """Open an export and its checkpoint; no weight is read yet."""
-    shape = hf_model.read_shape(str(source.checkpoint))
+    shape = source.read_shape()
     stored_tensors = source.open_reference()
     return _ModelPair(
         export_dir=folder,

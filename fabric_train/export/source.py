@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 import xxhash
+from transformers import AutoConfig, PretrainedConfig
 
 from fabric_train.checkpoint import TrainerJson, read_trainer_json
 from fabric_train.checkpoint.adapter_base import find_base
@@ -14,6 +15,8 @@ from fabric_train.export.average import AveragedTensors, PlainAverage, WeightedC
 from fabric_train.export.merged_adapter import MergeInto, is_in_4_bits, open_whole
 from fabric_train.files.regular_file import check_links
 from fabric_train.files.requirements import check_package
+from fabric_train.model.computed_settings import leave_code_out
+from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.weight_files import StoredTensors
 
@@ -37,6 +40,16 @@ class ExportSource:
     def is_adapter(self) -> bool:
         """Whether an adapter is exported as an adapter."""
         return is_adapter(self.checkpoint) and not self.merges
+
+    def read_shape(self) -> ModelShape:
+        """Read the shape of the model that is exported."""
+        return read_shape(str(self.checkpoint))
+
+    def read_config(self) -> PretrainedConfig:
+        """Read the configuration that is exported, which may be changed."""
+        config: PretrainedConfig = AutoConfig.from_pretrained(self.checkpoint, trust_remote_code=False)
+        leave_code_out(config)
+        return config
 
     def check_needs(self) -> None:
         """Raise an InputError if the base of an adapter, or a package that its export needs, is missing."""

@@ -12,6 +12,7 @@ from fabric_train.cli.argument_types import (
     PositiveShare,
     counted,
     given_twice,
+    parse_ranges,
     parse_size,
 )
 from fabric_train.cli.errors import run_program
@@ -32,12 +33,13 @@ class MergeModelsArguments:
     PROGRAM --method linear --models runs/1 runs/2 --output_dir merged/mean
     PROGRAM --method slerp --models runs/a/best runs/b/best --weights 0.7 0.3 --output_dir merged/slerp
     PROGRAM --method task_arithmetic --models runs/ours models/instruct --base models/base --output_dir merged/chat
+    PROGRAM --method passthrough --models models/llama-3-8b --layers 0-11,16-31 --output_dir models/pruned
     """
 
-    method: Literal["linear", "slerp", "ties", "dare", "task_arithmetic"]
-    """linear computes the weighted mean; slerp interpolates two models along an arc. The other methods add differences
+    method: Literal["linear", "slerp", "ties", "dare", "task_arithmetic", "passthrough"]
+    """linear computes the weighted mean; slerp interpolates two models along an arc. Three methods add differences
     from --base: task_arithmetic all of them, ties the largest ones that agree in sign, dare a random selection,
-    rescaled.
+    rescaled. passthrough keeps some decoder layers of one model, and changes nothing else.
     """
     models: list[str]
     """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
@@ -51,6 +53,9 @@ class MergeModelsArguments:
     """With ties, dare and task_arithmetic: the model that all of --models were trained from."""
     density: PositiveShare | None = None
     """With ties and dare: share of the differences to keep; default: 0.5."""
+    layers: str | None = None
+    """With passthrough: the decoder layers to keep, in this order, as numbers from 0 and ranges with both ends, such as
+    0-11,16-31."""
     seed: NonNegativeInt64 = 0
     """With dare: seed of the random choice."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -64,6 +69,16 @@ class MergeModelsArguments:
         takes_density = self.method in ("ties", "dare")
         num_models = len(self.models)
         faults = [f"--models: {fault}" for _, fault in given_twice(self.models)]
+
+        # arguments that do not depend on the number of models
+        if self.density is not None and not takes_density:
+            faults.append(f"--density only applies to --method ties and dare, not {self.method}")
+        if parse_size(self.max_shard_size) is None:
+            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+        if self.method == "passthrough":
+            return faults + self._passthrough_faults()
+        if self.layers is not None:
+            faults.append(f"--layers only applies to --method passthrough, not {self.method}")
 
         # the number of models and of weights
         min_models = 1 if needs_base else 2
@@ -92,11 +107,20 @@ class MergeModelsArguments:
                 faults.append(
                     f"--base {self.base} is also in --models, where it has no effect; remove it from --models"
                 )
+        return faults
 
-        if self.density is not None and not takes_density:
-            faults.append(f"--density only applies to --method ties and dare, not {self.method}")
-        if parse_size(self.max_shard_size) is None:
-            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+    def _passthrough_faults(self) -> list[str]:
+        """Return what is wrong with the arguments of passthrough."""
+        faults = []
+        if len(self.models) != 1:
+            faults.append(f"--method passthrough keeps layers of 1 model, but --models has {len(self.models)}")
+        if self.layers is None:
+            faults.append("--method passthrough needs --layers, the decoder layers to keep, such as 0-11,16-31")
+        elif parse_ranges(self.layers) is None:
+            faults.append(f"--layers: expected layers and ascending ranges such as 0-11,16-31, got {self.layers!r}")
+        for name, value in (("--weights", self.weights), ("--base", self.base)):
+            if value is not None:
+                faults.append(f"{name} does not apply to --method passthrough; leave it out")
         return faults
 
 
@@ -108,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from fabric_train.files.atomic_folder import check_not_taken
     from fabric_train.merge_models.merge import ModelMerge, merge
-    from fabric_train.merge_models.models import find_folder
+    from fabric_train.merge_models.models import find_folder, find_layers
     from fabric_train.merge_models.tensors import MergeRecipe
     from fabric_train.model.hf_model import quiet_transformers
 
@@ -119,6 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     base = None
     if arguments.base:
         base = str(find_folder(arguments.base, "--base").absolute())
+    layers = []
+    if arguments.layers:
+        layers = find_layers(parse_ranges(arguments.layers) or [], Path(models[0]))
     default_density = _DENSITY if arguments.method in ("ties", "dare") else 1.0
     recipe = MergeRecipe(
         method=arguments.method,
@@ -127,6 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         base=base,
         density=arguments.density or default_density,
         seed=arguments.seed,
+        layers=layers,
     )
     source = ModelMerge.from_recipe(recipe)
     report = merge(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size)
@@ -134,12 +162,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def print_summary(merged: "MergedModels", report: "VerificationReport", target: Path) -> None:
-    """Print the models with their differences, the tokens that they have in common, and the verification."""
+    """Print the models with their differences, the tokens that they have in common, and the verification.
+
+    For passthrough, print the kept layers instead of differences.
+    """
     from rich.table import Table
 
     from fabric_train.cli.output import open_console
-    from fabric_train.merge_models.merge import describe_conflicts, describe_vocabularies, measure_models
+    from fabric_train.merge_models.merge import (
+        describe_conflicts,
+        describe_layers,
+        describe_vocabularies,
+        measure_models,
+    )
     from fabric_train.merge_models.tensors import METHODS
+
+    if merged.kept_layers:
+        print(f"kept {describe_layers(merged)}")
+        _print_verification(report, target)
+        return
 
     columns = ["model", "weight", "difference"]
     shows_kept_share = METHODS[merged.recipe.method].drops
@@ -163,6 +204,10 @@ def print_summary(merged: "MergedModels", report: "VerificationReport", target: 
         print(conflicts)
     for line in describe_vocabularies(merged):
         print(line)
+    _print_verification(report, target)
+
+
+def _print_verification(report: "VerificationReport", target: Path) -> None:
     logits = f"; largest difference of a logit: {report.logits.max_difference:g}" if report.logits else ""
     print(f"verified by a separate process: {report.tensors.compared} tensors are bit-identical{logits}")
     print(f"written to {target}")

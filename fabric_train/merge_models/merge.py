@@ -4,6 +4,7 @@
 and computes each tensor again. ``RECIPE`` is the :class:`MergeRecipe` in JSON.
 """
 
+import copy
 import json
 import math
 import shutil
@@ -20,11 +21,12 @@ import torch
 import transformers
 import xxhash
 from huggingface_hub import ModelCard, ModelCardData
+from transformers import PretrainedConfig
 
 from fabric_train.checkpoint import read_trainer_json, run_of
 from fabric_train.checkpoint.base_weights import fingerprint
 from fabric_train.cli.errors import InputError, note, run_program
-from fabric_train.cli.output import redact
+from fabric_train.cli.output import number_ranges, redact
 from fabric_train.export import model_card
 from fabric_train.export.convert import write_model
 from fabric_train.export.model_card import CardFacts, has_chat_template, licence_metadata
@@ -41,6 +43,7 @@ from fabric_train.merge_models.models import (
     tokenizer_of,
 )
 from fabric_train.merge_models.tensors import METHODS, MergedModels, MergeRecipe
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, code, last_part, link, render
 
@@ -76,6 +79,14 @@ class ModelMerge(ExportSource):
         """The tensors, opened once."""
         return MergedModels(self.recipe)
 
+    def read_shape(self) -> ModelShape:
+        kept = self.merged.kept_layers
+        return kept.shape if kept else super().read_shape()
+
+    def read_config(self) -> PretrainedConfig:
+        kept = self.merged.kept_layers
+        return copy.deepcopy(kept.config) if kept else super().read_config()
+
     def open_tensors(self) -> MergedModels:
         return self.merged
 
@@ -86,12 +97,15 @@ class ModelMerge(ExportSource):
         """Return a hash of the recipe and of the weights of the models, see ``fingerprint``."""
         recipe = self.recipe
         digest = xxhash.xxh3_128(f"{recipe.method} {recipe.weights} {recipe.density} {recipe.seed}".encode())
+        digest.update(json.dumps(recipe.layers).encode())
         for tensors in self.merged.opened.tensors:
             digest.update(fingerprint(tensors).encode())
         return digest.hexdigest()
 
     def describe(self) -> str:
         """Describe the merge, such as "ties merge of 3 models"."""
+        if self.recipe.layers:
+            return f"{len(self.recipe.layers)} layers of a model"
         return f"{self.recipe.method} merge of {len(self.recipe.models)} models"
 
     def verification_command(self) -> list[str]:
@@ -108,13 +122,15 @@ def merge(source: ModelMerge, target: Path, dtype: torch.dtype, max_shard_size: 
     model_dirs = source.recipe.folders()
     for folder in model_dirs:
         check_not_inside(target, folder)
-    opened = source.open_tensors().opened  # reports what does not fit before anything is written
+    merged = source.open_tensors()  # reports what does not fit before anything is written
     rounding = note_on_rounding(model_dirs, dtype)
     if rounding:
         note(rounding)
-    check_room(target, opened.first_model.shape_of_model.num_parameters * dtype.itemsize, "the merged model")
+    kept = merged.kept_layers
+    shape = kept.shape if kept else merged.opened.first_model.shape_of_model
+    check_room(target, shape.num_parameters * dtype.itemsize, "the merged model")
     with complete_folder(target) as folder:
-        write_model(source, folder, dtype, max_shard_size, f"merging {len(source.recipe.models)} models")
+        write_model(source, folder, dtype, max_shard_size, f"writing {source.describe()}")
         for model_dir in model_dirs:
             for file in legal_files(model_dir):
                 if not (folder / file.name).exists():  # of two files of one name, the first model's
@@ -188,6 +204,22 @@ def describe_vocabularies(merged: MergedModels) -> Iterator[str]:
         yield f"{label}: its vocabulary has {matched.common:,} of the first model's tokens{missing}{left_out}."
 
 
+def describe_layers(merged: MergedModels) -> str:
+    """Describe which layers were kept, such as "28 of 32 layers, in this order: 0–11, 16–31"; empty if all were."""
+    kept = merged.kept_layers
+    if kept is None:
+        return ""
+    ranges: list[str] = []
+    run: list[int] = []
+    for layer in kept.layers:
+        if run and layer != run[-1] + 1:
+            ranges.append(number_ranges(run))
+            run = []
+        run.append(layer)
+    ranges.append(number_ranges(run))
+    return f"{len(kept.layers)} of {kept.num_layers} layers, in this order: {', '.join(ranges)}"
+
+
 def _name_model(folder: Path) -> ModelName:
     """Return what a card calls the model in a folder: a checkpoint, or a Hugging Face folder."""
     if is_checkpoint(folder):
@@ -208,7 +240,12 @@ def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype
     origin = models[0].name.origin if len(licences) == 1 else None
     metadata = licence_metadata(origin, folder)
 
-    settings = {"method": recipe.method, "weights": ", ".join(f"{weight:g}" for weight in recipe.weights)}
+    # passthrough has no weights, and its one model has no difference
+    columns = ["model", "began with, or revision", "licence"]
+    settings = {"method": recipe.method}
+    if merged.kept_layers is None:
+        columns[2:2] = ["weight", "difference", "kept"]
+        settings["weights"] = ", ".join(f"{weight:g}" for weight in recipe.weights)
     if METHODS[recipe.method].drops:
         settings["density"] = f"{recipe.density:g}"
     if recipe.method == "dare":
@@ -219,8 +256,9 @@ def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype
         facts=facts,
         method=METHODS[recipe.method],
         number=len(recipe.models),
-        rows=[_table_row(model) for model in models],
-        columns=["model", "began with, or revision", "weight", "difference", "kept", "licence"],
+        rows=[_table_row(model, columns) for model in models],
+        columns=columns,
+        layers=describe_layers(merged),
         reference="the base" if recipe.base else "the first model",
         conflicts=describe_conflicts(merged),
         vocabularies=list(describe_vocabularies(merged)),
@@ -258,20 +296,21 @@ def _licence(origin: ModelOrigin | None) -> tuple[str | None, ...]:
     return (origin.license, origin.license_name, origin.license_link)
 
 
-def _table_row(model: MeasuredModel) -> tuple[Any, ...]:
-    """Return the row of a model in the card's table."""
+def _table_row(model: MeasuredModel, columns: list[str]) -> list[Any]:
+    """Return the row of a model in the card's table with these columns."""
     origin = model.name.origin
     identity = None
     if origin is not None:
         identity = origin.name if model.name.is_run else (origin.revision or "")[:SHOWN_DIGITS]
-    return (
-        code(model.name.label),
-        code(identity) if identity else None,
-        "base" if model.weight is None else f"{model.weight:g}",
-        f"{model.difference:.3g}",
-        None if model.kept_share is None else f"{model.kept_share:.1%}",
-        origin.license if origin else None,
-    )
+    cells = {
+        "model": code(model.name.label),
+        "began with, or revision": code(identity) if identity else None,
+        "weight": "base" if model.weight is None else f"{model.weight:g}",
+        "difference": f"{model.difference:.3g}",
+        "kept": None if model.kept_share is None else f"{model.kept_share:.1%}",
+        "licence": origin.license if origin else None,
+    }
+    return [cells[column] for column in columns]
 
 
 def main() -> None:

@@ -1,7 +1,11 @@
-"""The models of a merge: find and open them, compare their shapes, and give the same tokens the same rows."""
+"""The models of a merge: find and open them, compare their shapes, and give the same tokens the same rows.
+
+A model can also be opened with only some of its decoder layers.
+"""
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,10 +17,11 @@ from transformers.utils import cached_file
 
 from fabric_train.checkpoint.adapter_folder import is_exported_adapter
 from fabric_train.checkpoint.base_weights import open_base_weights
-from fabric_train.cli.errors import InputError, naming_option
+from fabric_train.cli.errors import InputError, naming_option, note
 from fabric_train.export.merged_adapter import open_whole
 from fabric_train.inference.load_model import find_own_checkpoint
 from fabric_train.model.hf_model import ModelShape, check_readable, load_hf_tokenizer, read_shape
+from fabric_train.model.layer_settings import KeptLayers
 from fabric_train.model.load_weights import MetaModel, open_pretrained, open_tensors, tied_weight_names
 from fabric_train.model.weight_files import StoredTensors
 
@@ -57,6 +62,22 @@ def find_folder(name: str, option: str = "--models") -> Path:
         open_pretrained(shape, torch.float32)
         load_hf_tokenizer(name)
         return Path(str(cached_file(name, "config.json"))).parent
+
+
+def find_layers(ranges: Sequence[tuple[int, int]], folder: Path) -> list[int]:
+    """Return the numbers of the layers in ranges, first and last included; InputError if a model does not have one."""
+    with naming_option("", instead_of="--model_name "):
+        num_layers = read_shape(str(folder)).config.get_text_config().num_hidden_layers
+    layers: list[int] = []
+    for first, last in ranges:
+        if last >= num_layers:
+            has = f"{folder} has {num_layers} layers, 0 to {num_layers - 1}"
+            raise InputError(f"--layers: there is no layer {last}: {has}; give layers of the model")
+        layers += range(first, last + 1)
+    repeated = [layer for layer, count in Counter(layers).items() if count > 1]
+    if repeated:
+        note(f"--layers has layer {repeated[0]} more than once; a range includes both of its ends")
+    return layers
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -186,6 +207,37 @@ class AlignedTensors(StoredTensors):
         own_rows = self._read_full(name)[columns]  # in the model's own order
         block[has_own_row] = own_rows[row_indices[has_own_row]]
         return block
+
+
+class KeptTensors(StoredTensors):
+    """The tensors of a model with only some of its decoder layers, by the names that they have in the result."""
+
+    def __init__(self, model: ModelTensors, kept: KeptLayers) -> None:
+        self._model = model
+        self._old_names: dict[str, str] = {}
+        """The name in the model of each tensor of the result."""
+        names_by_layer: dict[int, list[str]] = {}
+        for name in model:
+            if name.startswith(kept.prefix):
+                layer, _, name_in_layer = name.removeprefix(kept.prefix).partition(".")
+                names_by_layer.setdefault(int(layer), []).append(name_in_layer)
+            else:
+                self._old_names[name] = name
+        for new, old in enumerate(kept.layers):
+            for name_in_layer in names_by_layer.get(old, ()):
+                self._old_names[f"{kept.prefix}{new}.{name_in_layer}"] = f"{kept.prefix}{old}.{name_in_layer}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._old_names)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._model.shape(self._old_names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._model.dtype(self._old_names[name])
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return self._model.read_block(self._old_names[name], offsets, shape)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ import torch
 
 from fabric_train.export.average import CombinedTensors, weighted_mean
 from fabric_train.export.hub_format import blocks as blocks_of
-from fabric_train.merge_models.models import open_models
+from fabric_train.merge_models.models import KeptTensors, open_models
+from fabric_train.model.layer_settings import KeptLayers, keep_layers
 from fabric_train.model.weight_files import StoredTensors
 
-Method = Literal["linear", "slerp", "ties", "dare", "task_arithmetic"]
+Method = Literal["linear", "slerp", "ties", "dare", "task_arithmetic", "passthrough"]
 _ALMOST_PARALLEL = 0.9995  # as in mergekit: beyond it the angle is too small to divide by its sine
 _SMALLEST_NORM = 1e-8
 
@@ -67,6 +68,7 @@ METHODS: dict[Method, MethodFacts] = {
         "the base plus the weighted sum of the models' differences from it",
         from_base=True,
     ),
+    "passthrough": MethodFacts("Passthrough", "arXiv:2403.17887", "some of the decoder layers of a model, unchanged"),
 }
 
 
@@ -164,7 +166,10 @@ def draw_kept(shape: Sequence[int], density: float, seed: int, name: str, model_
 
 @dataclass(frozen=True)
 class MergeRecipe:
-    """A method and its arguments: folders of models, one weight for each, and a base for methods that need one."""
+    """A method and its arguments: folders of models, one weight for each, and a base for methods that need one.
+
+    ``layers`` has the numbers of the decoder layers that the result has, in its order; empty means all.
+    """
 
     method: Method
     models: list[str]
@@ -172,6 +177,7 @@ class MergeRecipe:
     base: str | None = None
     density: float = 1.0
     seed: int = 0
+    layers: list[int] = field(default_factory=list)
 
     def folders(self) -> list[Path]:
         """Return the folders of the models, and of the base after them if there is one."""
@@ -209,7 +215,13 @@ class MergedModels(CombinedTensors):
     def __init__(self, recipe: MergeRecipe) -> None:
         self.recipe = recipe
         self.opened = open_models(recipe.folders())
-        super().__init__(self.opened.tensors, self.opened.first_model)
+        self.kept_layers: KeptLayers | None = None
+        if recipe.layers:
+            self.kept_layers = keep_layers(self.opened.first_model.shape_of_model, recipe.layers)
+            tensors = KeptTensors(self.opened.first_model, self.kept_layers)
+            super().__init__([tensors], tensors)
+        else:
+            super().__init__(self.opened.tensors, self.opened.first_model)
         self.changes: dict[str, TensorChanges] = {}
         # a tensor is read in blocks, one tensor after the other, so what it takes to compute one is found once
         self._factors = lru_cache(maxsize=1)(self._find_factors)
@@ -224,6 +236,8 @@ class MergedModels(CombinedTensors):
         changes = self._record(name, offsets, base, differences)
 
         # Methods without dropped values.
+        if recipe.method == "passthrough":
+            return base
         if recipe.method == "linear":
             return weighted_mean(models, recipe.weights)
         if recipe.method == "slerp":

@@ -76,6 +76,7 @@ NOT_RUN = {
     "fabric-train evaluate --models runs/long/best --tasks": "needs lm_eval",
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
     "fabric-train publish": "needs the hub; tests/export/test_publish.py",
+    "fabric-train merge_models --method passthrough": "of 32 layers; tests/merge_models/test_passthrough.py",
     "fabric-train merge ": "of slices that xargs makes; tests/tokenization/test_slices.py",
 }
 """The beginnings of command lines that are only parsed (``tests/cli/test_documented_commands.py``), and why."""
