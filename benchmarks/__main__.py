@@ -18,8 +18,8 @@ from benchmarks import (
     export,
     faults,
     first_hour,
-    first_hour_parts,
     gpu,
+    gpu_sizes,
     growth,
     identity,
     invariance,
@@ -101,7 +101,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--sizes",
-        choices=first_hour_parts.SIZES,
+        choices=gpu_sizes.SIZES,
         default="full",
         help="of --first_hour: tiny takes small models, to try whether it runs through",
     )

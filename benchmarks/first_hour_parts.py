@@ -4,9 +4,8 @@ import csv
 import json
 import re
 import shutil
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu import (
     ACCUMULATION,
-    LENGTH,
     MIDDLE,
     ROWS,
     STEPS,
@@ -25,8 +23,10 @@ from benchmarks.gpu import (
     read_peer,
     read_run,
 )
-from benchmarks.measure import ROOT, Command, CommandError, CommandTimeoutError, run, spread
+from benchmarks.gpu_sizes import Sizes
+from benchmarks.measure import ROOT, Command, CommandError, CommandTimeoutError, spread
 from benchmarks.packages import install_packages
+from benchmarks.timed_parts import Attempt, Measure, MissingPackageError, Outcome
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.model.flops import peak_flops
@@ -40,16 +40,6 @@ PARITY_STEPS = 8
 PARITY_LENGTH = 128
 TOLERANCES = {"32-true": 1e-4, "bf16-true": 3e-2}  # relative, of each step's loss from the CPU's in fp32
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp2")
-VARIANTS = {  # of single in bf16-true, and the package that each one needs
-    "--activation_checkpointing full --activation_offload true": None,
-    "--optimizer_states 8bit": None,
-}
-COMPILED_VARIANTS = {  # these compile, or call kernels that are for GPUs alone
-    "--compile true": None,
-    "--attention flex_attention --compile true": None,
-    "--attention flash_attention_2": "flash_attn",
-    "--float8 true --compile true": "torchao",
-}
 RESUMED = ("single", "ddp", "fsdp", "fsdp --state_dict_type sharded", "fsdp2 --state_dict_type sharded")
 SAVED_STEP = 3
 LAST_STEP = 6
@@ -60,97 +50,8 @@ SHARES_OF_LAYERS = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4)  # the first on
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of the models that are trained for their speed, and of the matrix products.
-
-    ``options`` are added to a preset's, ``length`` is the number of tokens in a row. ``variants`` are compared with the
-    CPU in addition to the strategies. ``patience`` is how many times as long as planned a part may take.
-    """
-
-    options: str
-    variants: Mapping[str, str | None]
-    length: int
-    products: int
-    patience: float
-
-
-SIZES = {
-    "full": Sizes("--compile true", {**VARIANTS, **COMPILED_VARIANTS}, length=LENGTH, products=8192, patience=1),
-    "tiny": Sizes(
-        "--hidden_width 64 --num_layers 2 --num_heads 4 --num_key_value_heads 2 --intermediate_size 128"
-        " --vocab_size 512",
-        VARIANTS,
-        length=64,
-        products=128,
-        patience=10,  # there it runs on a CPU that does other things as well
-    ),
-}
-
-
-@dataclass
-class Outcome:
-    """What a part has found so far: its figures, a line about them, and faults, which make the part fail."""
-
-    figures: dict[str, Any] = field(default_factory=dict)
-    line: str = ""
-    faults: list[str] = field(default_factory=list)
-
-
-class MissingPeerError(Exception):
-    """A peer that is not installed and cannot be installed here."""
-
-
 class TooLargeError(CommandError):
     """A training that does not fit into memory, as planned or as tried."""
-
-
-class Attempt:
-    """A part while it runs. It starts commands, which are killed when the part's time is over.
-
-    Args:
-        work: folder for the files, relative to the project's root.
-        sizes: of the models.
-        seconds: that the part may take.
-    """
-
-    def __init__(self, work: Path, sizes: Sizes, seconds: float) -> None:
-        self.work = work
-        self.sizes = sizes
-        self.outcome = Outcome()
-        self.commands: dict[str, str] = {}
-        self._started = time.monotonic()
-        self._allowed = seconds
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds since the part began."""
-        return time.monotonic() - self._started
-
-    @property
-    def seconds_left(self) -> float:
-        """Return the seconds that the part may still take."""
-        return max(0.0, self._allowed - self.seconds)
-
-    def run(self, name: str, words: str, environment: dict[str, str] | None = None) -> str:
-        """Run a command to its end and return its output.
-
-        Raises:
-            CommandError: its exit code is not 0.
-            CommandTimeoutError: the part's time is over.
-        """
-        command = Command(tuple(words.split()), environment or {})
-        self.commands[name] = str(command)
-        print(f"  {name}", flush=True)
-        return run(command, self.seconds_left).output
-
-    def folder(self, name: str) -> Path:
-        """Return the path of a folder that does not exist; an earlier one is removed."""
-        shutil.rmtree(ROOT / self.work / name, ignore_errors=True)
-        return self.work / name
-
-
-Measure = Callable[[Attempt], None]
 
 
 def measure_environment(attempt: Attempt) -> None:
@@ -261,14 +162,19 @@ def train_ours(preset: str) -> Measure:
             planned = _plan(attempt, command, layers)
             attempt.run(f"{layers} layers", " ".join(command.words))
             found = read_run(target)
-            log = (ROOT / target / "run.log").read_text(encoding="utf-8")
-            notes = re.findall("note: (.*)", log)  # such as the kernels that were chosen
-            return found, {"planned_bytes": planned, "plan_error": planned / found.peak_bytes - 1, "notes": notes}
+            plan_error = planned / found.peak_bytes - 1
+            return found, {"planned_bytes": planned, "plan_error": plan_error, "notes": read_notes(target)}
 
-        rows = _rows(attempt)
+        rows = write_training_rows(attempt)
         _train_as_many_layers_as_fit(attempt, preset, train)
 
     return measure
+
+
+def read_notes(target: Path) -> list[str]:
+    """Return the notes of a run, such as the kernels that were chosen."""
+    log = (ROOT / target / "run.log").read_text(encoding="utf-8")
+    return re.findall("note: (.*)", log)
 
 
 def train_peer(preset: str, trainer: str) -> Measure:
@@ -282,18 +188,28 @@ def train_peer(preset: str, trainer: str) -> Measure:
             command = peer_command(preset, options, rows, config)
             return read_peer(attempt.run(f"{layers} layers", " ".join(command.words), environment)), {}
 
-        environment = {"CUDA_VISIBLE_DEVICES": "0"}  # with several, their Trainer copies the model to all of them
-        if trainer == "trl":
-            try:
-                packages = install_packages(trainer, attempt.seconds_left)
-            except ChildProcessError as error:
-                raise MissingPeerError(str(error)) from error
-            environment["PYTHONPATH"] = str(packages.relative_to(ROOT))
+        environment = peer_environment(attempt, trainer)
         options = "--trl " * (trainer == "trl") + "--gradient_checkpointing" * (preset in CHECKPOINTED_BY_PEERS)
-        rows = _rows(attempt)
+        rows = write_training_rows(attempt)
         _train_as_many_layers_as_fit(attempt, preset, train)
 
     return measure
+
+
+def peer_environment(attempt: Attempt, trainer: str) -> dict[str, str]:
+    """Return the variables for a peer's command; TRL is installed first.
+
+    Raises:
+        MissingPackageError: TRL cannot be installed.
+    """
+    environment = {"CUDA_VISIBLE_DEVICES": "0"}  # with several, their Trainer copies the model to all of them
+    if trainer == "trl":
+        try:
+            packages = install_packages(trainer, attempt.seconds_left)
+        except ChildProcessError as error:
+            raise MissingPackageError(str(error)) from error
+        environment["PYTHONPATH"] = str(packages.relative_to(ROOT))
+    return environment
 
 
 def _small_training(attempt: Attempt) -> str:
@@ -367,7 +283,7 @@ def _mfu(shape: ModelShape, length: int, tokens_per_second: float) -> float | No
     return shape.flops.count([length]) / length * tokens_per_second / peak if peak else None
 
 
-def _rows(attempt: Attempt) -> Path:
+def write_training_rows(attempt: Attempt) -> Path:
     """Return a dataset of random rows; write it once."""
     rows = attempt.work / "rows"
     if not (ROOT / rows).exists():
@@ -378,7 +294,7 @@ def _rows(attempt: Attempt) -> Path:
 
 def training_command(sizes: Sizes, preset: str, layers: int | None, rows: Path, target: Path) -> Command:
     """Return the command that trains a preset with recommended settings, without saves; ``layers``: None for all."""
-    options = f"--parallelism single {sizes.options}"
+    options = f"--parallelism single {sizes.options}" + " --compile true" * sizes.compiles
     if layers:
         options = f"{re.sub('--num_layers [0-9]+', '', options)} --num_layers {layers}"
     return our_command(preset, options, rows, target)

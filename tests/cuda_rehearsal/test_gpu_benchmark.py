@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.first_hour_parts import SIZES
+from benchmarks.gpu_sizes import SIZES
 from tests.support.pretended_cuda.run import environment
 from tests.support.programs import ROOT
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from benchmarks import first_hour
-from benchmarks.first_hour import Part, run_first_hour
-from benchmarks.first_hour_parts import SIZES, Attempt, Outcome, training_command
+from benchmarks.first_hour import run_first_hour
+from benchmarks.first_hour_parts import training_command
 from benchmarks.gpu import MIDDLE, SMALL
+from benchmarks.gpu_sizes import SIZES
 from benchmarks.report import Machine
+from benchmarks.timed_parts import Attempt, Outcome, Part
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError, RunError
 
