@@ -43,16 +43,13 @@ def test_rows_of_adapters_and_pairs_run_and_what_fails_is_left_out(tmp_path: Pat
     )
     assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-2000:]
     summary = json.loads(finished.stdout.splitlines()[-1])
-    quantized = {name for name in gpu.ADAPTED if "QLoRA" in name}  # bitsandbytes has no kernels for such a device
-    expected = {f"{gpu.SMALL}, single", *gpu.ADAPTED, *gpu.PAIRED} - quantized
+    expected = {f"{gpu.SMALL}, single", *gpu.ADAPTED, *gpu.PAIRED}
     long_rows = {f"{gpu.MIDDLE} with rows of {length}k tokens, single, in tiles" for length in (0, 1)}
     expected |= long_rows
     ours = {name for name in summary["ways"] if gpu.OF_TRL not in name}
     assert ours == expected, summary["left_out"]
-    assert quantized <= summary["left_out"].keys()
     assert all(way["tokens_per_second"]["median"] > 0 for way in summary["ways"].values())
     assert all(way["peak_bytes"]["median"] > 0 for way in summary["ways"].values())
     peers = {name for name in summary["ways"] if gpu.OF_TRL in name}
-    reasons = {name: reason for name, reason in summary["left_out"].items() if "cannot be installed" not in reason}
-    assert {name.partition(gpu.OF_TRL)[0] for name in reasons} == quantized, reasons
+    assert all("cannot be installed" in reason for reason in summary["left_out"].values()), summary["left_out"]
     assert len(peers) in (0, len(expected - long_rows) - 1)  # TRL may not be installed

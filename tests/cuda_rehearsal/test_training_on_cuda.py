@@ -58,18 +58,6 @@ def seed_step_on_first(*arguments):
 step.seed_step = seed_step_on_first
 """
 
-# bitsandbytes has no kernels for these devices
-DEQUANTIZED = """
-import bitsandbytes, torch
-from bitsandbytes.functional import QuantState, dequantize_4bit
-def multiply(inputs, packed, quant_state, bias=None):
-    sizes = {"blocksize": quant_state.blocksize, "quant_type": "nf4", "dtype": quant_state.dtype}
-    state = QuantState(quant_state.absmax.cpu(), quant_state.shape, **sizes)
-    weight = dequantize_4bit(packed.t().cpu(), state).to(inputs.device)
-    return torch.nn.functional.linear(inputs, weight, bias)
-bitsandbytes.matmul_4bit = multiply
-"""
-
 
 @pytest.fixture(scope="module")
 def losses_on_the_cpu(rehearsal: Rehearsal) -> list[float]:
@@ -150,7 +138,7 @@ def test_an_adapter_of_weights_in_4_bits_has_the_losses_of_the_cpu(
     options: dict[str, object] = {"parallelism": parallelism, "precision": precision, "max_step": 2}
     options |= {"lora_rank": 4, "base_weights": "nf4"}
     name = f"{parallelism}-nf4"
-    rehearsal.run(name, options, devices, before=DEQUANTIZED)
+    rehearsal.run(name, options, devices)
     on_cpu = rehearsal.cpu_losses(f"{name}-cpu", options, devices)
     assert losses(rehearsal.folder / name) == pytest.approx(on_cpu, abs=4e-3)
 

@@ -5,6 +5,7 @@ added when ``torch._C`` is imported, so torch, Fabric and the program run their 
 """
 
 import atexit
+import functools
 import importlib.abc
 import os
 import sys
@@ -12,18 +13,22 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from tests.support.compiler_backend import NO_CODE
 from tests.support.pretended_cuda.library import Devices
 
 _devices: Devices | None = None
+_BITSANDBYTES_KERNELS = "bitsandbytes.backends.cuda.ops"
+"""The module that registers kernels for CUDA; without it, the CPU's run on the devices like those of torch."""
 
 
 def install() -> None:
     """Give this process the devices that the environment asks for; torch must not be imported yet.
 
-    ``PRETENDED_CUDA_LIBRARY`` is what ``build`` returns, ``PRETENDED_CUDA_DEVICES`` the number of devices. The other
-    variables are for :func:`begin`, which every process calls that runs a program.
+    ``PRETENDED_CUDA_LIBRARY`` is what ``build`` returns, ``PRETENDED_CUDA_DEVICES`` the number of devices. With
+    ``PRETENDED_CUDA_COMPILES``, ``torch.compile`` traces graphs without writing kernels for them. The other variables
+    are for :func:`begin`, which every process calls that runs a program.
     """
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already")
@@ -89,20 +94,41 @@ def _resize_storages(torch_storage_module: ModuleType) -> None:
     torch_c.resize_device_storages(torch_storage_module.UntypedStorage)
 
 
+def _compile_without_code(torch_module: Any) -> None:
+    """Let ``torch.compile`` trace: Inductor would write kernels for CUDA, which these devices cannot run."""
+    if os.environ.get("PRETENDED_CUDA_COMPILES"):
+        torch_module.compile = functools.partial(torch_module.compile, backend=NO_CODE)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of torch that get more than they have."""
+    """Finds the modules that get more, or less, than they have."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in ("torch._C", "torch.storage"):
+        if name not in ("torch", "torch._C", "torch.storage", _BITSANDBYTES_KERNELS):
             return None
         spec = PathFinder.find_spec(name, path, target)
-        assert spec is not None
+        if spec is None:  # bitsandbytes may not be installed
+            return None
         assert spec.loader is not None
-        if name == "torch._C":
+        if name == "torch":
+            spec.loader = _Loader(spec.loader, lambda: None, _compile_without_code)
+        elif name == "torch._C":
             spec.loader = _Loader(spec.loader, _load_library, _add_devices)
-        else:
+        elif name == "torch.storage":
             spec.loader = _Loader(spec.loader, lambda: None, _resize_storages)
+        else:
+            spec.loader = _EmptyLoader()
         return spec
+
+
+class _EmptyLoader(importlib.abc.Loader):
+    """Loads a module without anything in it."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 class _Loader(importlib.abc.Loader):

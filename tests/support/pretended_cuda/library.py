@@ -74,7 +74,7 @@ class Devices:
 
     def _note(self, event: bytes) -> None:
         kind, _, subject = event.decode().partition(" ")
-        place = _describe_place(sys._getframe(1))
+        place = _describe_place(sys._getframe().f_back)  # none in a thread without Python
         with self._lock:
             if kind == "wait":
                 operation = subject

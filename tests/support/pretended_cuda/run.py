@@ -98,18 +98,22 @@ def run_pretended(
     return PretendedRun(codes[reported_rank], run.stdout(), run.stderr(reported_rank), read_notes(notes_dir))
 
 
-def environment(devices: int, notes: Path, copy_delay: float = 0.0) -> dict[str, str]:
+def environment(devices: int, notes: Path, copy_delay: float = 0.0, *, compiles: bool = False) -> dict[str, str]:
     """Return the variables with which any Python, and those that it starts, has pretended devices.
 
     Args:
         devices: on this machine.
         notes: folder for the notes of each rank, which ``read_notes`` reads.
         copy_delay: see ``run_pretended``.
+        compiles: whether ``torch.compile`` works; it traces graphs, and writes no kernels.
 
     Raises:
         BuildError: there can be no devices here.
     """
-    return _variables(devices) | {"PRETENDED_CUDA_NOTES": str(notes), "PRETENDED_CUDA_COPY_DELAY": str(copy_delay)}
+    variables = {"PRETENDED_CUDA_NOTES": str(notes), "PRETENDED_CUDA_COPY_DELAY": str(copy_delay)}
+    if compiles:
+        variables["PRETENDED_CUDA_COMPILES"] = "1"
+    return _variables(devices) | variables
 
 
 def read_notes(folder: Path) -> dict[int, Notes]:
