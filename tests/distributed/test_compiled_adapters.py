@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, LlamaConfig
 
 from fabric_train.data.batch import Batch, isolate
 from fabric_train.distributed.decoder_layers import checkpoint_layers, compile_layers
-from fabric_train.model.adapter import Adapter, attach
+from fabric_train.model.adapter import Adapter
 from fabric_train.model.attention import VARLEN
-from fabric_train.model.nf4 import NF4Linear, quantize_layers, quantize_rows
-from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.training.objective import CrossEntropy
+from tests.support.adapted_llama import adapted_llama, adapter_gradients
 from tests.support.compiler_backend import NO_CODE, RANKS_WITHOUT_CODE
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import LR
 from tests.support.rounding import assert_same_training, num_sums_of_gradient, rounding_tolerance
-from tests.support.tiny_model import random_llama
 from tests.support.unequal_rows import LENGTH, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
@@ -43,31 +40,8 @@ def adapted_model(kind: str, *, in_4_bits: bool, dropout: float = 0.0) -> Any:
         num_key_value_heads=2,
         use_cache=False,
     )
-    model: Any = random_llama(config)
-    model.set_attn_implementation(VARLEN)
-    if in_4_bits:
-        _quantize(model)
     adapter = Adapter(kind, rank=4, alpha=8.0, dropout=dropout, base_weights="nf4" if in_4_bits else None)
-    attach(model, adapter, "the model", "cpu")
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_magnitude" in name:
-            nn.init.ones_(parameter)
-        elif "lora_" in name:
-            nn.init.normal_(parameter, std=0.05, generator=generator)
-    freeze_other_parts(model, adapter)
-    return model.train()
-
-
-def _quantize(model: Any) -> None:
-    """Hold the matrices of a model's layers in 4 bits."""
-    matrices = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quantize_layers(list(model.model.layers), torch.float32)
-    for name, module in model.named_modules():
-        if isinstance(module, NF4Linear):
-            packed, scales = quantize_rows(matrices[name].detach())
-            module.weight = nn.Parameter(packed.view(torch.float32), requires_grad=False)
-            module.weight_scales = nn.Parameter(scales, requires_grad=False)
+    return adapted_llama(config, adapter, VARLEN)
 
 
 def batches_of_documents() -> list[Batch]:
@@ -86,12 +60,7 @@ def loss_and_gradients(model: Any, batch: Batch) -> tuple[float, dict[str, torch
     torch.manual_seed(0)
     loss = CrossEntropy().loss(model, batch).total
     loss.backward()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients: dict[str, torch.Tensor] = {}
-    for name, parameter in trained.items():
-        assert parameter.grad is not None
-        gradients[name] = parameter.grad.clone()
-    return loss.item(), gradients
+    return loss.item(), adapter_gradients(model)
 
 
 @pytest.mark.usefixtures("settings_as_they_were")

@@ -102,13 +102,16 @@ def train_plainly(
 
 
 def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
-    """Return the losses of a row's supervised tokens, fp32 [N], with a forward pass for each document."""
+    """Return the losses of a row's supervised tokens, fp32 [N], with a forward pass for each document.
+
+    The row goes to torch's default device.
+    """
     starts = row["document_starts"][1:]
     documents = torch.tensor(row["input_ids"]).tensor_split(starts)
     labels = torch.tensor(row["labels"]).tensor_split(starts)
     losses = []
     for document_ids, document_labels in zip(documents, labels, strict=True):
-        logits = model(document_ids[None]).logits[0, :-1]  # [length - 1, vocab]
+        logits = model(document_ids[None]).logits[0, :-1].float()  # [length - 1, vocab]
         targets = document_labels[1:]
         token_losses = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="none")
         losses.append(token_losses[targets != IGNORED_LABEL])
