@@ -31,6 +31,7 @@ from benchmarks import (
     plan,
     precision,
     preference,
+    quarter_hour,
     rehearsal,
     tokenization,
     training,
@@ -100,13 +101,21 @@ def _parse() -> argparse.Namespace:
         help="of gpu: environment, tests, parity and resume first, then speed and memory; see benchmarks/README.md",
     )
     parser.add_argument(
+        "--quarter_hour",
+        action="store_true",
+        help="of gpu: adapters of an 8B beside TRL, float8 and long rows in 12 minutes; see benchmarks/README.md",
+    )
+    parser.add_argument(
         "--sizes",
         choices=gpu_sizes.SIZES,
         default="full",
-        help="of --first_hour: tiny takes small models, to try whether it runs through",
+        help="of --first_hour and --quarter_hour: tiny takes small models, to try whether it runs through",
     )
     parser.add_argument(
-        "--work", type=Path, default=first_hour.WORK, help="of --first_hour: folder for its files; default: %(default)s"
+        "--work",
+        type=Path,
+        help=f"of --first_hour and --quarter_hour: folder for their files; default: {first_hour.WORK} and "
+        f"{quarter_hour.WORK}",
     )
     parser.add_argument("--systems", default="", help="of gpu: regular expression, which systems to run; default: all")
     parser.add_argument(
@@ -128,8 +137,11 @@ def main() -> None:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise InputError(f"no benchmark {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
-    if given.first_hour and names != ["gpu"]:
-        raise InputError("--first_hour is of the benchmark gpu; give: python -m benchmarks gpu --first_hour")
+    for option in ("first_hour", "quarter_hour"):
+        if getattr(given, option) and names != ["gpu"]:
+            raise InputError(f"--{option} is of the benchmark gpu; give: python -m benchmarks gpu --{option}")
+    if given.first_hour and given.quarter_hour:
+        raise InputError("--first_hour and --quarter_hour are two measurements; give one of them")
 
     console = Console(highlight=False, soft_wrap=True)
     # before measuring: both may change meanwhile
@@ -140,7 +152,10 @@ def main() -> None:
         console.print(note + "slow down the measured program", style="yellow")
     real_data.CACHE.mkdir(exist_ok=True)
     if given.first_hour:
-        first_hour.run_first_hour(given.sizes, given.work, machine, commit)
+        first_hour.run_first_hour(given.sizes, given.work or first_hour.WORK, machine, commit)
+        return
+    if given.quarter_hour:
+        quarter_hour.run_quarter_hour(given.sizes, given.work or quarter_hour.WORK, machine, commit)
         return
     kept = given.kept and given.kept.absolute()
     for name in names or [name for name in BENCHMARKS if name not in _ONLY_BY_NAME]:

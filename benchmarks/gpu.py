@@ -162,7 +162,7 @@ def measure(
     write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION * max(ROWS.values()), length=LENGTH)
     config = work / "config"
     tokenizer = write_chat_tokenizer(ROOT / work / "tokenizer")
-    _config(SMALL, sizes).save_pretrained(ROOT / config)
+    preset_config(SMALL, sizes).save_pretrained(ROOT / config)
     shutil.copytree(tokenizer, ROOT / config, dirs_exist_ok=True)  # trl asks for one; the rows are token ids
     commands = {
         name: our_command(preset, f"{options} {sizes}", rows, target) for name, (preset, options) in WAYS.items()
@@ -208,7 +208,7 @@ def _measure_largest(work: Path, sizes: str, done: _Kept) -> dict[str, Command]:
         long_rows = work / f"rows-{length}"
         name = f"{MIDDLE} with rows of {length // 1024}k tokens, single, in tiles"
         options = f"{LONG_OPTIONS} --max_context_width {length} {sizes}"
-        commands[name] = our_command(MIDDLE, options, long_rows, work / "run", steps=steps)
+        commands[name] = our_command(MIDDLE, options, long_rows, work / "run", steps=steps, accumulation=1)
         if done.wants(name):
             write_rows(ROOT / long_rows, num_rows=steps, length=length)
         done.add({name: partial(_run_ours, work / "run", commands[name], enough=0)}, 1)
@@ -235,31 +235,40 @@ def table(report: Report) -> Table:
 
 
 def our_command(
-    preset: str, options: str, rows: Path, target: Path, base: Path | None = None, steps: int | None = None
+    preset: str,
+    options: str,
+    rows: Path,
+    target: Path,
+    base: Path | None = None,
+    steps: int | None = None,
+    accumulation: int = ACCUMULATION,
 ) -> Command:
     """Return the command that trains a preset with random weights, or the ``base``, into the run folder ``target``.
 
-    Given ``steps`` have one micro-batch each.
+    It takes ``STEPS`` steps unless ``steps`` says otherwise.
     """
     model = f"--model_name {base}" if base else f"--config configs/{preset}.yaml"
     words = f"python -m benchmarks.peers.train_without_saving {model} --train_data_dir {rows}"
     words += f" --output_dir {target} --accelerator cuda --devices 1 --precision bf16-true --max_step {steps or STEPS}"
-    words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {1 if steps else ACCUMULATION}"
+    words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {accumulation}"
     words += f" --lr {LR} --lr_schedule constant --loggers csv {options}"
     return Command(tuple(words.split()))
 
 
-def peer_command(preset: str, options: str, rows: Path, config: Path) -> Command:
+def peer_command(preset: str, options: str, rows: Path, config: Path, steps: int | None = None) -> Command:
     """Return the command that trains a model like the preset, of the configuration in ``config``, with a peer.
 
     Adapters are of the model in that folder, which has weights too.
     """
-    words = f"python -m benchmarks.peers.huggingface_gpu --config {config} --train_data_dir {rows} --steps {STEPS}"
+    words = (
+        f"python -m benchmarks.peers.huggingface_gpu --config {config} --train_data_dir {rows} --steps {steps or STEPS}"
+    )
     words += f" --accumulation {ACCUMULATION} --micro_batch_size {ROWS[preset]} --lr {LR} {options}"
     return Command(tuple(words.split()))
 
 
-def _config(preset: str, sizes: str) -> Any:
+def preset_config(preset: str, sizes: str) -> Any:
+    """Return the configuration of a preset; ``sizes`` are options for smaller models."""
     given = parse(TrainArguments, list(our_command(preset, sizes, Path("rows"), Path("run")).words[3:]))
     return new_shape(given.model, given.fsdp.auto_wrap_policy).config
 
@@ -280,7 +289,7 @@ def _further_commands(work: Path, sizes: str, done: _Kept) -> dict[str, Command]
     commands |= pair_commands(pairs, {MIDDLE: base, SMALL: work / "config"}, target, order.tolist(), sizes)
     try:
         if any(done.wants(name) for name in commands if name.startswith(MIDDLE)):
-            write_checkpoint(ROOT / base, _config(MIDDLE, sizes), ROOT / work / "tokenizer", sharded=False)
+            write_checkpoint(ROOT / base, preset_config(MIDDLE, sizes), ROOT / work / "tokenizer", sharded=False)
             shutil.copytree(ROOT / work / "tokenizer", ROOT / base, dirs_exist_ok=True)  # where trl looks for one
     except OSError as error:  # such as a full disk
         done.left_out |= {name: f"no base: {error}" for name in commands if name.startswith(MIDDLE)}

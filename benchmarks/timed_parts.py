@@ -37,7 +37,25 @@ class MissingPackageError(Exception):
     """A package that a part needs, such as a peer, is not installed and cannot be installed here."""
 
 
-class Attempt:
+class Countdown:
+    """A clock that starts now, for something that may take a number of seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._started = time.monotonic()
+        self._allowed = seconds
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._started
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds that are left, 0 if the time is over."""
+        return max(0.0, self._allowed - self.seconds)
+
+
+class Attempt(Countdown):
     """A part while it runs. It starts commands, which are killed when the part's time is over.
 
     Args:
@@ -47,22 +65,11 @@ class Attempt:
     """
 
     def __init__(self, work: Path, sizes: Sizes, seconds: float) -> None:
+        super().__init__(seconds)
         self.work = work
         self.sizes = sizes
         self.outcome = Outcome()
         self.commands: dict[str, str] = {}
-        self._started = time.monotonic()
-        self._allowed = seconds
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds since the part began."""
-        return time.monotonic() - self._started
-
-    @property
-    def seconds_left(self) -> float:
-        """Return the seconds that the part may still take."""
-        return max(0.0, self._allowed - self.seconds)
 
     def run(self, name: str, words: str, environment: dict[str, str] | None = None) -> str:
         """Run a command to its end and return its output.
@@ -201,17 +208,17 @@ def run_parts(measurement: Measurement, sizes: str, work: Path, machine: Machine
     state = folder / "done.json"
     records = read_json(state, _State, "delete it to begin again").records if state.exists() else {}
     patience = SIZES[sizes].patience
-    whole = Attempt(shown, SIZES[sizes], 60 * patience * (measurement.minutes or float("inf")))
+    countdown = Countdown(60 * patience * (measurement.minutes or float("inf")))
     path = None
     for number, part in enumerate(measurement.parts, 1):
         title = f"{number}/{len(measurement.parts)} {part.name}"
         if part.name in records and records[part.name].status == "done":
             print(f"{title}: is done", flush=True)
-        elif whole.seconds_left < part.expected_seconds:
-            records[part.name] = _skipped(part, whole.seconds_left, commit)
+        elif countdown.seconds_left < part.expected_seconds:
+            records[part.name] = _skipped(part, countdown.seconds_left, commit)
             print(f"{title}: {records[part.name].line}", flush=True)
         else:
-            allowed = min(60 * part.minutes * patience, whole.seconds_left)
+            allowed = min(60 * part.minutes * patience, countdown.seconds_left)
             print(f"{title}: at most {allowed / 60:.3g} minutes", flush=True)
             records[part.name] = ended = _run(part, Attempt(shown, SIZES[sizes], allowed), commit)
             print(f"  {ended.status} after {ended.seconds:.0f} s: {ended.line}", flush=True)
@@ -249,6 +256,10 @@ def _run(part: Part, attempt: Attempt, commit: str | None) -> Record:
         status = "failed"
         line = str(error)
         last_lines = [*attempt.outcome.faults, *error.last_lines]
+    except (OSError, LookupError, ValueError) as error:  # a file or an output is not as expected; the next part may be
+        status = "failed"
+        line = repr(error)
+        last_lines = [*attempt.outcome.faults, line]
     return Record(
         status=status,
         line=line,

@@ -33,6 +33,10 @@ def hangs(attempt: Attempt) -> None:
     attempt.run("hangs", "python -c __import__('time').sleep(60)")
 
 
+def reads_nothing(attempt: Attempt) -> None:
+    json.loads(attempt.run("prints no JSON", "python -V"))
+
+
 def disagrees(attempt: Attempt) -> None:
     attempt.outcome = Outcome({"difference": 0.5}, "differs", ["a loss is 0.5 from the CPU's"])
 
@@ -45,8 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_a_part_that_fails_is_reported_and_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = (Part("a", 1, fails), Part("b", 0.001, hangs), Part("c", 1, disagrees), Part("d", 1, finds))
+    parts += (Part("e", 1, reads_nothing), Part("f", 1, finds))
     monkeypatch.setattr(first_hour, "PARTS", parts)
-    with pytest.raises(RunError, match="of 4 parts, 3 did not pass: a; b; c; "):
+    with pytest.raises(RunError, match="of 6 parts, 4 did not pass: a; b; c; e; "):
         run_first_hour("tiny", tmp_path, MACHINE, "commit")
     (result,) = (tmp_path / "a-gpu-tiny").glob("gpu-first-hour-*.json")
     runs = {name: record for name, (record,) in json.loads(result.read_text())["runs"].items()}
@@ -55,7 +60,10 @@ def test_a_part_that_fails_is_reported_and_the_next_begins(tmp_path: Path, monke
         "b": "stopped",
         "c": "failed",
         "d": "done",
+        "e": "failed",
+        "f": "done",
     }
+    assert runs["e"]["line"].startswith("JSONDecodeError(")
     assert runs["a"]["figures"] == {"before": 1}
     assert runs["a"]["last_lines"] == ["no|kernel"]
     assert runs["b"]["commands"] == {"hangs": "python -c '__import__('\"'\"'time'\"'\"').sleep(60)'"}
