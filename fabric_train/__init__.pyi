@@ -115,7 +115,7 @@ def train(
     lora_dropout: float = 0.0,
     lora_targets: StrPath | Sequence[StrPath] = ...,
     lora_rslora: bool = False,
-    base_weights: Literal["nf4"] | None = None,
+    base_weights: Literal["nf4", "nf4_double"] | None = None,
     train_also: StrPath | Sequence[StrPath] | None = None,
     init_adapter: StrPath | None = None,
     objective: str = "sft",

@@ -396,9 +396,10 @@ class AdapterArguments:
     """
     lora_rslora: bool = False
     """Scale by alpha / √rank, so that high ranks learn as fast as low ranks."""
-    base_weights: Literal["nf4"] | None = None
+    base_weights: Literal["nf4", "nf4_double"] | None = None
     """Keep the frozen matrices of the decoder layers in 4 bits with bitsandbytes (QLoRA), at 4.5 bits of memory per
-    weight. Default: as set by --precision.
+    weight; nf4_double also quantizes the scales (double quantization) and takes 4.14 bits. Default: as set by
+    --precision.
     """
     train_also: list[str] | None = None
     """Modules to train in full alongside the adapter, such as embed_tokens lm_head."""

@@ -177,12 +177,13 @@ def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> Met
     if shape.adapter is None or not shape.adapter.base_weights:
         return opened
     if opened.weights is None:
+        option = f"--base_weights {shape.adapter.base_weights}"
         raise InputError(
-            f"--base_weights nf4: the weights of {base.place} cannot be read tensor by tensor; save the model again "
-            "with save_pretrained"
+            f"{option}: the weights of {base.place} cannot be read tensor by tensor; save the model again with "
+            "save_pretrained"
         )
     layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
-    quantize_layers(layers, dtype, shape.adapter.train_also)
+    quantize_layers(layers, dtype, shape.adapter.train_also, has_8bit_scales=shape.adapter.has_8bit_scales)
     return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))
 
 

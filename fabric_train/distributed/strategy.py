@@ -276,7 +276,9 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
     if fsdp.tensor_parallel_size > 1 and arguments.adapter.is_given:
         raise InputError("--tensor_parallel_size does not work with an adapter; leave one of them out")
     if arguments.model.float8 and arguments.adapter.base_weights:
-        raise InputError("--float8 does not work with --base_weights nf4; leave one of them out")
+        raise InputError(
+            f"--float8 does not work with --base_weights {arguments.adapter.base_weights}; leave one of them out"
+        )
 
     _check_group_sizes(arguments, num_processes)
 

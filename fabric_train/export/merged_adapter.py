@@ -20,7 +20,7 @@ from fabric_train.export.hub_format import blocks
 from fabric_train.model import hf_model
 from fabric_train.model.adapter import adapted_layers, is_adapter_parameter
 from fabric_train.model.load_weights import MetaModel, tied_weight_names
-from fabric_train.model.nf4 import BLOCK, NF4Linear
+from fabric_train.model.nf4 import NF4Linear, read_dequantized_rows
 from fabric_train.model.weight_files import StoredTensors, Weights, open_weights
 
 MergeInto = Literal["original", "dequantized"]
@@ -79,27 +79,12 @@ class _Dequantized:
         """Return the block of ``shape`` that begins at ``offsets`` of the full tensor."""
         if name not in self._layers:
             return self._weights.read_block(name, offsets, shape)
-        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
-
         # whole rows are dequantized: a row has whole blocks of one scale, and its columns are packed in pairs
-        layer = self._layers[name]
+        layer_name = name.removesuffix(".weight")
         first_row, first_column = offsets
         num_rows, num_columns = shape
-        packed_width = layer.weight.shape[1]
-        scales_width = layer.weight_scales.shape[1]
-        packed = self._weights.read_block(name, (first_row, 0), (num_rows, packed_width)).view(torch.uint8)
-        scales = self._weights.read_block(f"{name}_scales", (first_row, 0), (num_rows, scales_width))
-        if not num_rows:
-            return torch.empty(tuple(shape))
-        state = QuantState(
-            absmax=scales.view(torch.uint8).view(torch.float32).flatten(),
-            shape=torch.Size((num_rows, layer.in_features)),
-            code=get_4bit_type("nf4", device="cpu"),
-            blocksize=BLOCK,
-            quant_type="nf4",
-            dtype=torch.float32,
-        )
-        rows: torch.Tensor = dequantize_4bit(packed.reshape(-1, 1), state)
+        end_row = first_row + num_rows
+        rows = read_dequantized_rows(self._weights, layer_name, self._layers[name], first_row, end_row)
         return rows[:, first_column : first_column + num_columns]
 
 

@@ -32,6 +32,7 @@ from fabric_train.export.source import ExportSource
 from fabric_train.export.verification_report import REPORT_NAME, OutputReport, VerificationReport
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
+from fabric_train.model.nf4 import DOUBLE
 from fabric_train.model.origin import STAGES, ModelOrigin, TrainingStage, legal_files
 from fabric_train.pages.markdown import Markdown, code, escaped, last_part, link, render
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
@@ -248,6 +249,7 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         teacher=_describe_teacher(saved),
         is_adapter=is_adapter(folder),
         in_4_bits=saved.adapter_base is not None and saved.arguments.get("base_weights") is not None,
+        has_8bit_scales=saved.arguments.get("base_weights") == DOUBLE,
         difference=_difference_from_training(folder),
         lineage_rows=[card_facts.lineage_row(run, (*_HYPERPARAMETERS, *_DATA_ARGUMENTS)) for run in saved.lineage],
         export_versions={package.__name__: package.__version__ for package in packages},

@@ -124,7 +124,7 @@ def describe(
         shape = hf_model.read_shape(str(checkpoint), adapter=trained_adapter(checkpoint))
         training_dtype = getattr(torch, saved.content["weights_dtype"])
         # weights in 4 bits are quantized from the dtype of the training, to be the same ones
-        in_4_bits = shape.adapter is not None and shape.adapter.base_weights == "nf4"
+        in_4_bits = shape.adapter is not None and shape.adapter.base_weights is not None
         dtype = torch.bfloat16 if on_gpu and not in_4_bits else training_dtype
         return DescribedModel(shape, base, dtype, checkpoint)
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.sharded_parameters import original_name
-from fabric_train.model.nf4 import NF4Linear, is_linear, read_dequantized_rows
+from fabric_train.model.nf4 import DOUBLE, NF4Linear, is_linear, read_dequantized_rows
 from fabric_train.model.patterns import NamePattern
 from fabric_train.model.weight_files import StoredTensors, Weights
 
@@ -43,7 +43,8 @@ class Adapter:
     ``kind`` is lora or dora. ``targets`` name linear layers: by the end of their name in the model (``q_proj``), by a
     regular expression of the whole name, or :data:`ALL_LINEAR`. ``dropout`` is the share of a layer's inputs that the
     adapter does not see in a step. ``train_also`` names modules of the base that train in full (``lm_head``).
-    ``base_weights`` is nf4 if the frozen matrices of the layers are held in 4 bits.
+    ``base_weights`` is nf4 if the frozen matrices of the layers are held in 4 bits, and nf4_double if the scales of
+    these matrices are quantized too.
     """
 
     kind: str
@@ -60,6 +61,11 @@ class Adapter:
         """The factor of the product of both matrices: alpha / rank, or alpha / √rank for rsLoRA."""
         divisor = math.sqrt(self.rank) if self.is_rank_stabilized else self.rank
         return self.alpha / divisor
+
+    @property
+    def has_8bit_scales(self) -> bool:
+        """Whether the scales of weights in 4 bits are quantized too."""
+        return self.base_weights == DOUBLE
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter of an adapted model trains, by its name in transformers' model."""

@@ -413,7 +413,8 @@ def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Modul
     layers = [module for module in model.modules() if type(module) in shape.layer_classes]
     if shape.adapter and shape.adapter.base_weights:
         storage_dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-        quantize_layers(layers, storage_dtype, shape.adapter.train_also)
+        has_8bit_scales = shape.adapter.has_8bit_scales
+        quantize_layers(layers, storage_dtype, shape.adapter.train_also, has_8bit_scales=has_8bit_scales)
     return model, layers
 
 

@@ -68,6 +68,10 @@ _OF_ADAPTERS = (
     *("lora_modules_to_save", "lora_fan_in_fan_out", "lora_model_dir", "peft_use_dora", "peft_use_rslora", "use_dora"),
     *("use_rslora", "additional_target", "loraplus_lr_ratio", "loraplus_lr_embedding", "lora_task_type"),
 )
+_DOUBLE_QUANTIZATION = (
+    *("use_bnb_nested_quant", "double_quantization"),
+    *("bnb_4bit_use_double_quant", "bnb_config_kwargs.bnb_4bit_use_double_quant"),
+)
 
 
 def translate_method(translation: Translation) -> str:
@@ -302,8 +306,10 @@ def _translate_adapter(translation: Translation) -> bool:
     component = str(file.settings.get("model._component_", ""))
     if _is_in_4_bits(file, component):
         origins_of_bits = file.names("load_in_4bit", "quantization_bit", "model.quantize_base", "adapter")
+        origins_of_scales = file.names(*_DOUBLE_QUANTIZATION)
         comment = "" if origins_of_bits else "model._component_"  # torchtune's qlora_… models
-        translation.set_training("base_weights", "nf4", *origins_of_bits, comment=comment)
+        base_weights = "nf4_double" if _has_double_quantization(file) else "nf4"
+        translation.set_training("base_weights", base_weights, *origins_of_bits, *origins_of_scales, comment=comment)
     elif file.is_on("load_in_8bit") or file.get("quantization_bit") is not None:
         reason = "the frozen weights are in bfloat16 here, which takes more memory; --base_weights nf4 takes less"
         translation.leave_out(reason, *file.names("load_in_8bit", "quantization_bit"))
@@ -333,6 +339,13 @@ def _is_in_4_bits(file: ForeignFile, component: str) -> bool:
     if file.is_on("load_in_4bit", "model.quantize_base") or file.get("quantization_bit") == 4:
         return True
     return file.get("adapter") == "qlora" or ".qlora_" in component
+
+
+def _has_double_quantization(file: ForeignFile) -> bool:
+    """Return whether the scales of 4-bit weights are quantized too. TRL does not do it unless the file asks for it."""
+    if file.get(*_DOUBLE_QUANTIZATION) is None:
+        return file.program != "trl"
+    return file.is_on(*_DOUBLE_QUANTIZATION)
 
 
 def _adapter_of(translation: Translation) -> tuple[bool, tuple[str, ...]]:

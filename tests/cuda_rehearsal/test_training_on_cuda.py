@@ -130,14 +130,15 @@ def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "precision", "devices"), [("single", "16-mixed", 1), ("fsdp2", "bf16-true", 2)]
+    ("parallelism", "precision", "base_weights", "devices"),
+    [("single", "16-mixed", "nf4", 1), ("fsdp2", "bf16-true", "nf4_double", 2)],
 )
 def test_an_adapter_of_weights_in_4_bits_has_the_losses_of_the_cpu(
-    rehearsal: Rehearsal, parallelism: str, precision: str, devices: int
+    rehearsal: Rehearsal, parallelism: str, precision: str, base_weights: str, devices: int
 ) -> None:
     options: dict[str, object] = {"parallelism": parallelism, "precision": precision, "max_step": 2}
-    options |= {"lora_rank": 4, "base_weights": "nf4"}
-    name = f"{parallelism}-nf4"
+    options |= {"lora_rank": 4, "base_weights": base_weights}
+    name = f"{parallelism}-{base_weights}"
     rehearsal.run(name, options, devices)
     on_cpu = rehearsal.cpu_losses(f"{name}-cpu", options, devices)
     assert losses(rehearsal.folder / name) == pytest.approx(on_cpu, abs=4e-3)

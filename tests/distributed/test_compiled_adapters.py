@@ -29,18 +29,18 @@ NUM_LAYERS = 3
 NUM_STEPS = 4
 
 
-def adapted_model(kind: str, *, in_4_bits: bool, dropout: float = 0.0) -> Any:
+def adapted_model(kind: str, *, base_weights: str | None, dropout: float = 0.0) -> Any:
     """Return a small model in fp32 with variable-length attention, and an adapter with random weights."""
     config = LlamaConfig(
         vocab_size=200,
         num_hidden_layers=NUM_LAYERS,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=192,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,
     )
-    adapter = Adapter(kind, rank=4, alpha=8.0, dropout=dropout, base_weights="nf4" if in_4_bits else None)
+    adapter = Adapter(kind, rank=4, alpha=8.0, dropout=dropout, base_weights=base_weights)
     return adapted_llama(config, adapter, VARLEN)
 
 
@@ -65,14 +65,21 @@ def loss_and_gradients(model: Any, batch: Batch) -> tuple[float, dict[str, torch
 
 @pytest.mark.usefixtures("settings_as_they_were")
 @pytest.mark.parametrize(
-    ("kind", "in_4_bits", "recomputed"),
-    [("lora", True, "none"), ("lora", False, "full"), ("dora", True, "selective"), ("dora", False, "full")],
+    ("kind", "base_weights", "recomputed"),
+    [
+        ("lora", "nf4", "none"),
+        ("lora", None, "full"),
+        ("lora", "nf4_double", "none"),
+        ("dora", "nf4", "selective"),
+        ("dora", None, "full"),
+        ("dora", "nf4_double", "full"),
+    ],
 )
 def test_layers_with_an_adapter_are_whole_graphs_that_all_layers_share(
-    monkeypatch: pytest.MonkeyPatch, kind: str, in_4_bits: bool, recomputed: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, base_weights: str | None, recomputed: str
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=NO_CODE))
-    model = adapted_model(kind, in_4_bits=in_4_bits)
+    model = adapted_model(kind, base_weights=base_weights)
     batches = batches_of_documents()
     with varlen_kernel_on_cpu():
         expected_results = [loss_and_gradients(model, batch) for batch in batches]
@@ -100,7 +107,7 @@ def test_both_passes_of_compiled_layers_drop_the_same_inputs(
     monkeypatch: pytest.MonkeyPatch, recomputed: str, backend: str
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    model = adapted_model("lora", in_4_bits=True, dropout=0.3)
+    model = adapted_model("lora", base_weights="nf4", dropout=0.3)
     compile_layers(model.model.layers, any_length=False, budget=0.4 if recomputed == "selective" else 1.0)
     if recomputed == "full":
         checkpoint_layers(model.model.layers)
@@ -138,8 +145,8 @@ def compiled_runs(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedR
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose rows are whole blocks of NF4."""
-    return write_model(tmp_path_factory.mktemp("model"), hidden_size=64, intermediate_size=128)
+    """A model whose rows are whole blocks of NF4, two or three."""
+    return write_model(tmp_path_factory.mktemp("model"), hidden_size=128, intermediate_size=192)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +161,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ddp", 2, {"adapter": "dora", "activation_checkpointing": "full"}),
         ("fsdp", 2, {"adapter": "lora"}),
         ("fsdp2", 2, {"adapter": "lora", "base_weights": "nf4", "activation_checkpointing": "full"}),
-        ("fsdp2", 2, {"adapter": "dora", "base_weights": "nf4", "activation_checkpointing": "selective"}),
+        ("fsdp2", 2, {"adapter": "dora", "base_weights": "nf4_double", "activation_checkpointing": "selective"}),
     ],
     ids=["ddp", "fsdp", "fsdp2 in 4 bits", "fsdp2 with dora in 4 bits"],
 )
@@ -188,15 +195,17 @@ def test_compiled_ranks_train_the_adapter_that_uncompiled_ones_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [RANKS_WITHOUT_CODE, ""], ids=["traced", "compiled"])
+@pytest.mark.parametrize(
+    ("base_weights", "before"), [("nf4", RANKS_WITHOUT_CODE), ("nf4_double", "")], ids=["traced", "compiled"]
+)
 def test_a_compiled_run_in_4_bits_with_dropout_resumes_bit_for_bit(
-    compiled_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, before: str
+    compiled_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, base_weights: str, before: str
 ) -> None:
     settings = {
         "adapter": "lora",
         "lora_rank": 4,
         "lora_dropout": 0.1,
-        "base_weights": "nf4",
+        "base_weights": base_weights,
         "compile": "true",
         "activation_checkpointing": "full",
         "parallelism": "single",

@@ -41,7 +41,6 @@ from fabric_train.model.adapter import (
 )
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.model.nf4 import quantize_rows
 from fabric_train.model.origin import AdapterBase
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.prepare import prepare
@@ -660,15 +659,6 @@ def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) ->
     assert set(find_targets(biased_model(), read_adapter(tmp_path), "the model")) == targets
     by_peft = peft.PeftModel.from_pretrained(biased_model(), str(tmp_path)).get_base_model()
     assert {name for name, module in by_peft.named_modules() if hasattr(module, "lora_A")} == targets
-
-
-def test_rows_are_quantized_as_the_whole_matrix_is() -> None:
-    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    for begin, end in ((0, 96), (0, 1), (17, 60), (95, 96), (5, 5)):
-        row_codes, scales = quantize_rows(weight[begin:end])
-        assert torch.equal(row_codes, codes.view(96, 64)[begin:end])
-        assert torch.equal(scales, state.absmax.view(96, 2)[begin:end])
 
 
 def test_frozen_weights_of_an_8b_take_no_product_of_their_own() -> None:

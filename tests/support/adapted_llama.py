@@ -25,8 +25,8 @@ def adapted_llama(config: LlamaConfig, adapter: Adapter, attention: str, dtype: 
     """
     model: Any = random_llama(config).to(dtype)
     model.set_attn_implementation(attention)
-    if adapter.base_weights == "nf4":
-        _quantize(model, dtype)
+    if adapter.base_weights:
+        _quantize(model, dtype, has_8bit_scales=adapter.has_8bit_scales)
     attach(model, adapter, "the model", "cpu")
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -38,13 +38,13 @@ def adapted_llama(config: LlamaConfig, adapter: Adapter, attention: str, dtype: 
     return model.train()
 
 
-def _quantize(model: Any, dtype: torch.dtype) -> None:
+def _quantize(model: Any, dtype: torch.dtype, *, has_8bit_scales: bool) -> None:
     """Hold the matrices of a model's layers in 4 bits, in tensors of a dtype."""
     matrices = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quantize_layers(list(model.model.layers), dtype)
+    quantize_layers(list(model.model.layers), dtype, has_8bit_scales=has_8bit_scales)
     for name, module in model.named_modules():
         if isinstance(module, NF4Linear):
-            packed, scales = quantize_rows(matrices[name].detach())
+            packed, scales = quantize_rows(matrices[name].detach(), has_8bit_scales=has_8bit_scales)
             module.weight = nn.Parameter(packed.view(dtype), requires_grad=False)
             module.weight_scales = nn.Parameter(scales.view(dtype), requires_grad=False)
 

@@ -194,7 +194,7 @@ def test_a_file_of_axolotl_keeps_batches_adapter_and_schedule(translate: Transla
         "attention": "flash_attention_2",
         "precision": "bf16-true",
         "adapter": "lora",
-        "base_weights": "nf4",
+        "base_weights": "nf4_double",  # axolotl quantizes the scales too
         "lora_rank": 8,
         "lora_alpha": 12.0,
         "lora_dropout": 0.1,
