@@ -105,7 +105,7 @@ def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
 
 
 def _choose_tiles(run: PreparedRun) -> PreparedRun:
-    """Choose tiles if all layers are recomputed and the run still does not fit."""
+    """Choose tiles if all layers are recomputed, the run still does not fit, and tiles take less memory."""
     fsdp = run.arguments.fsdp
     request = make_request(run)
     without_tiles = _with_options(run, mlp_tile_size="none")
@@ -122,6 +122,9 @@ def _choose_tiles(run: PreparedRun) -> PreparedRun:
             return without_tiles
         needed_bytes = make_request(_with_options(run, **change)).forecast().device_bytes
     except TraceError:
+        return without_tiles
+    # no more tokens than a tile are not cut, and a layer that is not compiled takes more memory
+    if needed_bytes >= bytes_without:
         return without_tiles
     text = f"--mlp_tile_size auto: {TILE_SIZE} without compiling, which needs {show_size(needed_bytes)} of the "
     text += f"{show_size(usable_bytes)} that a run may use on a device; none would need {show_size(bytes_without)}"

@@ -14,6 +14,7 @@ from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, shape_from_config
+from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.optim.learning_rate import Schedule, Schedules
 from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.memory_forecast import make_request
@@ -117,6 +118,18 @@ def test_tiles_are_taken_only_if_recomputing_all_layers_is_not_enough() -> None:
     assert note == "--compile auto: false, since --mlp_tile_size 8192 does not work with it"
     compiled = resolved(1, "--activation_checkpointing", "full", "--compile", "true")
     assert compiled.arguments.fsdp.mlp_tile_size == "none"
+
+
+def test_tiles_that_take_more_memory_than_compiled_layers_are_not_taken() -> None:
+    shape = shape_of(FEW_LAYERS, 1000)
+    # rows that are not longer than a tile, on a device on which nothing fits
+    given = ("--plan", "true", "--device_memory", "2.2GB", "--activation_checkpointing", "full")
+    run = resolve_automatic(prepared(shape, *given, length=TILE_SIZE, num_steps=1_000_000))
+    fsdp = run.arguments.fsdp
+    assert (fsdp.compile, fsdp.mlp_tile_size) == (True, "none")
+    assert device_bytes(run) > 0.9 * 2.2e9
+    assert device_bytes(run, compile=False, mlp_tile_size=TILE_SIZE) > device_bytes(run)
+    assert [note.partition(",")[0] for note in run.notes] == ["--compile auto: true"]
 
 
 def test_what_is_given_stays_and_a_cpu_does_neither(shape: ModelShape) -> None:
