@@ -20,7 +20,7 @@ from tests.support.pretended_cuda.library import Devices
 
 _devices: Devices | None = None
 _BITSANDBYTES_KERNELS = "bitsandbytes.backends.cuda.ops"
-"""The module that registers kernels for CUDA; without it, the CPU's run on the devices like those of torch."""
+"""The module that registers kernels for CUDA."""
 
 
 def install() -> None:
@@ -100,8 +100,14 @@ def _compile_without_code(torch_module: Any) -> None:
         torch_module.compile = functools.partial(torch_module.compile, backend=NO_CODE)
 
 
+def _add_bitsandbytes_kernels() -> None:
+    from tests.support.pretended_cuda.bitsandbytes_kernels import add_kernels
+
+    add_kernels()
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that get more, or less, than they have."""
+    """Finds the modules that get more than they have, or something else."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in ("torch", "torch._C", "torch.storage", _BITSANDBYTES_KERNELS):
@@ -117,18 +123,21 @@ class _Finder(importlib.abc.MetaPathFinder):
         elif name == "torch.storage":
             spec.loader = _Loader(spec.loader, lambda: None, _resize_storages)
         else:
-            spec.loader = _EmptyLoader()
+            spec.loader = _Replacement(_add_bitsandbytes_kernels)
         return spec
 
 
-class _EmptyLoader(importlib.abc.Loader):
-    """Loads a module without anything in it."""
+class _Replacement(importlib.abc.Loader):
+    """Loads a module with nothing of its source in it: a function takes its place."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        self._function()
 
 
 class _Loader(importlib.abc.Loader):
