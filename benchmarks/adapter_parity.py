@@ -73,7 +73,7 @@ class Difference:
 
 def main() -> None:
     """Print a difference for each adapter, dtype and way to compute."""
-    differences = {}
+    differences: dict[str, Difference] = {}
     for name, adapter in ADAPTERS.items():
         differences |= {f"{name}, fp32, {way}": found for way, found in compare_in_fp32(adapter).items()}
         differences |= {f"{name}, bf16, {way}": found for way, found in compare_in_bf16(adapter).items()}
@@ -86,7 +86,7 @@ def compare_in_fp32(adapter: Adapter) -> dict[str, Difference]:
     reference = _plain_result(_plain_model(model, torch.float32))
     num_sums = num_sums_of_gradient(_config(), LENGTH, len(DOCUMENT_STARTS) * LENGTH)
     allowed = rounding_tolerance(num_sums)
-    differences = {}
+    differences: dict[str, Difference] = {}
     for way, result in _our_results(model).items():
         losses = _largest_difference(result.token_losses, reference.token_losses)
         gradients = max(
@@ -103,7 +103,7 @@ def compare_in_bf16(adapter: Adapter) -> dict[str, Difference]:
     plain = _plain_result(_plain_model(model, torch.bfloat16))
     allowed_losses = TIMES_PLAIN * _distance([plain.token_losses], [reference.token_losses])
     allowed_gradients = TIMES_PLAIN * _distance_of_gradients(plain, reference)
-    differences = {}
+    differences: dict[str, Difference] = {}
     for way, result in _our_results(model).items():
         losses = _distance([result.token_losses], [reference.token_losses])
         gradients = _distance_of_gradients(result, reference)
@@ -157,7 +157,8 @@ def _our_result(model: Any) -> Result:
 def _plain_model(model: Any, dtype: torch.dtype) -> nn.Module:
     """Return transformers' and peft's model in a dtype, with the weights and the adapter of ours."""
     with torch.device(DEVICE):
-        plain: Any = LlamaForCausalLM(_config()).to(dtype)
+        plain: Any = LlamaForCausalLM(_config())
+    plain.to(dtype)
     plain.load_state_dict(_plain_weights(model))
     adapted: nn.Module = peft.get_peft_model(plain, lora_config(RANK)).train()
     adapter_weights = {name: weight for name, weight in model.named_parameters() if is_adapter_parameter(name)}

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks.first_hour_parts import peer_environment, read_notes, write_training_rows
 from benchmarks.gpu import (
@@ -167,8 +168,12 @@ def _outcome(found: GpuRun, warm_up_steps: int) -> Outcome:
         raise CommandError(f"it took {len(found.tokens_per_second)} steps, and {warm_up_steps} of them are not counted")
     speed = spread(counted)
     mfu = spread(found.mfu[warm_up_steps:]).median if found.mfu else None
-    figures = {"tokens_per_second": asdict(speed), "tokens_per_second_of_steps": found.tokens_per_second}
-    figures |= {"mfu": mfu, "peak_bytes": found.peak_bytes}
+    figures: dict[str, Any] = {
+        "tokens_per_second": asdict(speed),
+        "tokens_per_second_of_steps": found.tokens_per_second,
+        "mfu": mfu,
+        "peak_bytes": found.peak_bytes,
+    }
     line = f"{speed.median:,.0f} tokens/s, "
     if mfu is not None:
         line += f"MFU {mfu:.1%}, "

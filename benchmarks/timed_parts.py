@@ -306,7 +306,7 @@ def _report(measurement: Measurement, sizes: str, records: Mapping[str, Record],
         "length": SIZES[sizes].length,
         **measurement.settings,
     }
-    commands = {}
+    commands: dict[str, str] = {}
     for part, record in records.items():
         commands |= {f"{part}: {name}": command for name, command in record.commands.items()}
     lines = {name: f"{record.status}: {record.line}" for name, record in records.items()}

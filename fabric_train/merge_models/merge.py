@@ -242,7 +242,7 @@ def write_merge_card(merged: MergedModels, folder: Path, facts: CardFacts, dtype
 
     # passthrough has no weights, and its one model has no difference
     columns = ["model", "began with, or revision", "licence"]
-    settings = {"method": recipe.method}
+    settings: dict[str, str] = {"method": recipe.method}
     if merged.kept_layers is None:
         columns[2:2] = ["weight", "difference", "kept"]
         settings["weights"] = ", ".join(f"{weight:g}" for weight in recipe.weights)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError
 from fabric_train.model.computed_settings import has_setting
 from fabric_train.model.hf_model import DEFAULT_LAYER_CLASS, ModelShape, shape_from_config
 
@@ -98,7 +98,7 @@ def cut_config(config: PretrainedConfig, layers: Sequence[int], source: str) -> 
         cut = type(config).from_dict(settings)
     except (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"--layers: {source} with these layers: {first_line(reason)}; choose other layers") from error
+        raise InputError(f"--layers: {source} with these layers: {reason}; choose other layers") from error
     if cut.get_text_config().num_hidden_layers != len(layers):
         raise InputError(f"--layers: the number of layers of a {config.model_type} cannot be set; give another model")
     return cut

@@ -83,7 +83,7 @@ def test_the_tensors_of_kept_layers_get_new_numbers_in_the_order_given(tmp_path:
     model_dir = write_family(tmp_path / "model", "llama")
     keep(model_dir, "3,0-1", tmp_path / "kept", "--max_shard_size", "100KB")
     stored = load_file(model_dir / "model.safetensors")
-    kept = {}
+    kept: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "kept").glob("*.safetensors"):
         kept |= load_file(file)
     assert len(list((tmp_path / "kept").glob("*.safetensors"))) > 1

@@ -109,7 +109,7 @@ def test_a_layer_keeps_nothing_between_passes_but_its_parameters(has_8bit_scales
     packed, scales = quantize_rows(matrix, has_8bit_scales=has_8bit_scales)
     layer.weight = nn.Parameter(packed.view(torch.float32), requires_grad=False)
     layer.weight_scales = nn.Parameter(scales.view(torch.float32), requires_grad=False)
-    layer.bias.requires_grad_(requires_grad=False)
+    layer.bias.requires_grad = False
     inputs = torch.randn(2, 7, 4 * BLOCK, requires_grad=True)
     grad_output = torch.randn(2, 7, 192)
 

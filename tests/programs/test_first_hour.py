@@ -48,8 +48,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_part_that_fails_is_reported_and_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = (Part("a", 1, fails), Part("b", 0.001, hangs), Part("c", 1, disagrees), Part("d", 1, finds))
-    parts += (Part("e", 1, reads_nothing), Part("f", 1, finds))
+    parts = (
+        Part("a", 1, fails),
+        Part("b", 0.001, hangs),
+        Part("c", 1, disagrees),
+        Part("d", 1, finds),
+        Part("e", 1, reads_nothing),
+        Part("f", 1, finds),
+    )
     monkeypatch.setattr(first_hour, "PARTS", parts)
     with pytest.raises(RunError, match="of 6 parts, 4 did not pass: a; b; c; e; "):
         run_first_hour("tiny", tmp_path, MACHINE, "commit")

@@ -23,7 +23,8 @@ def adapted_llama(config: LlamaConfig, adapter: Adapter, attention: str, dtype: 
         attention: a name of transformers, or this project's.
         dtype: of the weights; those in 4 bits are quantized from it.
     """
-    model: Any = random_llama(config).to(dtype)
+    model: Any = random_llama(config)
+    model.to(dtype)
     model.set_attn_implementation(attention)
     if adapter.base_weights:
         _quantize(model, dtype, has_8bit_scales=adapter.has_8bit_scales)
