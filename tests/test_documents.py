@@ -42,6 +42,7 @@ FOREIGN_OPTIONS = {
     "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "local-addr", "num-nodes", "main-address",
     "main-port", "ntasks-per-node", "pty", "signal", "exclude", "allow-run-as-root", "oversubscribe", "hostfile",
     "served-model-name", "max-model-len", "enable-lora", "lora-modules", "max-lora-rank", "outtype", "host", "port",
+    "gpu-memory-utilization", "build", "target",
     "env", "quarter_hour",
     "index-url", "no-index", "find-links", "no-build-isolation", "no-deps", "build-arg",
     "nodes", "nodelist", "no-kill", "kill-on-bad-exit", "gres", "ntasks",
