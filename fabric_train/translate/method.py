@@ -49,8 +49,12 @@ _OTHER_TRAINERS = {
     "diffusion": "a diffusion model",
     "reward_model": "a reward model",
     "process_reward_model": "a reward model",
-    "kd_trainer": "distillation",
+    "kd_trainer": "distillation from stored log-probabilities",
+    "kd_temperature": "distillation from stored log-probabilities",
+    "kd_alpha": "distillation from stored log-probabilities",
 }
+_KEYS_OF_DISTILLATION = ("teacher_model_name_or_path", "lmbda", "seq_kd")
+"""Settings that only TRL's GKD files have."""
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _TARGETS_OF_TORCHTUNE = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 TRAINING_TYPES = types_of(TrainArguments)
@@ -91,6 +95,9 @@ def _translate_objective(translation: Translation) -> str:
         translation.ignore(*origins)
         return objective
     translation.set_training("objective", objective, *origins)
+    if objective == "distill":
+        _translate_distillation(translation)
+        return objective
     if "sigmoid_norm" in translation.texts("loss_type"):
         translation.set_training("length_normalised", True, "loss_type")
     beta = translation.number(*_BETA_NAMES)
@@ -108,7 +115,7 @@ def _translate_objective(translation: Translation) -> str:
 
 def _refuse_other_trainers(file: ForeignFile) -> None:
     """Raise an InputError for a file with a training method that this project does not have."""
-    methods = f"this project trains with cross entropy, {_PREFERENCES}"
+    methods = f"this project trains with cross entropy, {_PREFERENCES}, and distils with --objective distill"
     for name, trainer in _OTHER_TRAINERS.items():
         for setting, value in file.settings.items():
             if setting.split(".")[0] == name and value not in (None, False):
@@ -157,6 +164,8 @@ def _objective_of_trl(translation: Translation) -> tuple[str, tuple[str, ...]]:
         )
     if losses:
         return _named_objective(translation, "loss_type", losses[0]), ("loss_type",)
+    if file.names(*_KEYS_OF_DISTILLATION):
+        return "distill", ("loss_type",)
     if file.names("desirable_weight", "undesirable_weight"):
         return "kto", ("loss_type",)  # only files of KTO have these
     pair_names = file.names(*_KEYS_OF_PAIRS)
@@ -174,6 +183,39 @@ def _named_objective(translation: Translation, name: str, loss: str) -> str:
     if objective is None:
         raise translation.fault(name, f"this project has the preference losses {_PREFERENCES}")
     return objective
+
+
+def _translate_distillation(translation: Translation) -> None:
+    """Translate a file of TRL's GKD, which may also train on the student's own answers.
+
+    Raises:
+        InputError: the student would train on answers of its own or of the teacher, or the file names no teacher.
+    """
+    file = translation.file
+    advice = "this project distils on the answers of the dataset; "
+    own_share = translation.number("lmbda")
+    if own_share is None:
+        raise InputError(f"{file.path}: lmbda is 0.5 by default, but {advice}set lmbda: 0")
+    if own_share:
+        raise translation.fault("lmbda", f"{advice}set it to 0")
+    if file.is_on("seq_kd"):
+        raise translation.fault("seq_kd", f"{advice}set it to false")
+    teacher = file.get("teacher_model_name_or_path")
+    if not isinstance(teacher, str):
+        raise InputError(f"{file.path}: it names no teacher; set teacher_model_name_or_path")
+    translation.set_training("teacher", teacher, "teacher_model_name_or_path")
+
+    # TRL interpolates between both divergences. Its temperature is that of the student's own answers.
+    beta = translation.number("beta")
+    beta_names = file.names("beta")
+    if beta == 0:
+        translation.set_training("divergence", "forward_kl", *beta_names)
+    elif beta == 1:
+        translation.set_training("divergence", "reverse_kl", *beta_names)
+    else:
+        translation.set_training("divergence", "jsd", *beta_names)
+        translation.set_training("jsd_beta", 0.5 if beta is None else beta, *beta_names)
+    translation.ignore(*file.names("lmbda", "seq_kd", "temperature", "max_new_tokens", "disable_dropout"))
 
 
 def _translate_weights_of_answers(translation: Translation) -> None:

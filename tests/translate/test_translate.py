@@ -457,3 +457,31 @@ def test_an_expression_with_brackets_stays_a_text_in_a_list(translate: Translate
     pattern = r"model.layers.[\d]+.(q|k)_proj"
     result = translate(f"{TRL}use_peft: true\nlora_target_modules: '{pattern}'\n")
     assert result.arguments["lora_targets"] == [pattern]
+
+
+def test_gkd_of_trl_becomes_distillation_from_its_teacher(translate: Translate) -> None:
+    text = (
+        "model_name_or_path: MODEL\nteacher_model_name_or_path: TEACHER\nlmbda: 0\nbeta: 0.3\ndisable_dropout: true\n"
+        "temperature: 0.9\ndataset_name: d.jsonl\noutput_dir: out\n"
+    )
+    training = translate(text).values
+    assert training["objective"] == "distill"
+    assert training["teacher"] == "TEACHER"
+    assert (training["divergence"], training["jsd_beta"]) == ("jsd", 0.3)
+    assert "dpo_beta" not in training
+    forward = translate(text.replace("beta: 0.3", "beta: 0")).values
+    assert forward["divergence"] == "forward_kl"
+    assert "jsd_beta" not in forward
+
+
+@pytest.mark.parametrize("setting", ["", "lmbda: 0.5\n", "lmbda: 0\nseq_kd: true\n"])
+def test_gkd_on_sampled_answers_is_refused(translate: Translate, setting: str) -> None:
+    text = f"model_name_or_path: MODEL\nteacher_model_name_or_path: TEACHER\n{setting}dataset_name: d.jsonl\n"
+    with pytest.raises(InputError, match="this project distils on the answers of the dataset"):
+        translate(text)
+
+
+def test_axolotls_distillation_from_stored_log_probabilities_is_refused(translate: Translate) -> None:
+    text = "base_model: MODEL\nkd_temperature: 2.0\ndatasets: [{path: d.jsonl, type: completion}]\n"
+    with pytest.raises(InputError, match="kd_temperature is for distillation"):
+        translate(text)
