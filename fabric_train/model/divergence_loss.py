@@ -95,11 +95,14 @@ class FullRows:
     head: TeacherHead
     bytes_per_logit = 24
 
+    def compute_logits(self, chunk: slice) -> torch.Tensor:
+        """Return the teacher's logits of the C tokens of a chunk, [C, rows of the head]."""
+        hidden = self.hidden[chunk].to(self.head.weight.dtype)
+        return torch.nn.functional.linear(hidden, self.head.weight, self.head.bias)
+
     def compare(self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool) -> Comparison:
         """Compare all named ids, see ``TeacherRows.compare``."""
-        hidden = self.hidden[chunk].to(self.head.weight.dtype)
-        logits = torch.nn.functional.linear(hidden, self.head.weight, self.head.bias)  # [C, rows]
-        teacher = loss.named_ids.log_probabilities(logits, loss.temperature)
+        teacher = loss.named_ids.log_probabilities(self.compute_logits(chunk), loss.temperature)
         divergences, slopes = DIVERGENCES[loss.divergence](student, teacher, loss.jsd_beta)
         gradient = None
         if needs_gradient:
@@ -143,27 +146,48 @@ class TopRows:
         return Comparison(divergences, ids[:, 0], gradient)
 
 
-@dataclass(frozen=True)
 class DivergenceLoss:
     """A ``lm_head_loss.TokenLoss``: the divergence from a teacher, and if asked for, the cross entropy of the targets.
 
     Both distributions are at the same temperature, and only over the named ids. The cross entropy is at temperature 1
     and over all rows of the head, as in training without a teacher.
+
+    This is not a dataclass, because Fabric and FSDP convert the tensors in a dataclass that a model gets.
     """
 
-    teacher: TeacherRows
-    targets: torch.Tensor
-    """The next tokens, int64 [N]."""
-    named_ids: NamedIds
-    divergence: str
-    """A name in ``DIVERGENCES``."""
-    jsd_beta: float = 0.5
-    temperature: float = 1.0
-    cross_entropy_weight: float = 0.0
-    """The weight of the cross entropy in the loss."""
-    is_supervised: torch.Tensor | None = None
-    """The tokens whose cross entropy is part of the loss, bool [N]; None for all of them."""
     num_values = len(VALUES)
+
+    def __init__(
+        self,
+        teacher: TeacherRows,
+        targets: torch.Tensor,
+        named_ids: NamedIds,
+        divergence: str,
+        jsd_beta: float = 0.5,
+        temperature: float = 1.0,
+        cross_entropy_weight: float = 0.0,
+        is_supervised: torch.Tensor | None = None,
+    ) -> None:
+        """Make the loss of N tokens.
+
+        Args:
+            teacher: The teacher's distributions.
+            targets: The next tokens, int64 [N].
+            named_ids: The ids with a token.
+            divergence: A name in ``DIVERGENCES``.
+            jsd_beta: See ``divergences.jsd``.
+            temperature: Both models' logits are divided by it.
+            cross_entropy_weight: The weight of the cross entropy in the loss.
+            is_supervised: The tokens whose cross entropy is part of the loss, bool [N]; None for all of them.
+        """
+        self.teacher = teacher
+        self.targets = targets
+        self.named_ids = named_ids
+        self.divergence = divergence
+        self.jsd_beta = jsd_beta
+        self.temperature = temperature
+        self.cross_entropy_weight = cross_entropy_weight
+        self.is_supervised = is_supervised
 
     @property
     def bytes_per_logit(self) -> int:
@@ -175,13 +199,12 @@ class DivergenceLoss:
 
     def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
         """Return the ``VALUES`` of the tokens of a chunk, fp32 [4, C], see ``lm_head_loss.TokenLoss.compute``."""
-        # The cross entropy first: the divergence may overwrite the log-probabilities.
         targets = self.targets[chunk, None]  # [C, 1]
-        likeliest = logits[:, : self.named_ids.end].argmax(dim=1)
         log_normalizer = torch.logsumexp(logits.float(), dim=1)
         cross_entropy = log_normalizer - logits.gather(1, targets)[:, 0].float()
 
         student = self.named_ids.log_probabilities(logits, self.temperature)
+        likeliest = student.argmax(dim=1)  # before ``compare`` overwrites the log-probabilities
         comparison = self.teacher.compare(student, chunk, self, needs_gradient)
         weights = torch.full_like(cross_entropy, self.cross_entropy_weight)  # [C]
         if self.is_supervised is not None:
