@@ -187,7 +187,7 @@ class PreparedRun:
         state = replace(state, unlogged=None, progress=None, rows_of_sources=None)
         start = replace(start, state=state, lineage=(*saved.lineage, branch))
         schedules = next_run.schedules.with_length(self.schedules.run_schedule.num_steps)
-        return replace(next_run, start=start, schedules=schedules)
+        return replace(next_run, start=start, schedules=schedules, teacher=self.teacher)
 
     @property
     def all_logged_sources(self) -> tuple[str, ...]:
