@@ -104,7 +104,7 @@ class Evaluation:
 
     def sign_of(self, source: str) -> int:
         """Return -1 if a higher value of :meth:`loss_of` is better, and otherwise 1."""
-        is_figure = source not in self.sources and self.whole.of_pairs
+        is_figure = source not in self.sources and not self.whole.is_likelihood
         figure = source.partition("/")[0]
         return -1 if is_figure and figure in HIGHER_IS_BETTER else 1
 

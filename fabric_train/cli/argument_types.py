@@ -376,7 +376,7 @@ def range_of_steps(text: str) -> tuple[int, int] | None:
     return (first_step, last_step) if first_step <= last_step else None
 
 
-HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen", "reward_desirable")
+HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen", "reward_desirable", "agreement")
 """The values of ``--best_by`` for which higher is better, for programs that read a checkpoint without its objective."""
 
 

@@ -31,7 +31,7 @@ def test_progress_counts_evaluations_without_a_new_lowest_loss() -> None:
     assert found == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (2.5, 3, 0), (2.5, 3, 1), (2.5, 3, 2), (2.4, 6, 0)]
 
 
-def test_of_pairs_a_higher_accuracy_is_better_and_a_lower_loss() -> None:
+def test_a_higher_accuracy_or_agreement_is_better_and_a_lower_loss() -> None:
     progress = LossProgress("accuracy")
     of_all = LossProgress("all")
     for step, (accuracy, loss) in enumerate([(0.5, 0.7), (0.7, 0.6), (0.6, 0.5)]):
@@ -44,6 +44,8 @@ def test_of_pairs_a_higher_accuracy_is_better_and_a_lower_loss() -> None:
     assert (progress.best, progress.best_step, progress.num_since) == (0.7, 1, 1)
     assert (of_all.best_step, of_all.num_since) == (2, 0)
     assert of_all.best == pytest.approx(0.5)
+    distilled = TokenLoss(1.0, 1, further={"agreement": 0.5, "divergence": 1.0}, has_own_unit=True)
+    assert [Evaluation(distilled).sign_of(figure) for figure in ("agreement", "divergence", "all")] == [-1, 1, 1]
     said = EarlyStopping("accuracy", 1).describe(
         TrainerState(step=2, evaluation=evaluation, first_evaluation=evaluation, progress=progress)
     )
