@@ -12,7 +12,14 @@ from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceS
 from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig
@@ -129,7 +136,8 @@ def setup_model(
         _fully_shard(model, strategy.device_mesh, layers, arguments, set(replicated))
     if isinstance(strategy, FSDP1Strategy):
         strategy.replicated = replicated
-        strategy.units = _units_of_mixed(model, layers)
+        strategy.units = _fsdp1_units(model, layers)
+        strategy.sharding_strategy = ShardingStrategy[arguments.fsdp.sharding_strategy]
     if isinstance(strategy, DDPStrategy) and not any(parameter.requires_grad for parameter in model.parameters()):
         # DDP refuses a model without gradients to average
         wrapped: Any = _FabricModule(model.to(fabric.device), strategy)
@@ -150,12 +158,18 @@ def setup_model(
     return wrapped
 
 
-def _units_of_mixed(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return FSDP1's units if some modules outside of the layers train and others do not; otherwise an empty list.
+def _fsdp1_units(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return FSDP1's units if there are others than the layers; otherwise an empty list.
 
-    FSDP1 has one gradient for each unit, also for frozen weights in it. So each of these modules is a separate unit,
-    except the head, which stays in the model's unit, because that computes the loss with its weight.
+    FSDP1 has one gradient for each unit, also for frozen weights in it. So if some modules outside of the layers train
+    and others do not, each of them is a separate unit, except the head, which stays in the model's unit, because that
+    computes the loss with its weight.
+
+    FSDP1 keeps the weights outside of the units gathered after a forward pass. So the embedding of a teacher, which has
+    no backward pass and no head, is a unit.
     """
+    if isinstance(model.get_output_embeddings(), nn.Identity):  # a teacher
+        return [*layers, model.get_input_embeddings()]
     modules_in_layers: set[nn.Module] = set()
     for layer in layers:
         modules_in_layers.update(layer.modules())

@@ -180,8 +180,10 @@ def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | 
     start = _starting_point(model_dir) if path else StartingPoint(None, TrainerState())
 
     # a whole model
+    longest_row = run.model.longest_row  # decides rotary frequencies that depend on the length of a text
     if not _is_adapter(path):
-        return replace(run, start=start, models=PhaseModels({1: _reference_shape(run, path)}), adapter_base=None)
+        shape = replace(_reference_shape(run, path), longest_row=longest_row)
+        return replace(run, start=start, models=PhaseModels({1: shape}), adapter_base=None)
 
     # an adapter on a base of its own
     if start.saved is not None:
@@ -192,6 +194,7 @@ def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | 
         adapter = read_adapter(model_dir)
     attention = run.model.config._attn_implementation
     shape = read_shape(base.place, arguments.fsdp.auto_wrap_policy, attention, adapter)
+    shape = replace(shape, longest_row=longest_row)
     adapter_arguments = replace(arguments.adapter, adapter=None, init_adapter=path, base_weights=None)
     arguments = replace(arguments, adapter=adapter_arguments)
     return replace(run, start=start, models=PhaseModels({1: shape}), adapter_base=base, arguments=arguments)

@@ -126,7 +126,8 @@ def _read_vector(meta_model: MetaModel, name: str) -> torch.Tensor:
 def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
     """Return a run whose model is the teacher at ``place``, for :func:`set_up_teacher`.
 
-    It keeps no activations, and its weights have the dtype in which the student computes.
+    It has no backward pass, so it keeps neither activations nor gathered weights. Its weights have the dtype in which
+    the student computes.
 
     Raises:
         InputError: There is no such model.
@@ -138,5 +139,7 @@ def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
     if precision == "bf16-mixed":
         precision = "bf16-true"
     fsdp = replace(arguments.fsdp, activation_checkpointing="none", activation_offload=False)
+    if fsdp.keeps_gathered:
+        fsdp = replace(fsdp, sharding_strategy="HYBRID_SHARD" if fsdp.is_hybrid else "FULL_SHARD")
     model = replace(arguments.model, precision=precision, float8=False)
     return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp))
