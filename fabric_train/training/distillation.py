@@ -18,8 +18,8 @@ from fabric_train.model.origin import TeacherModel, find_origin
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference_model import hash_reference, resolve_name
-from fabric_train.training.run_log import progress
-from fabric_train.training.teacher import LiveTeacher, set_up_teacher, teacher_run
+from fabric_train.training.run_log import note, progress
+from fabric_train.training.teacher import LiveTeacher, check_teacher_isolation, set_up_teacher, teacher_run
 from fabric_train.training.teacher_vocabulary import find_named_ids
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Distillation:
         """Set up the teacher, and return the run with its record; see ``objective.connect_objective``.
 
         Raises:
-            InputError: The teacher's weights have changed since the run began, or its vocabulary is not the student's.
+            InputError: The teacher's weights have changed since the run began, its vocabulary is not the student's, or
+                it does not keep the documents of a row apart.
         """
         assert self._arguments.teacher is not None  # arguments.py requires it
         progress.info("setting up the teacher")
@@ -49,11 +50,12 @@ class Distillation:
         model_run = teacher_run(run, place)
         origin, _ = find_origin(place)
         teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
-        _check_unchanged(run, teacher)
+        _check_unchanged(fabric, run, teacher)
         named_ids = find_named_ids(run, model_run.model)
         gaps = torch.tensor(named_ids.gaps, dtype=torch.int64, device=fabric.device)
         self._named_ids = NamedIds(named_ids.end, gaps)
         self._teacher = set_up_teacher(fabric, model_run)
+        check_teacher_isolation(fabric, run, self._teacher, f"--teacher {place}")
         return replace(run, teacher=teacher)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -90,18 +92,27 @@ class Distillation:
         )
 
 
-def _check_unchanged(run: PreparedRun, teacher: TeacherModel) -> None:
-    """Raise an InputError if a resumed run has another teacher than the checkpoint's, by its weights."""
+def _check_unchanged(fabric: Fabric, run: PreparedRun, teacher: TeacherModel) -> None:
+    """Raise an InputError if a resumed run has another teacher than the checkpoint's, by its weights.
+
+    A branch may have another teacher, and so may a run with ``--allow_changes``.
+    """
     saved = run.start.saved
     if saved is None or saved.teacher is None or not run.start.resumes:
         return
-    if saved.teacher.fingerprint == teacher.fingerprint or run.arguments.checkpoint.allow_changes:
+    if saved.teacher.fingerprint == teacher.fingerprint:
         return
-    raise InputError(
+    difference = (
         f"--teacher {teacher.place}: its weights differ from those of {saved.teacher.place}, the teacher when "
-        f"{saved.checkpoint} was saved; restore them, or accept different losses with --allow_changes true "
-        "(docs/reference/errors.md#resume-refused)"
+        f"{saved.checkpoint} was saved"
     )
+    if not run.start.branches and not run.arguments.checkpoint.allow_changes:
+        raise InputError(
+            f"{difference}; restore them, or accept different losses with --allow_changes true "
+            "(docs/reference/errors.md#resume-refused)"
+        )
+    if fabric.is_global_zero:
+        note(f"{difference}, so future losses differ")
 
 
 def build_distillation(arguments: "TrainArguments") -> Distillation:

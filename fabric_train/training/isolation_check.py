@@ -7,10 +7,12 @@ many tokens they get, round differently. The check measures this rounding: the l
 both rows differ by rounding alone, because no token sees the ones after it.
 """
 
+import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import IGNORED_LABEL, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, isolate
 from fabric_train.model.context_parallel import place_batch
 from fabric_train.training.objective import losses_at_targets
 
@@ -40,6 +42,10 @@ _LENGTH_WORDS = ("window", "chunk", "block", "kernel", "conv")
 """Words in names of settings that are lengths of texts, even if the names end like a size."""
 
 
+BatchLosses: TypeAlias = Callable[[Batch], torch.Tensor]
+"""A function that returns the losses of the targets of a batch, [N]."""
+
+
 @dataclass(frozen=True)
 class _Differences:
     """A mean loss, and root mean squares of differences of losses, in nats."""
@@ -55,12 +61,29 @@ class _Differences:
 
 
 @torch.no_grad()
-def check_isolation(fabric: Fabric, model: _FabricModule, source: str, longest_row: int, dtype: torch.dtype) -> None:
+def check_isolation(
+    fabric: Fabric,
+    model: _FabricModule,
+    source: str,
+    longest_row: int,
+    dtype: torch.dtype,
+    compute_losses: BatchLosses | None = None,
+) -> None:
     """Raise an InputError unless a model keeps documents of rows of up to ``longest_row`` tokens apart.
 
-    ``dtype`` is the dtype of its matrix products. All ranks call this. The model is in training mode before and after.
+    All ranks call this together. The model stays in training or evaluation mode.
+
+    Args:
+        fabric: The run's Fabric.
+        model: The model that ``setup_model`` returned.
+        source: The name of the model, for the message.
+        longest_row: The number of tokens in the longest row.
+        dtype: The dtype of the model's matrix products.
+        compute_losses: Computes the model's losses, if its output is neither these nor logits.
     """
-    fault = _find_fault(fabric, model, longest_row, dtype)
+    if compute_losses is None:
+        compute_losses = functools.partial(_losses_of_model, model)
+    fault = _find_fault(fabric, model, longest_row, dtype, compute_losses)
     if fault:
         raise InputError(
             f"--isolate_documents true: {source} ({model.config.model_type}) cannot isolate the documents of a row: "
@@ -68,13 +91,20 @@ def check_isolation(fabric: Fabric, model: _FabricModule, source: str, longest_r
         )
 
 
-def _find_fault(fabric: Fabric, model: _FabricModule, longest_row: int, dtype: torch.dtype) -> str | None:
+def _losses_of_model(model: _FabricModule, batch: Batch) -> torch.Tensor:
+    _, losses = losses_at_targets(model, batch)
+    return losses
+
+
+def _find_fault(
+    fabric: Fabric, model: _FabricModule, longest_row: int, dtype: torch.dtype, compute_losses: BatchLosses
+) -> str | None:
     """Return why a model does not keep documents apart; None if it does."""
     if "position_ids" not in inspect.signature(model.module.forward).parameters:
         return "it does not accept position ids"
     if longest_row < _MIN_ROW_LENGTH:
         return None
-    differences = _measure(fabric, model, checked_length(model.config, longest_row))
+    differences = _measure(fabric, model, checked_length(model.config, longest_row), compute_losses)
     loss_rounding = _MAX_LOSS_UNITS * torch.finfo(torch.float32).eps * differences.loss
     is_encoder = getattr(model.config, "is_decoder", True) is False
     if is_encoder and differences.rounding > loss_rounding:
@@ -104,7 +134,7 @@ def checked_length(config: Any, longest_row: int) -> int:
     return min(longest_row, 4 * max(lengths))
 
 
-def _measure(fabric: Fabric, model: _FabricModule, length: int) -> _Differences:
+def _measure(fabric: Fabric, model: _FabricModule, length: int, compute_losses: BatchLosses) -> _Differences:
     """Compute the losses of a document of half a row, after and before two other documents."""
     vocab_size = model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
@@ -115,15 +145,16 @@ def _measure(fabric: Fabric, model: _FabricModule, length: int) -> _Differences:
     neighbour_a = token_ids[length : length + border]
     neighbour_b = token_ids[length + border : length + 2 * border]
 
+    was_training = model.training
     model.eval()
     # flex attention is not compiled for these rows, and warns about it
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        after_a = _compute_losses(fabric, model, [neighbour_a, document], of_last=True)
-        after_b = _compute_losses(fabric, model, [neighbour_b, document], of_last=True)
-        before_a = _compute_losses(fabric, model, [document, neighbour_a], of_last=False)
-        before_b = _compute_losses(fabric, model, [document, neighbour_b], of_last=False)
-    model.train()
+        after_a = _losses_of_document(fabric, compute_losses, [neighbour_a, document], of_last=True)
+        after_b = _losses_of_document(fabric, compute_losses, [neighbour_b, document], of_last=True)
+        before_a = _losses_of_document(fabric, compute_losses, [document, neighbour_a], of_last=False)
+        before_b = _losses_of_document(fabric, compute_losses, [document, neighbour_b], of_last=False)
+    model.train(was_training)
     return _Differences(
         loss=float(before_a.mean()),
         leak=_root_mean_square(after_a - after_b),
@@ -132,8 +163,8 @@ def _measure(fabric: Fabric, model: _FabricModule, length: int) -> _Differences:
     )
 
 
-def _compute_losses(
-    fabric: Fabric, model: _FabricModule, documents: list[np.ndarray], *, of_last: bool
+def _losses_of_document(
+    fabric: Fabric, compute_losses: BatchLosses, documents: list[np.ndarray], *, of_last: bool
 ) -> torch.Tensor:
     """Return the losses of the first and last targets of one of two documents in a row, fp32 [N], on the CPU.
 
@@ -154,8 +185,7 @@ def _compute_losses(
     labels = np.full_like(input_ids, IGNORED_LABEL)
     labels[:, compared] = input_ids[:, compared]
     batch = place_batch(fabric, isolate(input_ids, labels, [np.array([0, border])]))
-    _, losses = losses_at_targets(model, batch)
-    losses = losses.detach().float().cpu()
+    losses = compute_losses(batch).detach().float().cpu()
     # On XLA every position has a target, and the unsupervised ones have a loss of 0.
     if batch.targets is not None:
         losses = losses[batch.targets.ids.cpu() != IGNORED_LABEL]

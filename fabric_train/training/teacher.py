@@ -16,15 +16,17 @@ from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 
 from fabric_train.cli.errors import InputError, naming_option
-from fabric_train.data.batch import Batch, Targets
+from fabric_train.data.batch import Batch, Targets, find_targets
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.attention import forward_batch
+from fabric_train.model.attention_choice import check_counted_from_rows
 from fabric_train.model.divergence_loss import FullRows, TeacherHead
 from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import MetaModel, build_on_meta
 from fabric_train.model.parallelize import setup_model
 from fabric_train.training.build_run import has_many_lengths, open_model
+from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference_model import check_positions, resolve_name, run_of_model
 from fabric_train.training.teacher_vocabulary import find_named_ids
@@ -43,6 +45,14 @@ class LiveTeacher:
         """Return the teacher's distributions of the targets of a batch."""
         hidden = forward_batch(self.model, batch).logits.flatten(0, 1)  # [B * T, H]
         return FullRows(hidden.index_select(0, targets.positions), self.head)
+
+    def compute_losses(self, batch: Batch) -> torch.Tensor:
+        """Return the teacher's cross entropy of the targets of a batch with few of them, fp32 [N]."""
+        targets = batch.targets
+        if targets is None:
+            targets = find_targets(batch.labels)
+        logits = self.read(batch, targets).compute_logits(slice(None))
+        return torch.nn.functional.cross_entropy(logits.float(), targets.ids, reduction="none")
 
 
 def find_teacher(run: PreparedRun) -> ModelShape | None:
@@ -66,6 +76,8 @@ def _check_teacher(run: PreparedRun, shape: ModelShape, teacher: str) -> None:
         with naming_option("--teacher ", instead_of="--model_name "):
             check_readable(shape.source)
     check_positions(run, shape, f"--teacher {teacher}")
+    if run.data.isolates and shape.longest_row is not None:
+        check_counted_from_rows(shape, shape.longest_row)
     find_named_ids(run, shape)
     _check_head(run.model, f"--model_name {run.model.source}")
     _check_head(shape, f"--teacher {teacher}")
@@ -102,6 +114,22 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
         any_length=has_many_lengths(run),
     )
     return LiveTeacher(wrapped.eval(), head)
+
+
+def check_teacher_isolation(fabric: Fabric, run: PreparedRun, teacher: LiveTeacher, source: str) -> None:
+    """Raise an InputError unless a run's teacher keeps the documents of a row apart, or need not; all ranks call this.
+
+    ``source`` names the teacher in the message.
+    """
+    row_lengths = [0]
+    for successive_run in run.successive_runs:
+        longest_row = successive_run.model.longest_row
+        if successive_run.data.isolates and longest_row is not None:
+            row_lengths.append(longest_row)
+    if max(row_lengths) == 0:
+        return
+    dtype = teacher.head.weight.dtype
+    check_isolation(fabric, teacher.model, source, max(row_lengths), dtype, teacher.compute_losses)
 
 
 def _read_head(meta_model: MetaModel, device: torch.device, dtype: torch.dtype) -> TeacherHead:
