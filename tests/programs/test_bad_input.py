@@ -84,6 +84,7 @@ class Case:
 
 STREAM = "-train_data_dir --max_length 32 --total_batch_size 1 --streaming_dataset"
 READABLE = "supported formats: .txt, .md, .csv, .json, .jsonl, .parquet (all except parquet also with .gz or .zst)"
+DISTILL = "--objective distill --teacher"
 TRAINER = "runs/{}/checkpoints/step-00000007"
 
 CASES: dict[str, Case] = {
@@ -481,6 +482,46 @@ CASES: dict[str, Case] = {
         "train",
         "--train_data_dir datasets/starts-beyond",
         "… document_starts that are not in ascending order, …",
+    ),
+    # ------------------------------------------------------------------------------------------------------- teachers
+    "a teacher that the objective does not use": Case(
+        "train", "--teacher model", "--teacher only applies to --objective distill, not sft; leave out --teacher"
+    ),
+    "no teacher": Case("train", "--objective distill", "--objective distill needs --teacher; give the model whose …"),
+    "no such teacher": Case("train", f"{DISTILL} nowhere", "--teacher nowhere: …"),
+    "no such teacher, by its path": Case(
+        "train", f"{DISTILL} /no/where", "--teacher /no/where: no such folder; give …"
+    ),
+    "a teacher with another tokenizer": Case(
+        "train",
+        f"{DISTILL} models/renamed-token",
+        "--teacher …models/renamed-token: it has a different tokenizer: id … is 'hen', but 'he' in the student's; …",
+        num_ranks=2,
+    ),
+    "a teacher without weights": Case("train", f"{DISTILL} models/no-weights", "--teacher …models/no-weights …"),
+    "a teacher with damaged weights": Case("train", f"{DISTILL} models/cut-weights", "--teacher …models/cut-weights …"),
+    "a teacher of other sizes": Case("train", f"{DISTILL} models/wider", "--teacher …models/wider…", process=True),
+    "a checkpoint with damaged weights as teacher": Case(
+        "train", f"{DISTILL} runs/cut-weights", "--teacher …runs/cut-weights…", process=True
+    ),
+    "a folder that is no model as teacher": Case("train", f"{DISTILL} full", "--teacher …full…"),
+    "a divergence that is not at a side": Case(
+        "train",
+        f"{DISTILL} model --divergence jsd --jsd_beta 0",
+        "--jsd_beta must be between 0 and 1; give --divergence forward_kl for 0, or reverse_kl for 1",
+    ),
+    "distillation in fp16": Case("train", f"{DISTILL} model --precision 16-mixed", "… --precision 16-mixed …"),
+    "distillation with split matrices": Case(
+        "train",
+        f"{DISTILL} model --parallelism fsdp2 --devices 2 --tensor_parallel_size 2",
+        "--objective distill does not work with --tensor_parallel_size; leave out --tensor_parallel_size",
+        num_ranks=2,
+    ),
+    "distillation with split rows": Case(
+        "train",
+        f"{DISTILL} model --parallelism fsdp2 --devices 2 --context_parallel_size 2",
+        "--objective distill does not work with --context_parallel_size; leave out --context_parallel_size",
+        num_ranks=2,
     ),
     "ids outside the vocabulary": Case(
         "train",

@@ -1,10 +1,10 @@
 """Train in plain PyTorch, as a reference for our runs."""
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,11 @@ GRAD_CLIP = 0.4
 WEIGHT_DECAY = 1.0
 """So large that the losses show which weights decay."""
 _SEED = 0
+
+TokenizedRow: TypeAlias = dict[str, list[int]]
+"""The columns ``input_ids``, ``labels`` and ``document_starts`` of a row."""
+RowLosses: TypeAlias = Callable[[torch.nn.Module, TokenizedRow], torch.Tensor]
+"""A function of a model and a row that returns the losses of the row's supervised tokens, fp32 [N]."""
 
 
 @functools.cache
@@ -56,6 +61,7 @@ def train_plainly(
     num_steps: int,
     num_ranks: int = 1,
     optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    row_losses: RowLosses | None = None,
 ) -> tuple[list[float], list[float]]:
     """Train the parameters of a model that require gradients: on one device, one document at a time.
 
@@ -66,11 +72,14 @@ def train_plainly(
         num_steps: optimizer steps.
         num_ranks: dropout draws the numbers of so many ranks, with micro-batches of one row.
         optimizers: step together, instead of AdamW; a group's ``lr_ratio`` multiplies its learning rate.
+        row_losses: computes the losses of a row, instead of :func:`document_losses`.
 
     Returns:
         The loss of each step, and the gradient norm of each step before clipping.
     """
     model.train()
+    if row_losses is None:
+        row_losses = document_losses
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizers is None:
         optimizers = [build_plain_adamw(parameters)]
@@ -90,7 +99,7 @@ def train_plainly(
         for rank in range(num_ranks):
             _seed_dropout(step, rank)
             for row in window[rank::num_ranks]:
-                losses_by_row.append(document_losses(model, rows[row]))
+                losses_by_row.append(row_losses(model, rows[row]))
         loss = torch.cat(losses_by_row).mean()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, GRAD_CLIP)))
@@ -101,21 +110,26 @@ def train_plainly(
     return losses, norms
 
 
-def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
+def document_losses(model: torch.nn.Module, row: TokenizedRow) -> torch.Tensor:
     """Return the losses of a row's supervised tokens, fp32 [N], with a forward pass for each document.
 
     The row goes to torch's default device.
     """
-    starts = row["document_starts"][1:]
-    documents = torch.tensor(row["input_ids"]).tensor_split(starts)
-    labels = torch.tensor(row["labels"]).tensor_split(starts)
     losses = []
-    for document_ids, document_labels in zip(documents, labels, strict=True):
+    for document_ids, document_labels in split_documents(row):
         logits = model(document_ids[None]).logits[0, :-1].float()  # [length - 1, vocab]
         targets = document_labels[1:]
         token_losses = F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="none")
         losses.append(token_losses[targets != IGNORED_LABEL])
     return torch.cat(losses)
+
+
+def split_documents(row: TokenizedRow) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the token ids and the labels of each document of a row, int64 [length]."""
+    starts = row["document_starts"][1:]
+    documents = torch.tensor(row["input_ids"]).tensor_split(starts)
+    labels = torch.tensor(row["labels"]).tensor_split(starts)
+    yield from zip(documents, labels, strict=True)
 
 
 def _windows(num_rows: int, rows_per_window: int) -> Iterator[list[int]]:

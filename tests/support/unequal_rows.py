@@ -51,6 +51,7 @@ def write_rows(
     spoiled_token: int = 0,
     num_rows: int = NUM_ROWS,
     packed_every: int = 3,
+    vocabulary: int = VOCABULARY,
 ) -> Path:
     """Write a token dataset of rows of ``LENGTH`` tokens, without a manifest; return its folder.
 
@@ -62,9 +63,10 @@ def write_rows(
         spoiled_token: see ``write_model``.
         num_rows: of the training split, the only one.
         packed_every: every so many rows, one holds three documents; the others hold one.
+        vocabulary: the ids are below it.
     """
     random = np.random.default_rng(0)
-    input_ids = random.integers(3, VOCABULARY, (num_rows, LENGTH))
+    input_ids = random.integers(3, vocabulary, (num_rows, LENGTH))
     input_ids[list(spoiled_rows), LENGTH // 2] = spoiled_token
     labels = input_ids.copy()
     document_starts = []
