@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from benchmarks import (
+    adapter_steps,
     adapters,
     chat_tokens,
     chats,
@@ -82,6 +83,7 @@ BENCHMARKS = {
     "context_rows": Benchmark(context_rows.measure, context_rows.table),
     "long_rows": Benchmark(long_rows.measure, long_rows.table, only_by_name=True),
     "scale": Benchmark(scale.measure, scale.table, only_by_name=True),
+    "adapter_steps": Benchmark(adapter_steps.measure, adapter_steps.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
 }
 _ONLY_BY_NAME = [name for name, benchmark in BENCHMARKS.items() if benchmark.only_by_name]

@@ -1,8 +1,8 @@
 """Train as rank 0 of many on fake CUDA tensors, which have shapes and no content, and print the counts of a step.
 
-``python -m benchmarks.fake_rank ARGUMENTS`` takes the arguments of ``fabric_train`` except data and output. It
-runs the program's own functions, from the checks before a run to the training loop, with the collectives of torch's
-fake process group. Weights are not read, and no checkpoint is written.
+``python -m benchmarks.fake_rank ARGUMENTS`` takes the arguments of ``fabric_train`` except data and output, and
+``--row_tokens`` and ``--row_documents``. It runs the program's own functions, from the checks before a run to the
+training loop, with the collectives of torch's fake process group. Weights are not read, and no checkpoint is written.
 """
 
 import importlib.util
@@ -66,7 +66,9 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     from fabric_train.arguments import TrainArguments, parse
 
     added = f"--train_data_dir {work / 'tokens'} --output_dir {work / 'run'} --accelerator cuda --num_workers 0"
-    added += " --log_step_interval 1 --save_step_interval 1000 --compile false"
+    added += " --log_step_interval 1 --save_step_interval 1000"
+    if "--compile" not in argv:
+        added += " --compile false"
     arguments = parse(TrainArguments, [*argv, *added.split()])
     _have_cuda(int(arguments.device.devices))
     if arguments.adapter.is_given:
@@ -77,7 +79,7 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     write = _write_pairs if arguments.preference.compares_answers else _write_rows
     write(work / "tokens", num_rows, length, documents)
     _become_rank_0(world_size, arguments.device.num_nodes)
-    with _fake_devices(int(arguments.device.devices)) as counter:
+    with _fake_devices(arguments.adapter.lora_rank or 0) as counter:
         return _train(arguments, counter, work / "reference.npy")
 
 
@@ -184,10 +186,10 @@ def _become_rank_0(world_size: int, num_nodes: int) -> None:
 
 
 @contextmanager
-def _fake_devices(number: int) -> Iterator["StepCounter"]:
+def _fake_devices(adapter_rank: int) -> Iterator["StepCounter"]:
     """Replace what needs a device: attention's choice of a kernel, values that the host reads, pinned memory, weights.
 
-    The host reads zeros.
+    The host reads zeros. Layers are compiled by ``LayerCompiler``, which finds an adapter's products by its rank.
     """
     import torch
     import torch.nn.functional as F
@@ -195,11 +197,14 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
     from torch.distributed.tensor import _utils as sharding
 
+    from benchmarks.compiled_counts import LayerCompiler
+    from benchmarks.kernels import Kernel
     from benchmarks.op_counts import StepCounter
     from fabric_train.model import parallelize
     from fabric_train.optim import adamw
     from fabric_train.optim.adamw import LowPrecisionAdamW
     from fabric_train.optim.tensor_table import Row, Storage, TensorTable
+    from fabric_train.preflight import prepare
     from fabric_train.preflight.memory_gpu import attention_on_gpu
     from fabric_train.training import build_run, step
     from fabric_train.training.step_exchange import StepReport, exchange_step
@@ -222,7 +227,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     def count_launch(table: TensorTable) -> None:
         stored = table.storage.weights.itemsize + 2 * table.storage.moments.itemsize
         read = stored + table.storage.gradient.itemsize
-        counter.add_kernel("optimizer", table.numel * read, table.numel * stored)
+        counter.add_kernel("optimizer", Kernel(table.numel * read, table.numel * stored))
 
     def use_triton(optimizer: LowPrecisionAdamW) -> None:
         optimizer.launch = count_launch
@@ -259,6 +264,9 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
             (adamw, "tensor_table", make_table),
             (F, "scaled_dot_product_attention", attention_on_gpu),
             (parallelize, "read_weights", lambda model, weights: None),
+            (parallelize, "start_magnitudes", lambda model, weights: None),
+            (parallelize, "compile_layers", LayerCompiler(counter, adapter_rank).compile_layers),
+            (prepare, "check_compiler", lambda *args: None),  # no code is generated
             (sharding, "_compute_local_shape_and_global_offset", compute_offset),
         ):
             patches.enter_context(patch.object(owner, name, new))
@@ -289,12 +297,18 @@ def _have_cuda(num_devices: int) -> None:
 
 def main() -> None:
     """Print the counts as JSON in the last line."""
+    import argparse
     import logging
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--row_tokens", type=int, default=LENGTH)
+    parser.add_argument("--row_documents", type=int, default=DOCUMENTS)
+    rows, argv = parser.parse_known_args()
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # torch's, about addresses of fake tensors
     with tempfile.TemporaryDirectory() as work:
-        found = run_fake_rank(sys.argv[1:], Path(work))
+        found = run_fake_rank(argv, Path(work), rows.row_tokens, rows.row_documents)
     print(json.dumps(asdict(found)), flush=True)
     os._exit(0)  # the threads of autograd end only with the process
 

@@ -4,7 +4,6 @@ The part of an operation is told from the Python function that runs it. A backwa
 model, so there an operation has the part of the forward operation whose gradient it computes.
 """
 
-import math
 import os
 import traceback
 import weakref
@@ -23,8 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.kernels import Kernel, kernels_of, tensor_bytes
+
 PRODUCTS = "matrix products"
 COLLECTIVES = "collectives"
+ADAPTER = "adapter"
+NORMS_OF_DORA = "norms of DoRA"
+DEQUANTIZATION = "dequantization"
+COMPILED = "compiled kernels"
 OTHERS = "others"
 PARTS = (
     "attention",
@@ -32,6 +37,10 @@ PARTS = (
     "norm",
     "rotary",
     "mlp",
+    ADAPTER,
+    NORMS_OF_DORA,
+    DEQUANTIZATION,
+    COMPILED,
     "residual",
     "embedding",
     "head",
@@ -41,7 +50,9 @@ PARTS = (
     COLLECTIVES,
     OTHERS,
 )
-"""``attention`` is without its four products. ``head`` is with its products and the loss."""
+"""``attention`` is without its four products. ``head`` is with its products and the loss, ``adapter`` and the norms of
+DoRA are with their products. ``compiled kernels`` are those that Inductor makes of all other operations of a layer.
+"""
 
 _PART_OF_FILE = {
     "/fabric_train/model/lm_head_loss.py": "head",
@@ -56,6 +67,7 @@ _PART_OF_FILE = {
     "/fabric_train/distributed/": OTHERS,
 }
 _PART_OF_CLASS = {
+    "Adapted": ADAPTER,
     "Norm": "norm",
     "Rotary": "rotary",
     "Attention": "attention",
@@ -64,21 +76,25 @@ _PART_OF_CLASS = {
     "Linear": PRODUCTS,
     "Layer": "residual",
 }
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "gemm_4bit"}
+_WITH_PRODUCTS = ("head", "clip", "optimizer", ADAPTER, NORMS_OF_DORA)
 _NO_KERNELS = {"_unsafe_view", "resize_", "set_", "record_stream", "_local_scalar_dense"}  # and empty*, and views
-_ONLY_WRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
-_READ_ROWS = {"embedding", "index_select", "gather", "index"}  # of their first argument, as many as the result has
 _WAIT = {"nonzero", "masked_select", "_unique2", "equal", "barrier"}
 _BLOCK = 512  # CUDA's allocator rounds up to it
 
 
 @dataclass
 class Work:
-    """Kernels that CUDA launches, or collectives, and the bytes of the tensors that they read and write."""
+    """Kernels that CUDA launches, or collectives, and the bytes of the tensors that they read and write.
+
+    ``least_seconds`` is the time that all of these kernels need at least on an H100, see ``kernels``.
+    """
 
     number: int = 0
     read: int = 0
     written: int = 0
+    flops: float = 0.0
+    least_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +175,8 @@ class StepCounter(TorchDispatchMode):
         self.live = LiveBytes(_BLOCK)
         self.pinned: list[torch.UntypedStorage] = []
         """Page-locked memory. A copy from other host memory makes the host wait."""
+        self.is_paused = False
+        """Whether operations are not counted, because they are only traced."""
         self._counts = _Counts()
         self._codes: dict[CodeType, str | None] = {}
         self._part_of_node: dict[int, str] = {}
@@ -182,11 +200,14 @@ class StepCounter(TorchDispatchMode):
 
     def know_modules(self, model: nn.Module) -> None:
         """Tell parts of the model by the classes of its modules."""
-        for kind in {type(module) for module in model.modules()}:
-            for word, part in _PART_OF_CLASS.items():
-                if word in kind.__name__:
-                    self._codes[kind.forward.__code__] = part
-                    break
+        classes: set[type] = set()
+        for module in model.modules():
+            classes.update(type(module).__mro__)
+        for kind in classes:
+            forward = vars(kind).get("forward")
+            parts = [part for word, part in _PART_OF_CLASS.items() if word in kind.__name__]
+            if forward is not None and parts:
+                self._codes[forward.__code__] = parts[0]
 
     def take(self) -> StepCounts:
         """Return the counts since the last call, and begin again."""
@@ -209,7 +230,7 @@ class StepCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with the local tensors
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
+        if self.is_paused or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -229,18 +250,18 @@ class StepCounter(TorchDispatchMode):
 
     def _note_copy(self, name: str, args: Any, kwargs: Any, result: torch.Tensor) -> None:
         source, positional = (args[1], args[2:3]) if name == "copy_" else (args[0], ())
-        if _is_cuda(source) == _is_cuda(result):
+        if is_cuda(source) == is_cuda(result):
             return
         non_blocking = kwargs.get("non_blocking", positional == (True,))
-        host = result if _is_cuda(source) else source
+        host = result if is_cuda(source) else source
         is_pinned = any(host.untyped_storage()._cdata == storage._cdata for storage in self.pinned)
         if not (non_blocking and is_pinned):
-            self.note_wait("copy from the device" if _is_cuda(source) else "copy from unpinned memory")
+            self.note_wait("copy from the device" if is_cuda(source) else "copy from unpinned memory")
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, results: list[torch.Tensor]) -> None:
         part = self._part(name)
         for tensor in results:
-            if _is_cuda(tensor):
+            if is_cuda(tensor):
                 self.live.add(tensor.untyped_storage(), part)
         if func.namespace in ("c10d", "_c10d_functional"):
             if name not in ("barrier", "wait_tensor"):
@@ -248,17 +269,18 @@ class StepCounter(TorchDispatchMode):
             return
         if name in _NO_KERNELS or "empty" in name:
             return
-        read, written = _traffic(func, name, args, kwargs, result)
-        if not written:  # a view
-            return
-        self.add_kernel(part, read, written)
+        for kernel in kernels_of(func, args, kwargs, result, is_cuda):
+            # a weight that is dequantized for its norms is part of them
+            self.add_kernel(part if part == NORMS_OF_DORA else kernel.part or part, kernel)
 
-    def add_kernel(self, part: str, read: int, written: int) -> None:
+    def add_kernel(self, part: str, kernel: Kernel) -> None:
         """Count a kernel."""
         work = self._counts.parts[part]
         work.number = work.number + 1
-        work.read = work.read + read
-        work.written = work.written + written
+        work.read = work.read + kernel.read
+        work.written = work.written + kernel.written
+        work.flops = work.flops + kernel.flops
+        work.least_seconds = work.least_seconds + kernel.least_seconds
 
     def _part(self, name: str) -> str:
         node = torch._C._current_autograd_node()
@@ -267,9 +289,9 @@ class StepCounter(TorchDispatchMode):
             self._part_of_node[torch.autograd._get_sequence_nr() - 1] = part
         elif part == OTHERS:
             part = self._part_of_node.get(node._sequence_nr(), OTHERS)
-        if part == "head":
+        if part in _WITH_PRODUCTS:
             return part
-        if name in _PRODUCTS and part not in ("clip", "optimizer"):
+        if name in _PRODUCTS:
             return PRODUCTS
         return "attention" if "attention" in name or "varlen_attn" in name else part
 
@@ -290,56 +312,29 @@ class StepCounter(TorchDispatchMode):
 def _part_of_code(code: CodeType) -> str | None:
     if "/transformers/models/" in code.co_filename:
         return "rotary" if "rotary" in code.co_name else None
+    if "/fabric_train/model/adapter.py" in code.co_filename and code.co_name == "_row_norms":
+        return NORMS_OF_DORA
     if "/fabric_train/distributed/gradients.py" in code.co_filename:
         return "clip"
     return next((part for path, part in _PART_OF_FILE.items() if path in code.co_filename), None)
 
 
 def _on_device(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(map(_is_cuda, tensors))
+    return any(map(is_cuda, tensors))
 
 
-def _is_cuda(tensor: torch.Tensor) -> bool:
+def is_cuda(tensor: torch.Tensor) -> bool:
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device  # a fake one's is an operation
     return device.type == "cuda"
 
 
-def _traffic(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
-    """Return the bytes that a kernel reads and writes."""
-    inputs: dict[int, torch.Tensor] = {}
-    outputs: dict[int, torch.Tensor] = {}
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tensors = {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and _is_cuda(leaf)}
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written:
-            outputs |= tensors
-        if not (is_written and (name in _ONLY_WRITE or argument.is_out)):
-            inputs |= tensors
-    returned = result if isinstance(result, tuple) else (result,)
-    for declared, value in zip(func._schema.returns, returned, strict=False):
-        if declared.alias_info is None:
-            outputs |= {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
-    written = sum(map(_bytes, outputs.values()))
-    sizes = {key: _bytes(tensor) for key, tensor in inputs.items()}
-    if name in _READ_ROWS and id(args[0]) in sizes:
-        sizes[id(args[0])] = written
-    return sum(sizes.values()), written
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's different elements; an expanded dimension is read once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(sizes) * tensor.itemsize if tensor.numel() else 0
-
-
 def _add_collective(work: Work, name: str, args: Any, results: list[torch.Tensor]) -> None:
-    tensors = [sum(map(_bytes, _tensors(value))) for value in args[:2] if _tensors(value)]
+    tensors = [sum(map(tensor_bytes, _tensors(value))) for value in args[:2] if _tensors(value)]
     # c10d's operations take outputs first, then inputs; an all-reduce takes one list
     written = tensors[0]
     read = tensors[-1]
     if name.startswith(("all_gather_into_tensor", "reduce_scatter_tensor")):  # functional ones take inputs alone
-        written = sum(map(_bytes, results))
+        written = sum(map(tensor_bytes, results))
     work.number = work.number + 1
     work.read = work.read + read
     work.written = work.written + written

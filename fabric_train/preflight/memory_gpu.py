@@ -19,6 +19,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Compiled = Callable[..., Any]
+GraphCompiler = Callable[[GraphModule, Sequence[Any]], Compiled]
+"""A function that makes a function of the list of its inputs from a graph; see ``aot_function``."""
 
 
 def attention_on_gpu(
@@ -76,7 +78,20 @@ def attention_with_gathered_keys(attention: Callable[..., torch.Tensor], num_ran
     return attend
 
 
-def compile_for_trace(layers: Iterable[nn.Module], budget: float, operations_key: Hashable) -> None:
+def run_buffers(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+    """Return a function that allocates the buffers of a graph's compiled kernels, and computes nothing."""
+    buffers = _Buffers(gm)
+
+    def run(args: list[Any]) -> list[Any]:
+        return buffers.run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined] # torch passes a list, which is emptied
+    return run
+
+
+def compile_for_trace(
+    layers: Iterable[nn.Module], budget: float, operations_key: Hashable, compile_graph: GraphCompiler = run_buffers
+) -> None:
     """Replace each layer's ``forward`` as ``decoder_layers.compile_layers`` does, for fake tensors.
 
     The outputs have shapes and no content.
@@ -86,9 +101,10 @@ def compile_for_trace(layers: Iterable[nn.Module], budget: float, operations_key
         budget: The share of activations that the compiler keeps.
         operations_key: Everything else that a layer's operations depend on; layers of several models share their graphs
             if it is the same.
+        compile_graph: Compiles the graphs of forward and backward passes.
     """
     for layer in layers:
-        layer.forward = _compiled_forward(layer, layer.forward, budget, operations_key)
+        layer.forward = _compiled_forward(layer, layer.forward, budget, operations_key, compile_graph)
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ class _LayerCall:
     function: Compiled = field(compare=False)  # takes weights and tensors; the fields below decide what it computes
     num_weights: int
     operations_key: Hashable
+    compile_graph: GraphCompiler
     budget: float
     inputs: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]  # shape, dtype and requires_grad of each tensor
     structure: TreeSpec
@@ -105,11 +122,14 @@ class _LayerCall:
     constants: tuple[Any, ...]
 
 
-def _compiled_forward(layer: nn.Module, forward: Compiled, budget: float, operations_key: Hashable) -> Compiled:
+def _compiled_forward(
+    layer: nn.Module, forward: Compiled, budget: float, operations_key: Hashable, compile_graph: GraphCompiler
+) -> Compiled:
     """Return a ``forward`` that allocates the buffers of a layer's compiled graphs; see ``compile_for_trace``."""
-    names, weights = zip(*layer.named_parameters(), strict=True)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
+        # read in each call: parameters on the meta device are replaced after the layer is compiled
+        names, weights = zip(*layer.named_parameters(), strict=True)
         # aot_function takes tensors only: everything else is a constant of the function that it traces
         leaves, structure = tree_flatten((args, kwargs))
         tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -127,6 +147,7 @@ def _compiled_forward(layer: nn.Module, forward: Compiled, budget: float, operat
             function=call_with_tensors,
             num_weights=len(weights),
             operations_key=operations_key,
+            compile_graph=compile_graph,
             budget=budget,
             inputs=tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (*weights, *tensors)),
             structure=structure,
@@ -162,22 +183,12 @@ def _graphs_of(call: _LayerCall) -> Compiled:
 
     return aot_function(
         call.function,
-        fw_compiler=_run_buffers,
-        bw_compiler=_run_buffers,
+        fw_compiler=call.compile_graph,
+        bw_compiler=call.compile_graph,
         partition_fn=partition_fn,
         decompositions=select_decomp_table(),
         num_params_buffers=call.num_weights,
     )
-
-
-def _run_buffers(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    buffers = _Buffers(gm)
-
-    def run(args: list[Any]) -> list[Any]:
-        return buffers.run(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined] # torch passes a list, which is emptied
-    return run
 
 
 @dataclass
@@ -235,7 +246,9 @@ class _Buffers:
                 del live_tensors[node]
             value = allocation.buffer.meta.get("val")
             if allocation.buffer not in live_tensors and isinstance(value, torch.Tensor):
-                live_tensors[allocation.buffer] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+                live_tensors[allocation.buffer] = torch.empty_strided(
+                    value.size(), value.stride(), dtype=value.dtype, device=value.device
+                )
             for node in allocation.freed_after:
                 del live_tensors[node]
         return [self._evaluate(node, live_tensors) if isinstance(node, Node) else node for node in self._outputs]
