@@ -44,6 +44,8 @@ def measured_peak_share(arguments: "TrainArguments", *, is_partly_frozen: bool) 
         return ANY_KIND
     if arguments.preference.compares_answers:
         return ANY_KIND if compiles else PAIRS
+    if arguments.preference.objective != "sft":
+        return ANY_KIND
     if arguments.adapter.is_given:
         return ANY_KIND if compiles else ADAPTER
     if is_partly_frozen:

@@ -81,6 +81,7 @@ def test_the_shares_of_the_peak_are_the_measured_ones() -> None:
         ("--compile false --adapter lora --base_weights nf4", True, ADAPTER),
         ("--compile true --adapter lora", True, ANY_KIND),
         ("--compile false --adapter lora --objective dpo", True, PAIRS),
+        ("--compile false --objective distill --teacher larger", False, ANY_KIND),
     ],
 )
 def test_the_share_of_the_peak_is_that_of_steps_of_the_same_kind(
