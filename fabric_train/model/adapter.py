@@ -104,30 +104,40 @@ class AdaptedLayer(nn.Module):
         adapter_inputs = F.dropout(inputs, adapter.dropout) if drops else inputs
         low = F.linear(adapter_inputs.to(dtype), self.lora_A.weight.to(dtype)) * adapter.scale  # [..., rank]
         up = self.lora_B.weight.to(dtype)  # [out, rank]
-        if adapter.kind != "dora":  # added within the product, so nothing else is as large as the output
-            return torch.addmm(base.flatten(0, -2), low.flatten(0, -2), up.t()).view_as(base)
-        ratio = (self.lora_magnitude_vector / self._row_norms()).to(dtype)  # [out]
-        direction: torch.Tensor = super().forward(adapter_inputs) if drops else base
+        output = _add_product(base, low, up)
+        if adapter.kind != "dora":
+            return output
+        # in 16 bits, a ratio near 1 would lose most of what it differs by
+        change = (self.lora_magnitude_vector / self._row_norms() - 1).to(dtype)  # [out]
+        direction = output
+        if drops:
+            direction = _add_product(super().forward(adapter_inputs), low, up)
         if self.bias is not None:  # the magnitudes scale only the weight
             direction = direction - self.bias.to(dtype)
-        return base + (ratio - 1) * direction + ratio * F.linear(low, up)
+        return torch.addcmul(output, direction, change)
 
     @torch.no_grad()
     def _row_norms(self) -> torch.Tensor:
         """Return the norm of each row of W + s B A, fp32 [out], without making that matrix.
 
         With B' = s B, the square of a row's norm is ‖w‖² + 2 w·(b' A) + b' (A Aᵀ) b'ᵀ. It is a constant for the
-        gradient, as in section 4.3 of the paper.
+        gradient, as in section 4.3 of the paper. Like the layer's output, it takes A in the dtype of W: a copy of W in
+        fp32 would cost more time than the rest of the adapter.
         """
         with torch.autocast(self.weight.device.type, enabled=False):
-            weight = self.dequantized() if isinstance(self, NF4Linear) else self.weight.float()  # [out, in]
+            weight = self.dequantized() if isinstance(self, NF4Linear) else self.weight  # [out, in]
             lora_a = self.lora_A.weight  # [rank, in]
             lora_b = self.lora_B.weight * self.adapter.scale  # [out, rank]
-            base_squares = weight.square().sum(dim=1)
-            cross_products = ((weight @ lora_a.t()) * lora_b).sum(dim=1)
+            base_squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+            cross_products = ((weight @ lora_a.to(weight.dtype).t()) * lora_b).sum(dim=1)
             adapter_squares = ((lora_b @ (lora_a @ lora_a.t())) * lora_b).sum(dim=1)
             squares = base_squares + 2 * cross_products + adapter_squares
             return squares.clamp(min=0).sqrt()  # rounding may make a square slightly negative
+
+
+def _add_product(base: torch.Tensor, low: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return ``base`` [..., out] plus ``low`` [..., rank] times ``up`` [out, rank] transposed, without that product."""
+    return torch.addmm(base.flatten(0, -2), low.flatten(0, -2), up.t()).view_as(base)
 
 
 @functools.cache

@@ -54,7 +54,13 @@ _DEFAULTS_OF_EARLIER_VERSIONS = dict.fromkeys(("train_only", "freeze", "lr_of", 
 """The values of arguments that checkpoints of earlier versions lack."""
 _ATTENTION = "fabric_train attention"
 _VALIDATION = "fabric_train validation rows"
-OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, _VALIDATION: VALIDATION_VERSION, _ATTENTION: "1"}
+_DORA = "fabric_train DoRA"
+OWN_VERSIONS = {
+    "fabric_train learning rates": SCHEDULES_VERSION,
+    _VALIDATION: VALIDATION_VERSION,
+    _ATTENTION: "1",
+    _DORA: "1",
+}
 """The versions of this program's own computations; checkpoints that do not record them have version 1."""
 
 _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
@@ -64,11 +70,14 @@ _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_chang
 def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
     """Return :data:`OWN_VERSIONS` for a model and its data.
 
-    ``sdpa`` with document borders is version 2 of attention. For a single source, see ``VALIDATION_VERSION``.
+    ``sdpa`` with document borders is version 2 of attention. Version 2 of DoRA does not round the ratio of magnitudes
+    and norms to bf16. For a single source, see ``VALIDATION_VERSION``.
     """
     versions = dict(OWN_VERSIONS)
     if model.config._attn_implementation in (VARLEN, CONTEXT_VARLEN):
         versions[_ATTENTION] = "2"
+    if model.adapter is not None and model.adapter.kind == "dora":
+        versions[_DORA] = "2"
     has_several_sources = data.validation is not None and len(data.validation.source_names) > 1
     if not has_several_sources:
         versions[_VALIDATION] = "2"
