@@ -5,8 +5,10 @@ from functools import cache
 
 import pytest
 
+from benchmarks import adapter_steps
 from benchmarks.fake_rank import FakeRun
 from benchmarks.measure import ROOT
+from benchmarks.op_counts import PRODUCTS
 from benchmarks.rehearsal import CASES, TOLERANCE, Case, num_kernels, plan_error, read_fake_run
 from tests.support.pretended_cuda.run import run_pretended
 
@@ -81,3 +83,21 @@ def test_step_of_an_adapter_has_no_work_for_frozen_weights(case: Case) -> None:
     )
     assert 0 < of_adapter <= 0.01 * gradients
     assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)
+
+
+def adapter_step(name: str) -> FakeRun:
+    """Return a step of two layers of a case of the benchmark adapter_steps."""
+    words = adapter_steps.cases()[name].words[2:]  # without python -m
+    run = run_pretended([*words, "--num_layers", "2"], devices=1, ranks=1, cwd=ROOT, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return read_fake_run(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("adapter", adapter_steps.ADAPTERS)
+def test_compiled_layers_compute_the_same_products_in_fewer_kernels(adapter: str) -> None:
+    eager = adapter_step(f"{adapter}, eager")
+    compiled = adapter_step(f"{adapter}, compiled")
+    for part in (PRODUCTS, "attention", "head"):
+        assert compiled.step.parts[part].flops == eager.step.parts[part].flops, part
+    assert num_kernels(compiled) < num_kernels(eager)
+    assert plan_error(eager) == pytest.approx(0, abs=TOLERANCE)
