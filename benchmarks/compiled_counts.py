@@ -94,10 +94,12 @@ def _kernels_of_extern(scheduled: Any, adapter_rank: int) -> list[Kernel]:
     """Return the kernels of an operation that Inductor calls as it is: a product, attention, or a custom operator."""
     from torch._inductor.ir import MultiOutput
 
-    node = scheduled.node.get_origin_node()
-    is_result = isinstance(scheduled.node, MultiOutput)  # one of the results of an operation, which is scheduled too
-    if is_result or node is None or not hasattr(node.target, "overloadpacket"):
+    if isinstance(scheduled.node, MultiOutput):  # one of the results of an operation, which is scheduled too
         return []
+    node = scheduled.node.get_origin_node()
+    if node is None:  # an operation with several results
+        operation = scheduled.node.op_overload
+        node = next(origin for origin in scheduled.node.get_origins() if origin.target is operation)
     args = torch.fx.node.map_arg(node.args, _value)
     kwargs = torch.fx.node.map_arg(node.kwargs, _value)
     part = _part_of_extern(node, adapter_rank)
@@ -127,7 +129,7 @@ def _part_of_extern(node: Node, adapter_rank: int) -> str:
 
 
 def _is_weight(node: Node) -> bool:
-    """Return whether a tensor is an input of the graph, or a view or cast of one."""
+    """Return whether a tensor is an input of the layer, or a view or cast of one, and not a saved activation."""
     while len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return node.op == "placeholder"
+    return node.op == "placeholder" and node.name.startswith("primals")
