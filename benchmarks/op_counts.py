@@ -286,7 +286,8 @@ class StepCounter(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         part = self._part_of_frames()
         if node is None:
-            self._part_of_node[torch.autograd._get_sequence_nr() - 1] = part
+            # the first operation since the last node made that node; others, such as views of frozen weights, make none
+            self._part_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, part)
         elif part == OTHERS:
             part = self._part_of_node.get(node._sequence_nr(), OTHERS)
         if part in _WITH_PRODUCTS:
