@@ -25,8 +25,8 @@ _FROZEN_LOGITS_BYTES = 128 << 20
 Such a chunk reads the weight, but adds to no fp32 gradient of the weight's size. At 128,256 tokens in the vocabulary it
 has 523 tokens. An H100 needs about 300 (989 TFLOP/s by 3.35 TB/s) to be limited by arithmetic and not by that read.
 """
-_FROZEN_LOG_PROBABILITIES_BYTES = 64 << 20
-"""The most bytes of fp32 log-probabilities at a time on a GPU if the head is frozen."""
+_LOG_PROBABILITIES_BYTES = 64 << 20
+"""The most bytes of fp32 log-probabilities at a time on a GPU, unless they are written over the logits."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class _ChunkSettings:
     def saves_memory(self) -> bool:
         """Whether chunks have ``_FROZEN_LOGITS_BYTES``."""
         return self.is_frozen and self.memory_device != "cpu"
+
+    @property
+    def works_in_place(self) -> bool:
+        """Whether the log-probabilities of the cross entropy are written over the logits."""
+        return self.dtype == torch.float32 or (self.memory_device == "cuda" and _has_liger())
 
 
 @dataclass
@@ -424,10 +429,9 @@ def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> i
     device_type = settings.memory_device
     bytes_per_logit = settings.dtype.itemsize
     chunk_bytes = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"])
-    works_in_place = settings.dtype == torch.float32 or (device_type == "cuda" and _has_liger())
     if settings.saves_memory:
         chunk_bytes = _FROZEN_LOGITS_BYTES
-    elif not works_in_place:
+    elif not settings.works_in_place:
         bytes_per_logit += 4  # the fp32 log-probabilities
     bytes_per_logit += settings.loss_bytes_per_logit
     max_tokens = max(1, chunk_bytes // (bytes_per_logit * vocab_size))
@@ -438,11 +442,15 @@ def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> i
 def _chunk_values(
     logits: torch.Tensor, token_loss: TokenLoss, chunk: slice, needs_gradient: bool, settings: _ChunkSettings
 ) -> torch.Tensor:
-    """Do what ``TokenLoss.compute`` does, with few fp32 log-probabilities at a time if memory is to be saved."""
-    if not settings.saves_memory:
+    """Do what ``TokenLoss.compute`` does, on a GPU with few fp32 log-probabilities at a time.
+
+    They are computed row by row, so slices of a chunk have the same values.
+    """
+    needs_copies = not settings.works_in_place or settings.loss_bytes_per_logit > 0
+    if settings.memory_device == "cpu" or not needs_copies:
         return token_loss.compute(logits, chunk, needs_gradient)
     bytes_per_logit = 4 + settings.loss_bytes_per_logit
-    max_tokens = max(1, _FROZEN_LOG_PROBABILITIES_BYTES // (bytes_per_logit * logits.shape[1]))
+    max_tokens = max(1, _LOG_PROBABILITIES_BYTES // (bytes_per_logit * logits.shape[1]))
     slice_values = []
     for begin in range(0, len(logits), max_tokens):
         slice_logits = logits[begin : begin + max_tokens]
