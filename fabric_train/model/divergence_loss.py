@@ -31,6 +31,10 @@ class NamedIds:
     gaps: torch.Tensor
     """The ids below ``end`` without a token, int64 [gaps], on the head's device."""
 
+    def are_all_rows(self, num_rows: int) -> bool:
+        """Return whether each row of a head of ``num_rows`` has a token."""
+        return self.end == num_rows and len(self.gaps) == 0
+
     def log_probabilities(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         """Return the log-probabilities of the ids below ``end``, fp32 [C, end], from logits [C, rows of the head].
 
@@ -200,17 +204,18 @@ class DivergenceLoss:
     def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
         """Return the ``VALUES`` of the tokens of a chunk, fp32 [4, C], see ``lm_head_loss.TokenLoss.compute``."""
         targets = self.targets[chunk, None]  # [C, 1]
-        log_normalizer = torch.logsumexp(logits.float(), dim=1)
-        cross_entropy = log_normalizer - logits.gather(1, targets)[:, 0].float()
-
         student = self.named_ids.log_probabilities(logits, self.temperature)
+        if self.temperature == 1 and self.named_ids.are_all_rows(logits.shape[1]):
+            cross_entropy = -student.gather(1, targets)[:, 0]
+        else:
+            cross_entropy = torch.logsumexp(logits.float(), dim=1) - logits.gather(1, targets)[:, 0].float()
         likeliest = student.argmax(dim=1)  # before ``compare`` overwrites the log-probabilities
         comparison = self.teacher.compare(student, chunk, self, needs_gradient)
         weights = torch.full_like(cross_entropy, self.cross_entropy_weight)  # [C]
         if self.is_supervised is not None:
             weights = weights * self.is_supervised[chunk]
         if comparison.gradient is not None:
-            self._write_gradient(logits, comparison.gradient, targets, log_normalizer, weights)
+            self._write_gradient(logits, comparison.gradient, targets, cross_entropy, weights)
 
         loss = comparison.divergences
         if self.cross_entropy_weight:
@@ -223,7 +228,7 @@ class DivergenceLoss:
         logits: torch.Tensor,
         gradient: torch.Tensor,
         targets: torch.Tensor,
-        log_normalizer: torch.Tensor,
+        cross_entropy: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
         """Write the gradient of the loss over the logits [C, V].
@@ -232,7 +237,7 @@ class DivergenceLoss:
             logits: The logits, which are read before they are overwritten.
             gradient: The divergence's gradient, fp32 [C, ids], see ``Comparison.gradient``.
             targets: int64 [C, 1].
-            log_normalizer: The logarithm of the sum of the logits' exponentials, fp32 [C].
+            cross_entropy: The cross entropy of the targets, fp32 [C].
             weights: The weight of each token's cross entropy, fp32 [C].
         """
         if self.temperature != 1:
@@ -242,7 +247,8 @@ class DivergenceLoss:
             logits[:, :named_end] = gradient
             logits[:, named_end:] = 0
             return
-        total = torch.exp(logits.float() - log_normalizer[:, None])  # the cross entropy's gradient, [C, V]
+        log_normalizer = logits.gather(1, targets).float() + cross_entropy[:, None]  # [C, 1]
+        total = torch.exp(logits.float() - log_normalizer)  # the cross entropy's gradient, [C, V]
         target_gradient = total.gather(1, targets) - 1
         total.scatter_(1, targets, target_gradient)
         total *= weights[:, None]
