@@ -130,6 +130,7 @@ def train(
     kto_undesirable_weight: float = 1.0,
     reference: StrPath | None = None,
     teacher: StrPath | None = None,
+    teacher_weights: Literal["16bit", "nf4", "nf4_double"] = "16bit",
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
     jsd_beta: float = 0.5,
     distill_temperature: float = 1.0,

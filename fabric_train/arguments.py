@@ -55,7 +55,15 @@ _MAX_NAME_LENGTHS = {"project": 128, "run_name": 128, "group": 128, "tags": 64}
 _MIXTURE_ARGUMENTS = ("shares", "token_shares", "phases")
 OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sft": (),
-    "distill": ("teacher", "divergence", "jsd_beta", "distill_temperature", "distill_on", "sft_weight"),
+    "distill": (
+        "teacher",
+        "teacher_weights",
+        "divergence",
+        "jsd_beta",
+        "distill_temperature",
+        "distill_on",
+        "sft_weight",
+    ),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
     "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
@@ -476,6 +484,10 @@ class PreferenceArguments:
     teacher: str | None = None
     """With distill: the teacher, with the same tokenizer as the model (a hub name, a folder, a checkpoint, RUN or
     RUN/best).
+    """
+    teacher_weights: Literal["16bit", "nf4", "nf4_double"] = "16bit"
+    """With distill: hold the teacher's decoder layers in 16 bits (32 with --precision 32-true), or in 4 bits with
+    bitsandbytes, as --base_weights does.
     """
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """With distill: the divergence between the distributions of teacher and student. forward_kl covers all that the

@@ -6,7 +6,7 @@ which tells a base that has changed from one that has only moved.
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import AdaptedWeights, attach, is_adapter_parameter, materialize, start_magnitudes
 from fabric_train.model.hf_model import ModelShape, read_shape, trains_head_apart
 from fabric_train.model.load_weights import MetaModel, build_on_meta, open_checkpoint, open_pretrained
-from fabric_train.model.nf4 import QuantizedWeights, quantize_layers
+from fabric_train.model.nf4 import DOUBLE, QuantizedWeights, quantize_layers
 from fabric_train.model.origin import AdapterBase, find_origin
 from fabric_train.model.weight_files import Weights
 
@@ -176,14 +176,35 @@ def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> Met
     opened = open_base(shape, base, dtype)
     if shape.adapter is None or not shape.adapter.base_weights:
         return opened
+    option = f"--base_weights {shape.adapter.base_weights}: the weights of {base.place}"
+    return hold_in_4_bits(opened, shape, dtype, shape.adapter.base_weights, option, shape.adapter.train_also)
+
+
+def hold_in_4_bits(
+    opened: MetaModel,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    base_weights: str,
+    subject: str,
+    skipped: Collection[str] = (),
+) -> MetaModel:
+    """Return a model whose decoder layers are in 4 bits.
+
+    Args:
+        opened: The model as it is stored.
+        shape: Its shape.
+        dtype: The dtype of the other weights, and of the tensors that store the bytes.
+        base_weights: A value of ``--base_weights``.
+        subject: The option and its weights, for messages.
+        skipped: The names of linear layers that are not quantized.
+
+    Raises:
+        InputError: The weights cannot be read in parts.
+    """
     if opened.weights is None:
-        option = f"--base_weights {shape.adapter.base_weights}"
-        raise InputError(
-            f"{option}: the weights of {base.place} cannot be read tensor by tensor; save the model again with "
-            "save_pretrained"
-        )
+        raise InputError(f"{subject} cannot be read tensor by tensor; save the model again with save_pretrained")
     layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
-    quantize_layers(layers, dtype, shape.adapter.train_also, has_8bit_scales=shape.adapter.has_8bit_scales)
+    quantize_layers(layers, dtype, skipped, has_8bit_scales=base_weights == DOUBLE)
     return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))
 
 

@@ -13,7 +13,7 @@ from fabric_train.distributed.precision import gathered_dtype, weights_dtype
 from fabric_train.model.adapter import is_adapter_parameter
 from fabric_train.model.flops import layer_configs
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.nf4 import NF4Linear, quantize_layers
+from fabric_train.model.nf4 import DOUBLE, NF4Linear, quantize_layers
 from fabric_train.model.row_tiles import why_not_tiled
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.optim.states import DeclaredStates
@@ -412,10 +412,28 @@ def _build_on_meta(shape: ModelShape, itemsize: int) -> tuple[Any, list[nn.Modul
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     layers = [module for module in model.modules() if type(module) in shape.layer_classes]
     if shape.adapter and shape.adapter.base_weights:
-        storage_dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-        has_8bit_scales = shape.adapter.has_8bit_scales
-        quantize_layers(layers, storage_dtype, shape.adapter.train_also, has_8bit_scales=has_8bit_scales)
+        _quantize_on_meta(layers, itemsize, shape.adapter.base_weights, shape.adapter.train_also)
     return model, layers
+
+
+def _quantize_on_meta(
+    layers: Sequence[nn.Module], itemsize: int, base_weights: str, skipped: Sequence[str] = ()
+) -> None:
+    """Hold layers in 4 bits; see ``nf4.quantize_layers``."""
+    storage_dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    quantize_layers(layers, storage_dtype, skipped, has_8bit_scales=base_weights == DOUBLE)
+
+
+def bytes_outside_head(shape: ModelShape, itemsize: int, base_weights: str | None) -> int:
+    """Return the bytes of a frozen model without an untied head.
+
+    Weights have ``itemsize`` bytes, except those in 4 bits if ``base_weights`` is a value of ``--base_weights``.
+    """
+    model, layers = _build_on_meta(replace(shape, adapter=None), itemsize)
+    if base_weights is not None:
+        _quantize_on_meta(layers, itemsize, base_weights)
+    model.set_output_embeddings(nn.Identity())
+    return itemsize * _numel(model)
 
 
 def why_no_tiles(shape: ModelShape) -> str | None:

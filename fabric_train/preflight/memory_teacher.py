@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.preflight.memory_layout import Layout
+from fabric_train.preflight.memory_layout import Layout, bytes_outside_head
 from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -34,13 +34,10 @@ def forecast_teacher(shape: ModelShape, arguments: "TrainArguments", layout: Lay
     Each rank has all of its head on its device.
     """
     itemsize = compute_dtype(arguments.model.precision).itemsize
-    config = shape.config.get_text_config()
-    num_in_head = shape.vocab_size * config.hidden_size
-    num_sharded = shape.num_parameters
-    if not config.tie_word_embeddings:
-        num_sharded -= num_in_head
-    head_bytes = itemsize * num_in_head
-    shard_bytes = itemsize * num_sharded // layout.num_shards
+    head_bytes = itemsize * shape.vocab_size * shape.config.get_text_config().hidden_size
+    teacher_weights = arguments.preference.teacher_weights
+    base_weights = None if teacher_weights == "16bit" else teacher_weights
+    shard_bytes = bytes_outside_head(shape, itemsize, base_weights) // layout.num_shards
     flops_per_row = shape.flops.count_forward([plan.tokens_per_row])
     return TeacherForecast(
         device_bytes=head_bytes if layout.offloads else head_bytes + shard_bytes,

@@ -48,7 +48,7 @@ _DECIDE_THE_LOSSES = (
     *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
     *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
     *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
-    *("divergence", "jsd_beta", "distill_temperature", "distill_on"),
+    *("teacher_weights", "divergence", "jsd_beta", "distill_temperature", "distill_on"),
 )
 _DEFAULTS_OF_EARLIER_VERSIONS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
 """The values of arguments that checkpoints of earlier versions lack."""

@@ -15,15 +15,17 @@ from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 
+from fabric_train.checkpoint.adapter_base import hold_in_4_bits
 from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.batch import Batch, Targets, find_targets
-from fabric_train.distributed.precision import compute_dtype
+from fabric_train.distributed.precision import compute_dtype, weights_dtype
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.attention_choice import check_counted_from_rows
 from fabric_train.model.divergence_loss import FullRows, TeacherHead
 from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import MetaModel, build_on_meta
+from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import setup_model
 from fabric_train.training.build_run import has_many_lengths, open_model
 from fabric_train.training.isolation_check import check_isolation
@@ -78,6 +80,8 @@ def _check_teacher(run: PreparedRun, shape: ModelShape, teacher: str) -> None:
     check_positions(run, shape, f"--teacher {teacher}")
     if run.data.isolates and shape.longest_row is not None:
         check_counted_from_rows(shape, shape.longest_row)
+    if run.arguments.preference.teacher_weights != "16bit":
+        check_installed()
     find_named_ids(run, shape)
     _check_head(run.model, f"--model_name {run.model.source}")
     _check_head(shape, f"--teacher {teacher}")
@@ -103,6 +107,11 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
     model: Any = meta_model.model
     dtype = compute_dtype(run.arguments.model.precision)
     head = _read_head(meta_model, fabric.device, dtype)
+    teacher_weights = run.arguments.adapter.base_weights
+    if teacher_weights is not None:
+        subject = f"--teacher_weights {teacher_weights}: the weights of {run.model.source}"
+        stored_dtype = weights_dtype(run.arguments.model.precision)
+        meta_model = hold_in_4_bits(meta_model, run.model, stored_dtype, teacher_weights, subject)
     model.set_output_embeddings(nn.Identity())
     model.requires_grad_(False)
     wrapped = setup_model(
@@ -170,4 +179,14 @@ def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
     if fsdp.keeps_gathered:
         fsdp = replace(fsdp, sharding_strategy="HYBRID_SHARD" if fsdp.is_hybrid else "FULL_SHARD")
     model = replace(arguments.model, precision=precision, float8=False)
-    return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp))
+    adapter = arguments.adapter
+    teacher_weights = arguments.preference.teacher_weights
+    if model_run.adapter_base is None:
+        # for ``precision.gathered_dtype``: bytes of weights in 4 bits are not cast
+        base_weights = None if teacher_weights == "16bit" else teacher_weights
+        adapter = replace(adapter, adapter=None, lora_rank=None, init_adapter=None, base_weights=base_weights)
+    elif teacher_weights != "16bit":
+        raise InputError(
+            f"--teacher_weights {teacher_weights} does not work with the adapter --teacher {place}; merge it first"
+        )
+    return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp, adapter=adapter))

@@ -32,11 +32,15 @@ def prepare_run(model: Path, tokens: Path, run: Path, **options: object) -> Prep
     return prepare(parse(TrainArguments, words, {}))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "weights"),
+    [("32-true", "16bit"), ("bf16-mixed", "16bit"), ("bf16-mixed", "nf4"), ("32-true", "nf4_double")],
+)
 def test_the_forecast_is_the_size_of_the_teacher_that_is_set_up(
-    tiny_model_dir: Path, tiny_tokens_dir: Path, tmp_path: Path, precision: str
+    tiny_model_dir: Path, tiny_tokens_dir: Path, tmp_path: Path, precision: str, weights: str
 ) -> None:
-    run = prepare_run(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", teacher=tiny_model_dir, precision=precision)
+    options = {"teacher": tiny_model_dir, "precision": precision, "teacher_weights": weights}
+    run = prepare_run(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **options)
     forecast = make_request(run).forecast_teacher()
     fabric = Fabric(accelerator="cpu", devices=1)
     teacher = set_up_teacher(fabric, teacher_run(run, resolve_name(str(tiny_model_dir))))
