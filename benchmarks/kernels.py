@@ -51,7 +51,8 @@ def kernels_of(
     if not written:
         return []
     if name == "gemm_4bit":
-        return _product_in_4_bits(*args[:4], result)
+        inputs, packed, shape, scales = args[:4]
+        return _product_in_4_bits(inputs, packed, shape, scales, result)
     if name == "dequantize_4bit":
         return [Kernel(read, written, part="dequantization")]
     flops = _count_flops(func, name, args, kwargs, result)

@@ -181,10 +181,11 @@ def _graphs_of(call: _LayerCall) -> Compiled:
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
 
+    compile_graph: Any = call.compile_graph  # torch's protocol fixes the names of its parameters
     return aot_function(
         call.function,
-        fw_compiler=call.compile_graph,
-        bw_compiler=call.compile_graph,
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
         partition_fn=partition_fn,
         decompositions=select_decomp_table(),
         num_params_buffers=call.num_weights,

@@ -39,7 +39,7 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, checked: Checked)
         "teacher_weight": 0.5 * torch.randn(NUM_IDS, TEACHER_WIDTH),
     }
     file = tmp_path / "tensors.npz"
-    np.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    np.savez(file, allow_pickle=False, **{name: tensor.numpy() for name, tensor in tensors.items()})
     settings = json.dumps([(beta, temperature) for _, beta, temperature in DIVERGENCES])
     printed = run_inside(downstream_environment("trl"), "in_trl.py", file, settings)
     gradients = np.load(tmp_path / "gradients.npz")

@@ -117,7 +117,7 @@ class PlainDistillation:
 
     def means(self, rows_per_epoch: int, rows_per_window: int, num_steps: int) -> list[list[float]]:
         """Return the means of the ``values`` of each step; the last window of an epoch may be short."""
-        window_sizes = []
+        window_sizes: list[int] = []
         for _ in range(num_steps):
             begin = sum(window_sizes) % rows_per_epoch
             window_sizes.append(min(rows_per_window, rows_per_epoch - begin))

@@ -22,7 +22,7 @@ ROWS_PER_EPOCH = 11
 ROWS_PER_WINDOW = 6  # the second window of an epoch has 5 rows
 NUM_STEPS = 3
 TOLERANCE = 1e-5  # relative, in fp32
-Options = dict[str, object]
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ def test_a_mixture_is_logged_by_source_and_stops_by_the_divergence_of_one(
 
 
 def test_a_stream_is_distilled_like_its_token_dataset(distilling: Distilling, mixture: list[str]) -> None:
-    options = {"max_length": 32, "train_data_dir": None, "eval_iters": None}
+    options: dict[str, Any] = {"max_length": 32, "train_data_dir": None, "eval_iters": None}
     distilling.train("stream", streaming_dataset="even.jsonl", **options)
     assert distilling.trainer_json("stream")["teacher"]["place"] == str(distilling.folder / "teacher")
     assert all(float(row["train_divergence"]) > 0 for row in metrics(distilling.folder / "stream"))
@@ -374,9 +374,15 @@ def test_preference_pairs_are_refused(distilling: Distilling, monkeypatch: pytes
 
 def test_a_teacher_with_a_capped_head_is_refused(distilling: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
     num_tokens = AutoConfig.from_pretrained(distilling.folder / "model").vocab_size
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Gemma2Config(vocab_size=num_tokens, **sizes, **heads)
+    config = Gemma2Config(
+        vocab_size=num_tokens,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     Gemma2ForCausalLM(config).save_pretrained(distilling.folder / "capped")
     copy_tokenizer(distilling.folder / "capped", distilling.folder / "model")
     (fault,) = check(distilling, monkeypatch, teacher="capped")
@@ -385,9 +391,16 @@ def test_a_teacher_with_a_capped_head_is_refused(distilling: Distilling, monkeyp
 
 def test_a_teacher_that_leaks_between_documents_is_refused(distilling: Distilling) -> None:
     num_tokens = AutoConfig.from_pretrained(distilling.folder / "model").vocab_size
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Lfm2Config(vocab_size=num_tokens, layer_types=["conv", "full_attention"], **sizes, **heads)
+    config = Lfm2Config(
+        vocab_size=num_tokens,
+        layer_types=["conv", "full_attention"],
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        max_position_embeddings=256,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Lfm2ForCausalLM(config).save_pretrained(distilling.folder / "leaks")

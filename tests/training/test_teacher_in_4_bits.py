@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_every_sharding_reads_the_same_teacher(
     forked_runs_in_4_bits: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, weights: str
 ) -> None:
     folders = (tiny_model_dir, tiny_tokens_dir)
-    options = {"teacher_weights": weights}
+    options: dict[str, Any] = {"teacher_weights": weights}
     alone = divergences(forked_runs_in_4_bits, tmp_path / "alone", *folders, num_ranks=1, **options)
     assert alone[0] > 1e-5  # the student is the teacher before it was quantized
     for parallelism in ("fsdp", "fsdp2"):

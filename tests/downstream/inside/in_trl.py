@@ -28,6 +28,7 @@ def main() -> None:
         )
         loss.backward()
         losses["GKDTrainer"].append(float(loss))
+        assert weight.grad is not None
         gradients[f"GKDTrainer-{index}"] = weight.grad.numpy()
 
         # DistillationTrainer takes hidden states and heads
@@ -43,8 +44,9 @@ def main() -> None:
         )
         loss.backward()
         losses["DistillationTrainer"].append(float(loss))
+        assert weight.grad is not None
         gradients[f"DistillationTrainer-{index}"] = weight.grad.numpy()
-    np.savez(file.with_name("gradients.npz"), **gradients)
+    np.savez(file.with_name("gradients.npz"), allow_pickle=False, **gradients)
     print(json.dumps({"version": trl.__version__, "losses": losses}))
 
 
