@@ -517,7 +517,7 @@ def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
         if objective.name == "sft" or saved.teacher is not None:
             return _NATS
         is_of_answers = evaluation is not None and evaluation.whole.of_answers
-        return "an answer" if is_of_answers else "a pair"
+        return "per answer" if is_of_answers else "per pair"
     if evaluation is not None and evaluation.whole.is_likelihood:
         return _NATS
     return f"in the unit of the {objective.kind} {objective.name}"
@@ -543,7 +543,8 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
             cells = _result_cells(first_loss, loss, evaluation.whole.figures(), has_earlier)
             rows.append((name, loss.num_tokens, *cells))
     perplexity = None
-    if state.val_loss is not None and unit_of_loss(record.saved) == _NATS:
+    has_perplexity = unit_of_loss(record.saved) == _NATS and record.saved.teacher is None
+    if state.val_loss is not None and has_perplexity:
         perplexity = checkpoints.perplexity(state.val_loss)
     return {
         "averaged_rows": _averaged_rows(record),

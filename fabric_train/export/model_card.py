@@ -50,7 +50,8 @@ _ADAPTER_ARGUMENTS = (
     "base_weights",
 )
 _TRAINED_PARTS_ARGUMENTS = ("train_only", "freeze")
-_UNLISTED_ARGUMENTS = ("optimizer_settings", "reference")  # in the optimizer's description; a path of the machine
+_UNLISTED_ARGUMENTS = ("optimizer_settings", "reference", "teacher", "teacher_states")
+"""Arguments that the description of the optimizer has, or that are paths of the machine."""
 _DATA_ARGUMENTS = ("train_data_dir", "streaming_dataset", "phases")
 _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
 

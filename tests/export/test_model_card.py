@@ -594,3 +594,47 @@ def test_a_run_from_scratch_stores_that_it_has_no_base(
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **options), 1).finish()
     trainer = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
     assert trainer["base_model"] is None
+
+
+def test_the_card_of_a_distilled_model_names_teacher_divergence_and_unit(checkpoint: Path) -> None:
+    def evaluation(step: int, nats: float) -> dict[str, Any]:
+        metrics = {"divergence": nats, "cross_entropy": nats + 1, "agreement": 0.5}
+        return {
+            "step": step,
+            "sources": {},
+            "whole": {"nats": nats * 100, "num_tokens": 100, "has_own_unit": True, "further": metrics},
+        }
+
+    def distill(content: dict[str, Any]) -> None:
+        origin = ModelOrigin("owner/Teacher-8B", "owner/Teacher-8B", COMMIT, "apache-2.0")
+        content["teacher"] = {"place": "/home/someone/secret", "fingerprint": "0" * 64, "origin": asdict(origin)}
+        settings = {"objective": "distill", "teacher": "/home/someone/secret", "divergence": "reverse_kl"}
+        settings |= {"distill_temperature": 2.0, "sft_weight": 0.25}
+        content["arguments"].update(settings)
+        content.update(first_evaluation=evaluation(0, 4.0), evaluation=evaluation(1, 3.0), val_loss=3.0)
+
+    edit_json(checkpoint / "trainer.json", distill)
+    card = card_of(checkpoint)
+    text = card.text.replace("\u00a0", " ")
+    teacher_link = "[owner/Teacher-8B](https://huggingface.co/owner/Teacher-8B)"
+    assert f"distilled from {teacher_link} (revision `{COMMIT}`, licence apache-2.0) by `reverse_kl`" in text
+    assert "The loss is the divergence from the teacher, plus 0.25 times the cross entropy, in nats per token" in text
+    assert "| validation | 100 | 4.000 → 3.000 | 4.000 → 3.000 | 5.000 → 4.000 | 0.500 → 0.500 | −25.0% |" in text
+    for name, value in (("divergence", "reverse_kl"), ("distill_temperature", "2.0"), ("sft_weight", "0.25")):
+        assert f"| `{name}` | {value} |" in text
+    assert "Loss (nats per token)" in {result.metric_name for result in card.data.get("eval_results")}
+    assert "perplexity" not in text.lower()
+    assert "someone" not in str(card)
+    check_metadata(card.data.to_dict())
+
+
+def test_a_distilled_model_without_an_evaluation_has_a_loss_and_no_perplexity(checkpoint: Path) -> None:
+    def distill(content: dict[str, Any]) -> None:
+        content["teacher"] = {"place": "teachers/8b", "fingerprint": "0" * 64, "origin": None}
+        content["arguments"].update(objective="distill", teacher="teachers/8b", divergence="forward_kl")
+        content.update(val_loss=3.0)
+
+    edit_json(checkpoint / "trainer.json", distill)
+    text = card_of(checkpoint).text
+    assert "distilled from `8b` (licence not stated) by `forward_kl`" in text
+    assert "Validation loss 3.0000 nats per token." in text
