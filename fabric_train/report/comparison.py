@@ -137,7 +137,10 @@ def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
         if first_unit != unit:
             yield f"{name} and {first_name} report losses in different units: per {unit} and per {first_unit}."
         elif first_evaluation.whole.has_own_unit or evaluation.whole.has_own_unit:
-            yield f"{name} or {first_name} has a registered objective: only compare losses if both use the same one."
+            yield (
+                f"The loss of {name} or {first_name} is not a plain cross entropy: only compare losses if both use the "
+                "same objective."
+            )
 
     # tokenizers
     tokenizers = [(run.name, run.record.manifest.tokenizer) for run in runs if run.record and run.record.manifest]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fabric_train.checkpoint.files import CHECKSUMS
-from fabric_train.checkpoint.trainer_json import PROGRAM
+from fabric_train.checkpoint.trainer_json import PROGRAM, TrainerJson
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.output import redact, visible
 from fabric_train.evaluation.loss_changes import CHANGES, ShownChanges, changes_sections
@@ -131,6 +131,7 @@ def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
     rows.append(("trained on", _describe_sources(record)))
     for kind in ("objective", "optimizer"):
         rows.append((kind, saved.component(kind).description))
+    rows += _teacher_rows(saved)
     rows.append(("steps", f"{saved.state.step:,}{num_planned} in the newest checkpoint"))
     rows.append(("tokens", saved.state.num_tokens))
     if saved.sessions:
@@ -146,6 +147,24 @@ def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
     rows.append((f"code of {PROGRAM}", versions.pop(PROGRAM, "not recorded")))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     return rows
+
+
+def _teacher_rows(saved: TrainerJson) -> Rows:
+    """Return the teacher of a distilled run, and the settings of its loss; no rows for a run without a teacher."""
+    if saved.teacher is None:
+        return []
+    name = saved.teacher.place
+    if saved.teacher.origin is not None:
+        name = saved.teacher.origin.name
+        if saved.teacher.origin.revision:
+            name += f" at {saved.teacher.origin.revision[:SHOWN_DIGITS]}"
+    settings = [f"temperature {saved.arguments.get('distill_temperature')}"]
+    if saved.arguments.get("divergence") == "jsd":
+        settings.append(f"beta {saved.arguments.get('jsd_beta')}")
+    if saved.arguments.get("sft_weight"):
+        settings.append(f"plus {saved.arguments['sft_weight']} × cross entropy")
+    settings.append(f"on {saved.arguments.get('distill_on')} tokens")
+    return [("teacher", redact(name)), ("divergence", f"{saved.arguments.get('divergence')}, {', '.join(settings)}")]
 
 
 def _describe_sources(record: ModelRecord) -> str:
@@ -188,7 +207,7 @@ def _results_section(run: ReportedRun) -> Iterator[Section]:
     num_number_columns = columns.count("|")  # all but the first column, as "|" separates them
     results_table = table(columns, results["result_rows"], num_number_columns)
     unit = f"in nats per {evaluation.whole.unit}"
-    if evaluation.whole.has_own_unit:
+    if evaluation.whole.has_own_unit and run.newest.teacher is None:
         unit = card_facts.unit_of_loss(run.newest)
     body = f"{results_table}\n\n{note}. Loss {unit}."
     yield Section("results", "Results", body)

@@ -17,6 +17,10 @@ _NOT_SMOOTHED = ("learning_rate", "peak_memory_gb")
 _SOURCE_FIGURES = {"val_bits_per_byte": "bits per byte", "val_loss": "nats per token"}
 """The figures of sources, with their units; a chart shows the first one that exists."""
 
+_METRICS_BY_SOURCE = ("accuracy", "divergence", "cross_entropy", "agreement")
+_UNITS = {"divergence": "nats per token", "cross_entropy": "nats per token", "agreement": "share of tokens"}
+"""The units of metrics that need one on the axis; of others, it has the name."""
+
 NamedTable = tuple[str, MetricsTable]
 """The name of a run, and its metrics."""
 
@@ -108,7 +112,10 @@ def _source_curves(tables: Sequence[MetricsTable], figure: str) -> list[_Curve]:
 
 
 def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
-    """Yield a chart for each metric of an objective or an evaluation, with curves of training and validation."""
+    """Yield charts of each metric of an objective or an evaluation: of training and validation, and by source.
+
+    Preference pairs have so many metrics that only their accuracy is shown by source.
+    """
     columns: dict[str, None] = {}
     for table in tables:
         columns |= dict.fromkeys(name for name in table.columns if "/" not in name and name not in COLUMNS)
@@ -117,7 +124,11 @@ def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
         curves = [_Curve("training", f"train_{name}"), _Curve("validation", f"val_{name}")]
         words = name.replace("_", " ")
         logged_curves = [curve for curve in curves if curve.column in columns]
-        yield _ChartPlan(f"metric-{name}", words.capitalize(), words, logged_curves)
+        unit = _UNITS.get(name, words)
+        yield _ChartPlan(f"metric-{name}", words.capitalize(), unit, logged_curves)
+        source_curves = _source_curves(tables, f"val_{name}")
+        if len(source_curves) > 1 and name in _METRICS_BY_SOURCE:
+            yield _ChartPlan(f"sources-{name}", f"{words.capitalize()} by source", unit, source_curves)
 
 
 def _count_curves(plan: _ChartPlan, tables: Sequence[MetricsTable]) -> int:

@@ -285,6 +285,7 @@ class Panel:
             _Fact("last evaluation", _describe_age(self.last_evaluation, moment.now)),
             _Fact("slowest rank", slowest_rank),
             _Fact("accuracy", _format_value(metrics.extra.get("val_accuracy"), ".3f")),
+            _Fact("agreement", _format_value(metrics.extra.get("val_agreement"), ".3f")),
             _Fact("mfu", _format_value(metrics.mfu, ".1%")),
             _Fact("step time", _format_value(metrics.step_time, ".3f", " s")),
         ]
@@ -472,8 +473,10 @@ def _describe_evaluation(metrics: Metrics) -> str:
     text = f"validation loss {metrics.val_loss:.4f}"
     if metrics.perplexity is not None:
         text += f", perplexity {metrics.perplexity:.3f}"
-    if "val_accuracy" in metrics.extra:
-        text += f", accuracy {metrics.extra['val_accuracy']:.3f}"
+    for name in ("accuracy", "cross_entropy", "agreement"):
+        value = metrics.extra.get(f"val_{name}")
+        if value is not None:
+            text += f", {name.replace('_', ' ')} {value:.3f}"
     losses = [text]
     for column, loss in metrics.by_source.items():
         if column.startswith("val_loss/"):

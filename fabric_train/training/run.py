@@ -242,10 +242,10 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbea
         show(summary.describe_evaluation(evaluation))
     result = f"validation loss {whole.loss:.4f}"
     figures = whole.figures()
-    for name in ("perplexity", "accuracy"):
+    for name in ("perplexity", "accuracy", "cross_entropy", "agreement"):
         value = figures.get(name)
         if value is not None:
-            result += f", {name} {value:.3f}"
+            result += f", {name.replace('_', ' ')} {value:.3f}"
     log.info(f"{result} over {whole.num_tokens:,} {whole.unit}s → {path}")
 
     # Say why fewer tokens are predicted than the split has, if all of it was evaluated.

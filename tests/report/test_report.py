@@ -69,6 +69,58 @@ def test_every_section_is_there_also_in_a_copied_folder(copy: Path) -> None:
     assert re.search(rf"\| code of fabric-train \| [\d.]+, commit {commit} \|", sections["summary"].body)
 
 
+def distill(run: Path) -> None:
+    """Change the checkpoints of a run as if it had been distilled."""
+    for folder in (run / "checkpoints").iterdir():
+        trainer = json.loads((folder / "trainer.json").read_text())
+        origin = {"name": "owner/Teacher", "repository": "owner/Teacher", "revision": "0123456789abcdef" * 2}
+        trainer["teacher"] = {"place": "/models/teacher", "fingerprint": "0" * 64, "origin": origin}
+        trainer["arguments"] |= {"objective": "distill", "divergence": "jsd", "jsd_beta": 0.3, "sft_weight": 0.5}
+        trainer["arguments"] |= {"distill_temperature": 2.0, "distill_on": "all"}
+        for name in ("evaluation", "first_evaluation"):
+            evaluation = trainer[name]
+            if evaluation:  # a signal saves without an evaluation
+                for loss in (evaluation["whole"], *evaluation["sources"].values()):
+                    loss |= {"has_own_unit": True, "further": {"divergence": 0.25, "agreement": 0.5}}
+        (folder / "trainer.json").write_text(json.dumps(trainer))
+
+
+def test_a_distilled_run_shows_its_teacher_and_no_perplexity(copy: Path) -> None:
+    distill(copy)
+    sections = sections_of(copy)
+    assert not any(section.fault for section in sections.values())
+    assert "| teacher | owner/Teacher at 0123456789ab |" in sections["summary"].body
+    settings = "jsd, temperature 2.0, beta 0.3, plus 0.5 × cross entropy, on all tokens"
+    assert f"| divergence | {settings} |" in sections["summary"].body
+    results = sections["results"].body
+    assert "| divergence | agreement |" in results
+    assert results.endswith("Loss in nats per token.")
+    assert "perplexity" not in results
+
+
+def test_a_distilled_run_is_not_compared_with_a_cross_entropy(reported: ReportedRuns, copy: Path) -> None:
+    distill(copy)
+    sections = comparison_sections(open_runs([str(reported.trunk), str(copy)]))
+    body = {section.key: section for section in sections}["fair"].body
+    assert "is not a plain cross entropy: only compare losses if both use the same objective" in body
+
+
+def test_the_metrics_of_a_distilled_run_are_shown_by_source(tmp_path: Path) -> None:
+    columns = {}
+    for name in ("divergence", "cross_entropy", "agreement", "margin"):
+        columns |= {f"val_{name}{source}": np.ones(3) for source in ("", "/es", "/ca")}
+        columns[f"train_{name}"] = np.ones(3)
+    run = write_metrics(tmp_path / "distilled", **columns)
+    charts = {chart.key: chart for chart in metric_charts([("distilled", run.metrics)])}
+    assert [series.name for series in charts["sources-agreement"].series] == ["es", "ca"]
+    assert charts["sources-cross_entropy"].title == "Cross entropy by source"
+    assert (charts["metric-divergence"].y_title, charts["metric-agreement"].y_title) == (
+        "nats per token",
+        "share of tokens",
+    )
+    assert "sources-margin" not in charts
+
+
 def test_a_branch_shows_its_trunk_and_the_trunk_its_branch(reported: ReportedRuns) -> None:
     branch = sections_of(reported.branch)
     (loss,) = (chart for chart in branch["curves"].charts if chart.key == "loss")
