@@ -37,7 +37,10 @@ class Program:
 PROGRAMS = {
     "train": Program(
         "-m fabric_train",
-        ("training", "adapters", "preference", "mixture", "performance", "reliability", "launch", "report", "generate"),
+        (
+            *("training", "adapters", "preference", "distill", "mixture", "performance", "reliability", "launch"),
+            *("report", "generate"),
+        ),
     ),
     "tokenize": Program(
         "tokenize_dataset.py", ("tokenization", "cleaning", "mixture", "how-to/tokenize_on_many_machines", "publish")
@@ -47,6 +50,7 @@ PROGRAMS = {
     "publish": Program("-m fabric_train.export.publish", ("publish", "tokenization")),
     "vocabulary report": Program("-m fabric_train.vocabulary report", ("language",)),
     "vocabulary extend": Program("-m fabric_train.vocabulary extend", ("language",)),
+    "teach": Program("-m fabric_train.teacher_states", ("distill",)),
     "convert": Program("convert_to_hf.py", ("publish", "adapters", "performance")),
     "merge_models": Program("-m fabric_train.merge_models", ("language",)),
     "generate": Program("generate.py", ("generate",)),

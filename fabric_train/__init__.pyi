@@ -131,6 +131,7 @@ def train(
     reference: StrPath | None = None,
     teacher: StrPath | None = None,
     teacher_weights: Literal["16bit", "nf4", "nf4_double"] = "16bit",
+    teacher_states: StrPath | Sequence[StrPath] | None = None,
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
     jsd_beta: float = 0.5,
     distill_temperature: float = 1.0,

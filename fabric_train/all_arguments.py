@@ -16,6 +16,7 @@ from fabric_train.replay import ReplayArguments
 from fabric_train.report.__main__ import ReportArguments
 from fabric_train.runs import RunsArguments
 from fabric_train.sample_data.__main__ import SampleDataArguments
+from fabric_train.teacher_states.__main__ import TeachArguments
 from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.merge import MergeArguments
 from fabric_train.trace.__main__ import TraceArguments
@@ -29,6 +30,7 @@ ALL_ARGUMENTS: dict[str, Any] = {
     "publish": PublishArguments,
     "vocabulary report": VocabularyReportArguments,
     "vocabulary extend": VocabularyExtendArguments,
+    "teach": TeachArguments,
     "train": TrainArguments,
     "runs": RunsArguments,
     "trace": TraceArguments,

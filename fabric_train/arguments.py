@@ -58,6 +58,7 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "distill": (
         "teacher",
         "teacher_weights",
+        "teacher_states",
         "divergence",
         "jsd_beta",
         "distill_temperature",
@@ -486,8 +487,12 @@ class PreferenceArguments:
     RUN/best).
     """
     teacher_weights: Literal["16bit", "nf4", "nf4_double"] = "16bit"
-    """With distill: hold the teacher's decoder layers in 16 bits (32 with --precision 32-true), or in 4 bits with
+    """With --teacher: hold the teacher's decoder layers in 16 bits (32 with --precision 32-true), or in 4 bits with
     bitsandbytes, as --base_weights does.
+    """
+    teacher_states: list[str] | None = None
+    """With distill, instead of --teacher: folders of fabric-train teach with the teacher's values, one for each token
+    dataset.
     """
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """With distill: the divergence between the distributions of teacher and student. forward_kl covers all that the
@@ -524,8 +529,8 @@ class PreferenceArguments:
         faults = []
         if self.label_smoothing >= 0.5:
             faults.append("--label_smoothing must be below 0.5")
-        if self.objective == "distill" and self.teacher is None:
-            faults.append("--objective distill needs --teacher; give the model whose distributions the run learns")
+        if self.objective == "distill":
+            faults += self._faults_of_teacher()
         if self.jsd_beta in (0, 1):
             faults.append("--jsd_beta must be between 0 and 1; give --divergence forward_kl for 0, or reverse_kl for 1")
         if self.jsd_beta != 0.5 and self.divergence != "jsd":
@@ -540,6 +545,24 @@ class PreferenceArguments:
                     f"--{name} only applies to --objective {', '.join(objectives)}, not {self.objective}; leave out "
                     f"--{name}"
                 )
+        return faults
+
+    def _faults_of_teacher(self) -> list[str]:
+        """Return a fault unless there is one teacher: a model, or its stored values."""
+        if self.teacher is None and self.teacher_states is None:
+            return [
+                "--objective distill needs --teacher; give the model whose distributions the run learns, or its stored "
+                "values with --teacher_states"
+            ]
+        if self.teacher is not None and self.teacher_states is not None:
+            return ["--teacher and --teacher_states exclude each other; leave out one of them"]
+        if self.teacher_states is None:
+            return []
+        faults = []
+        if not self.teacher_states:
+            faults.append("--teacher_states is empty; give at least one folder")
+        if self.teacher_weights != "16bit":
+            faults.append("--teacher_weights only applies to --teacher, not --teacher_states; leave it out")
         return faults
 
 

@@ -19,6 +19,7 @@ FROM_THE_TOP = (
     "evaluation",
     "run_folder",
     "training",
+    "teacher_states",
     "inference",
     "checkpoint",
     "model",

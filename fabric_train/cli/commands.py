@@ -12,6 +12,7 @@ PROGRAMS = {
     "merge": "fabric_train.tokenization.merge",
     "publish": "fabric_train.export.publish",
     "vocabulary": "fabric_train.vocabulary",
+    "teach": "fabric_train.teacher_states",
     "train": "fabric_train",
     "runs": "fabric_train.runs",
     "trace": "fabric_train.trace",

@@ -3,61 +3,20 @@
 Shapes: B rows, T tokens per row, N supervised tokens.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
 
+from fabric_train.data.teacher_states import TeacherStates
+from fabric_train.data.tensor_record import TensorRecord
 from fabric_train.distributed.ranks import ContextGroup, to_device_async
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 IGNORED_LABEL = -100
 SUM_OF_HASHES = 1 << 40  # the sums of 8,192 ranks are exact in fp64
-
-
-class TensorRecord:
-    """A base class for dataclasses of tensors. On the CPU, they are pickled by value, as NumPy arrays.
-
-    Data workers send batches through a pipe. For each tensor, torch would share a file instead, which takes a socket,
-    one or two milliseconds, and shared memory.
-    """
-
-    def __reduce__(self) -> tuple[Any, tuple[type, list[Any]]]:
-        return _record_of_arrays, (type(self), self._converted_values(torch.Tensor.numpy))
-
-    def _converted_values(self, convert: Callable[[torch.Tensor], Any]) -> list[Any]:
-        """Return the values of all fields in order, with each tensor converted."""
-        values = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
-                value = convert(value)
-            values.append(value)
-        return values
-
-    def pin_memory(self) -> "Self":
-        """Return a copy in page-locked memory; the DataLoader calls this for each batch."""
-        return type(self)(*self._converted_values(torch.Tensor.pin_memory))
-
-    def to(self, device: torch.device) -> "Self":
-        """Return a copy on a device; the host does not wait for page-locked memory."""
-        return type(self)(*self._converted_values(lambda tensor: tensor.to(device, non_blocking=True)))
-
-
-def _record_of_arrays(record_type: type, values: list[Any]) -> Any:
-    """Return a ``TensorRecord`` whose tensors were pickled as arrays."""
-    tensors_and_values = []
-    for value in values:
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-        tensors_and_values.append(value)
-    return record_type(*tensors_and_values)
 
 
 @dataclass(frozen=True)
@@ -195,6 +154,8 @@ class Batch(TensorRecord):
     Labels supervise the targets, unless the rows predict all tokens: then every token of a document but its first is a
     target, and ``is_supervised``, bool [N], are those that the labels of the rows supervise; None if all are.
 
+    ``teacher`` are the stored values of a teacher for the targets, in their order; None if none are read.
+
     If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``context_parallel.place_batch``.
     """
 
@@ -209,6 +170,7 @@ class Batch(TensorRecord):
     kl: torch.Tensor | None = None
     row_slice: RowSlice | None = None
     is_supervised: torch.Tensor | None = None
+    teacher: TeacherStates | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -227,6 +189,7 @@ class Batch(TensorRecord):
             reference=None if self.reference is None else self.reference.pin_memory(),
             is_desirable=None if self.is_desirable is None else self.is_desirable.pin_memory(),
             is_supervised=None if self.is_supervised is None else self.is_supervised.pin_memory(),
+            teacher=None if self.teacher is None else self.teacher.pin_memory(),
         )
 
     def to(self, device: torch.device) -> "Batch":
@@ -246,6 +209,7 @@ class Batch(TensorRecord):
             is_desirable=None if self.is_desirable is None else self.is_desirable.to(device, non_blocking=True),
             kl=self.kl,
             is_supervised=None if self.is_supervised is None else self.is_supervised.to(device, non_blocking=True),
+            teacher=None if self.teacher is None else self.teacher.to(device),
         )
 
 
@@ -387,14 +351,20 @@ def hash_numbers(numbers: np.ndarray, previous_hash: str = "") -> str:
 
 
 def hash_supervised(input_ids: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return a hash of rows that does not depend on their order: a sum, modulo ``SUM_OF_HASHES``, of the rows' XXH3-64.
+    """Return a hash of rows that does not depend on their order: the sum of :func:`hash_row`, modulo ``SUM_OF_HASHES``.
 
-    Tokens after a row's last supervised token do not count. Ids and labels are int64 [B, T] on the CPU.
+    Ids and labels are int64 [B, T] on the CPU.
     """
     total = 0
     for row_ids, row_labels in zip(input_ids.numpy(), labels.numpy(), strict=True):
-        supervised_positions = np.flatnonzero(row_labels != IGNORED_LABEL)
-        if len(supervised_positions):
-            end = int(supervised_positions[-1]) + 1
-            total += xxhash.xxh3_64_intdigest(row_ids[:end].tobytes() + row_labels[:end].tobytes())
+        total += hash_row(row_ids, row_labels)
     return total % SUM_OF_HASHES
+
+
+def hash_row(input_ids: np.ndarray, labels: np.ndarray) -> int:
+    """Return the XXH3-64 of a row up to its last supervised token, int64 [T] each; 0 if nothing is supervised."""
+    supervised_positions = np.flatnonzero(labels != IGNORED_LABEL)
+    if not len(supervised_positions):
+        return 0
+    end = int(supervised_positions[-1]) + 1
+    return int(xxhash.xxh3_64_intdigest(input_ids[:end].tobytes() + labels[:end].tobytes()))

@@ -7,6 +7,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from fabric_train.data.mixture_sources import SplitRange
+from fabric_train.data.teacher_states import StatesReader
 from fabric_train.data.token_dataset import IndexedRows, RowPieces, StoredRow
 
 
@@ -98,6 +99,10 @@ class JoinedRows(IndexedRows):
                 joined[field.name] = np.concatenate(values)
         in_order = np.argsort(joined["rows"], kind="stable")
         return RowPieces(**{name: values[in_order] for name, values in joined.items()})
+
+    def states_reader_of(self, row: int) -> tuple[StatesReader, int] | None:
+        split, row_of_split = self.locate(row)
+        return self._splits[split].states_reader_of(row_of_split)
 
     def main_sources(self) -> np.ndarray:
         sources_of_splits = []

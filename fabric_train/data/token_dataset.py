@@ -15,8 +15,9 @@ import torch
 
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.cli.launcher import global_rank
-from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
+from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, hash_row, pad_rows
 from fabric_train.data.stored_split import LoadedSplit, StoredSplit, is_sound, load_splits
+from fabric_train.data.teacher_states import StatesReader, TeacherStates, join_states
 from fabric_train.files.regular_file import check_links
 from fabric_train.token_dataset import token_folder
 from fabric_train.token_dataset.document_index import DocumentIndex, JoinedIndex, SourceTable, altered_rows, open_index
@@ -86,6 +87,10 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
     def main_sources(self) -> np.ndarray:
         """Return the source that has the most tokens of each row, int64 [rows], as indices of ``source_names``."""
 
+    def states_reader_of(self, row: int) -> tuple[StatesReader, int] | None:
+        """Return the reader of a teacher's values for a row, and the row's number there; None without such values."""
+        return None
+
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
         rows = self.read(indices)
@@ -106,7 +111,20 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
             pieces=place_pieces(row_pieces, batch.labels.numpy()),
             reference=reference,
             is_desirable=is_desirable,
+            teacher=self._read_teacher(indices, batch),
         )
+
+    def _read_teacher(self, indices: Sequence[int], batch: Batch) -> TeacherStates | None:
+        """Return the stored values of a teacher for the targets of a batch; None if there are none."""
+        states_of_rows = []
+        labels = batch.labels.numpy()
+        for index, row_ids, row_labels in zip(indices, batch.input_ids.numpy(), labels, strict=True):
+            source = self.states_reader_of(index)
+            if source is None:
+                return None
+            reader, row = source
+            states_of_rows.append(reader.read(row, hash_row(row_ids, row_labels)))
+        return join_states(states_of_rows)
 
 
 def place_pieces(row_pieces: RowPieces, labels: np.ndarray) -> Pieces:
@@ -169,6 +187,7 @@ class Rows(IndexedRows):
         self.isolates = isolate_documents and self.has_borders
         self._lengths = self._stored.row_length  # of each row, or of all
         self._reference_file: Path | None = None
+        self._states_reader: StatesReader | None = None
 
     def __len__(self) -> int:
         return len(self.split)
@@ -280,6 +299,14 @@ class Rows(IndexedRows):
         """From now on, give the pairs of all batches the log-probabilities in a file of ``training.reference``."""
         self._reference_file = file
         self.__dict__.pop("_reference", None)
+
+    def use_teacher(self, reader: StatesReader) -> None:
+        """From now on, give all batches the stored values of a teacher."""
+        self._states_reader = reader
+
+    def states_reader_of(self, row: int) -> tuple[StatesReader, int] | None:
+        """Return the reader of the split's stored values of a teacher, see ``IndexedRows.states_reader_of``."""
+        return None if self._states_reader is None else (self._states_reader, row)
 
     @functools.cached_property
     def _reference(self) -> np.ndarray | None:

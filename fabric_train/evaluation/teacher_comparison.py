@@ -27,8 +27,8 @@ from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, FullRows, NamedIds, TeacherHead
 from fabric_train.model.lm_head_loss import has_loss_in_head
 from fabric_train.model.rope_frequencies import choose_frequencies
+from fabric_train.teacher_states.vocabulary import compare_vocabularies
 from fabric_train.training.statistics import LEVEL
-from fabric_train.training.teacher_vocabulary import compare_vocabularies
 
 FILE = "teacher.json"
 _FIGURES = ("divergence", "agreement")

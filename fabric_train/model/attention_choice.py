@@ -52,7 +52,8 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
     has_kernel = False
     kernel_fault = None
     if accelerator == "cuda" and requested == "sdpa":
-        kernel_fault = _why_no_kernel(shape, arguments)
+        dtype = compute_dtype(arguments.model.precision)
+        kernel_fault = why_no_kernel(shape, dtype, plans_for_others=arguments.planning.plans_for_others)
         has_kernel = kernel_fault is None
     if num_slices > 1:
         shape.config._attn_implementation = CONTEXT_VARLEN if has_kernel else CONTEXT
@@ -62,15 +63,18 @@ def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerat
     return kernel_fault
 
 
-def _why_no_kernel(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
-    """Return why torch's kernel for documents cannot be used; None if it can."""
-    if not arguments.planning.plans_for_others:  # a plan for other GPUs takes them to be new enough
+def why_no_kernel(shape: "ModelShape", dtype: torch.dtype, *, plans_for_others: bool = False) -> str | None:
+    """Return why torch's kernel for documents cannot be used on GPUs, in products of ``dtype``; None if it can.
+
+    With ``plans_for_others``, the GPUs are not this machine's, and taken to be new enough.
+    """
+    if not plans_for_others:
         if not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch has no flash attention"
         capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
         if min(capabilities) < _MIN_CAPABILITY:
             return "torch's kernel for documents needs an Ampere or newer GPU"
-    return why_not_varlen(shape, compute_dtype(arguments.model.precision))
+    return why_not_varlen(shape, dtype)
 
 
 def why_not_varlen(shape: "ModelShape", dtype: torch.dtype) -> str | None:

@@ -18,7 +18,7 @@ from fabric_train.model.divergences import DIVERGENCES
 
 VALUES = ("loss", "divergence", "cross_entropy", "agreement")
 """The values of each token. ``agreement`` is 1 if both models find the same token likeliest, and otherwise 0."""
-_ABSENT_LOGIT = -1e4
+ABSENT_LOGIT = -1e4
 """The logit of an id without a token: finite, and so low that its probability is exactly 0 in fp32."""
 
 
@@ -44,7 +44,7 @@ class NamedIds:
         if temperature != 1:
             scaled = scaled / temperature
         if len(self.gaps):
-            scaled = scaled.index_fill(1, self.gaps, _ABSENT_LOGIT)
+            scaled = scaled.index_fill(1, self.gaps, ABSENT_LOGIT)
         return torch.log_softmax(scaled, dim=1)
 
 

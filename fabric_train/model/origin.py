@@ -97,12 +97,14 @@ class ReferenceModel:
 class TeacherModel:
     """The model from whose distributions a run learns; a checkpoint has no copy of it.
 
-    ``place`` and ``fingerprint`` are as in :class:`ReferenceModel`. ``origin`` is for the model card.
+    ``place`` and ``fingerprint`` are as in :class:`ReferenceModel`. ``origin`` is for the model card. ``stored_as`` is
+    the form of stored values, such as ``last hidden states``; None if the teacher reads the rows itself.
     """
 
     place: str
     fingerprint: str
     origin: ModelOrigin | None = None
+    stored_as: str | None = None
 
 
 SPLIT_ARGUMENTS = (

@@ -75,6 +75,7 @@ from fabric_train.training.reference_model import check_reference
 from fabric_train.training.sample_file import read_samples
 from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.step_plan import RunPhase
+from fabric_train.training.stored_teacher import use_stored_teacher
 from fabric_train.training.teacher import find_teacher
 from fabric_train.training.trackers import check_trackers
 
@@ -276,6 +277,7 @@ def _prepare_stretch(
     )
     _check_parts(run)
     check_reference(run)
+    use_stored_teacher(run)
     run = replace(run, teacher_model=find_teacher(run))
 
     # notes for the user, and what `auto` means

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning import Fabric
 
+from fabric_train.checkpoint.model_files import resolve_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.model.attention import forward_batch
@@ -17,13 +18,16 @@ from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
 from fabric_train.model.origin import TeacherModel, find_origin
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.reference_model import hash_reference, resolve_name
+from fabric_train.training.reference_model import hash_reference
 from fabric_train.training.run_log import note, progress
+from fabric_train.training.stored_teacher import StoredTeacher, use_stored_teacher
 from fabric_train.training.teacher import LiveTeacher, check_teacher_isolation, set_up_teacher, teacher_run
 from fabric_train.training.teacher_vocabulary import find_named_ids
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
+
+_LIVE = "a teacher that reads the rows"
 
 
 class Distillation:
@@ -34,7 +38,7 @@ class Distillation:
 
     def __init__(self, arguments: "TrainArguments") -> None:
         self._arguments = arguments.preference
-        self._teacher: LiveTeacher | None = None
+        self._teacher: LiveTeacher | StoredTeacher | None = None
         self._named_ids: NamedIds | None = None
 
     def connect(self, fabric: Fabric, run: PreparedRun) -> PreparedRun:
@@ -44,18 +48,26 @@ class Distillation:
             InputError: The teacher's weights have changed since the run began, its vocabulary is not the student's, or
                 it does not keep the documents of a row apart.
         """
-        assert self._arguments.teacher is not None  # arguments.py requires it
         progress.info("setting up the teacher")
-        place = resolve_name(self._arguments.teacher)
-        model_run = teacher_run(run, place)
-        origin, _ = find_origin(place)
-        teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
-        _check_unchanged(fabric, run, teacher)
-        named_ids = find_named_ids(run, model_run.model)
+        stored = use_stored_teacher(run)
+        if stored is not None:
+            teacher = stored.model
+            _check_unchanged(fabric, run, teacher, "--teacher_states")
+            named_ids = stored.named_ids
+            self._teacher = stored.open(fabric.device)
+        else:
+            assert self._arguments.teacher is not None  # arguments.py requires one of both
+            place = resolve_name(self._arguments.teacher)
+            model_run = teacher_run(run, place)
+            origin, _ = find_origin(place)
+            teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
+            _check_unchanged(fabric, run, teacher, "--teacher")
+            named_ids = find_named_ids(run, model_run.model)
+            live_teacher = set_up_teacher(fabric, model_run)
+            check_teacher_isolation(fabric, run, live_teacher, f"--teacher {place}")
+            self._teacher = live_teacher
         gaps = torch.tensor(named_ids.gaps, dtype=torch.int64, device=fabric.device)
         self._named_ids = NamedIds(named_ids.end, gaps)
-        self._teacher = set_up_teacher(fabric, model_run)
-        check_teacher_isolation(fabric, run, self._teacher, f"--teacher {place}")
         return replace(run, teacher=teacher)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -92,23 +104,33 @@ class Distillation:
         )
 
 
-def _check_unchanged(fabric: Fabric, run: PreparedRun, teacher: TeacherModel) -> None:
-    """Raise an InputError if a resumed run has another teacher than the checkpoint's, by its weights.
+def _check_unchanged(fabric: Fabric, run: PreparedRun, teacher: TeacherModel, option: str) -> None:
+    """Raise an InputError if a resumed run has another teacher than the checkpoint's, by its weights or its form.
 
-    A branch may have another teacher, and so may a run with ``--allow_changes``.
+    A branch may have another teacher, and so may a run with ``--allow_changes``. ``option`` is the argument that names
+    the teacher.
     """
     saved = run.start.saved
     if saved is None or saved.teacher is None or not run.start.resumes:
         return
-    if saved.teacher.fingerprint == teacher.fingerprint:
+    if saved.teacher.fingerprint != teacher.fingerprint:
+        difference = (
+            f"{option} {teacher.place}: its weights differ from those of {saved.teacher.place}, the teacher when "
+            f"{saved.checkpoint} was saved"
+        )
+        fix = "restore them"
+    elif saved.teacher.stored_as != teacher.stored_as:
+        current_form = teacher.stored_as or _LIVE
+        saved_form = saved.teacher.stored_as or _LIVE
+        difference = (
+            f"{option}: the run now learns from {current_form}, but from {saved_form} when {saved.checkpoint} was saved"
+        )
+        fix = "give the same teacher"
+    else:
         return
-    difference = (
-        f"--teacher {teacher.place}: its weights differ from those of {saved.teacher.place}, the teacher when "
-        f"{saved.checkpoint} was saved"
-    )
     if not run.start.branches and not run.arguments.checkpoint.allow_changes:
         raise InputError(
-            f"{difference}; restore them, or accept different losses with --allow_changes true "
+            f"{difference}; {fix}, or accept different losses with --allow_changes true "
             "(docs/reference/errors.md#resume-refused)"
         )
     if fabric.is_global_zero:

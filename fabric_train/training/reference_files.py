@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fabric_train.checkpoint.model_files import hash_file
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import Rows
 from fabric_train.files.regular_file import check_no_link, write_atomically
 from fabric_train.files.typed_json import read_json
 from fabric_train.token_dataset.manifest import REFERENCE
-from fabric_train.training.reference_model import hash_file
 
 _FILE_NAME = "reference.json"
 

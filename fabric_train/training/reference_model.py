@@ -4,39 +4,25 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import xxhash
-from huggingface_hub import try_to_load_from_cache
 from lightning import Fabric
 
-from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import TrainerJson, TrainerState, read_trainer_json
 from fabric_train.checkpoint.adapter_base import find_base
-from fabric_train.checkpoint.adapter_folder import (
-    files_of_adapter,
-    is_adapter,
-    read_adapter,
-    read_base_name,
-    trained_adapter,
-)
+from fabric_train.checkpoint.adapter_folder import is_adapter, read_adapter, read_base_name, trained_adapter
+from fabric_train.checkpoint.model_files import hash_model_file, join_hashes, list_model_files, resolve_name
 from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.streaming import Stream
 from fabric_train.distributed.ranks import gather_over_ranks
-from fabric_train.files.regular_file import open_regular
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
-from fabric_train.model.load_weights import find_safetensors
 from fabric_train.model.origin import ReferenceModel
 from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.training.prepared_run import PhaseModels, PreparedRun, StartingPoint
 from fabric_train.training.run_log import progress
-
-_READ_BYTES = 1 << 24
 
 
 def check_reference(run: PreparedRun) -> None:
@@ -125,16 +111,6 @@ def resolve_reference_path(run: PreparedRun) -> str:
     if Path(model_name).is_dir():
         return os.path.realpath(model_name)
     return model_name  # a name on the hub
-
-
-def resolve_name(reference: str) -> str:
-    """Return the location of the model that an argument names: an absolute path, or a name on the hub."""
-    path = Path(reference)
-    if checkpoints.means_checkpoint(path):
-        return os.path.realpath(checkpoints.find_checkpoint(path))
-    if path.is_dir():
-        return os.path.realpath(path)
-    return reference
 
 
 def reference_run(run: PreparedRun, path: str) -> PreparedRun:
@@ -232,39 +208,10 @@ def hash_reference(fabric: Fabric, reference: PreparedRun, path: str) -> str:
         config = json.dumps(reference.model.config.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(f"{reference.arguments.data.seed} {config}".encode()).hexdigest()
 
-    weights_path = reference.adapter_base.place if reference.adapter_base else path
-    files = list(_list_model_files(weights_path))
-    if _is_adapter(path):
-        files += files_of_adapter(Path(path))
+    files = list_model_files(path, reference.adapter_base)
     local_hashes = torch.zeros(len(files), 2, dtype=torch.int64)  # 128 bits of each file that this rank reads
     for index in range(fabric.global_rank, len(files), fabric.world_size):
         progress.info("hashing the reference model's files %d/%d", index + 1, len(files))
-        digest = bytes.fromhex(hash_file(files[index]))
-        local_hashes[index] = torch.from_numpy(np.frombuffer(digest, np.int64).copy())
+        local_hashes[index] = torch.from_numpy(hash_model_file(files[index]))
     hashes = gather_over_ranks(fabric, local_hashes).sum(dim=0).cpu()  # the other ranks have zeros
-    return hashlib.sha256(hashes.numpy().tobytes()).hexdigest()
-
-
-def _list_model_files(path: str) -> Iterator[Path]:
-    """Yield the configuration and the files of weights of a hub name, a folder or a checkpoint."""
-    model_dir = Path(path)
-    if not model_dir.is_dir():  # it is in the cache, where the run has read it
-        model_dir = Path(str(try_to_load_from_cache(path, "config.json"))).parent
-    yield model_dir / "config.json"
-    if (model_dir / "model").is_dir() and (model_dir / "trainer.json").is_file():
-        yield from sorted((model_dir / "model").glob("*.safetensors"))
-        return
-    safetensors = find_safetensors(path)
-    if safetensors:
-        yield from safetensors
-    else:  # pickles
-        yield from sorted(model_dir.glob("*.bin"))
-
-
-def hash_file(file: Path) -> str:
-    """Return the XXH3-128 of a file in hexadecimal."""
-    digest = xxhash.xxh3_128()
-    with open_regular(file, "restore the file") as opened:
-        while content := opened.read(_READ_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
+    return join_hashes(hashes.numpy())

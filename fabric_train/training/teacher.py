@@ -16,6 +16,7 @@ from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 
 from fabric_train.checkpoint.adapter_base import hold_in_4_bits
+from fabric_train.checkpoint.model_files import resolve_name
 from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.batch import Batch, Targets, find_targets
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
@@ -23,14 +24,13 @@ from fabric_train.model.attention import forward_batch
 from fabric_train.model.attention_choice import check_counted_from_rows
 from fabric_train.model.divergence_loss import FullRows, TeacherHead
 from fabric_train.model.hf_model import ModelShape, check_readable
-from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.model.load_weights import MetaModel, build_on_meta
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import setup_model
+from fabric_train.model.teacher_head import check_head, read_head
 from fabric_train.training.build_run import has_many_lengths, open_model
 from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.reference_model import check_positions, resolve_name, run_of_model
+from fabric_train.training.reference_model import check_positions, run_of_model
 from fabric_train.training.teacher_vocabulary import find_named_ids
 
 
@@ -83,17 +83,8 @@ def _check_teacher(run: PreparedRun, shape: ModelShape, teacher: str) -> None:
     if run.arguments.preference.teacher_weights != "16bit":
         check_installed()
     find_named_ids(run, shape)
-    _check_head(run.model, f"--model_name {run.model.source}")
-    _check_head(shape, f"--teacher {teacher}")
-
-
-def _check_head(shape: ModelShape, option: str) -> None:
-    """Raise an InputError that names a model's option if its logits are not the output of its head."""
-    if not compute_loss_in_head(build_on_meta(shape, torch.float32)):
-        raise InputError(
-            f"{option}: --objective distill computes the loss in the head, but a {shape.config.model_type} changes the "
-            "head's output, for example by a cap on the logits; give another model"
-        )
+    check_head(run.model, f"--model_name {run.model.source}")
+    check_head(shape, f"--teacher {teacher}")
 
 
 def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
@@ -106,7 +97,7 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
     meta_model = open_model(run)
     model: Any = meta_model.model
     dtype = compute_dtype(run.arguments.model.precision)
-    head = _read_head(meta_model, fabric.device, dtype)
+    head = read_head(meta_model, fabric.device, dtype)
     teacher_weights = run.arguments.adapter.base_weights
     if teacher_weights is not None:
         subject = f"--teacher_weights {teacher_weights}: the weights of {run.model.source}"
@@ -139,25 +130,6 @@ def check_teacher_isolation(fabric: Fabric, run: PreparedRun, teacher: LiveTeach
         return
     dtype = teacher.head.weight.dtype
     check_isolation(fabric, teacher.model, source, max(row_lengths), dtype, teacher.compute_losses)
-
-
-def _read_head(meta_model: MetaModel, device: torch.device, dtype: torch.dtype) -> TeacherHead:
-    """Read the head's weight, all of it, in the dtype of its matrix product."""
-    model: Any = meta_model.model
-    head = model.get_output_embeddings()
-    names = {parameter: name for name, parameter in model.named_parameters()}  # a tied weight has one name
-    weight = meta_model.read_rows(names[head.weight], 0, len(head.weight)).to(device, dtype)
-    bias = None
-    if head.bias is not None:
-        bias = _read_vector(meta_model, names[head.bias]).to(device, dtype)
-    return TeacherHead(weight, bias)
-
-
-def _read_vector(meta_model: MetaModel, name: str) -> torch.Tensor:
-    parameter = meta_model.model.get_parameter(name)
-    if meta_model.weights is None:
-        return parameter.detach()
-    return meta_model.weights.read_block(name, (0,), parameter.shape)
 
 
 def teacher_run(run: PreparedRun, place: str) -> PreparedRun:

@@ -9,10 +9,10 @@ from lightning import Fabric
 from transformers import LlamaConfig
 
 from fabric_train.arguments import TrainArguments, parse
+from fabric_train.checkpoint.model_files import resolve_name
 from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.prepare import prepare
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.reference_model import resolve_name
 from fabric_train.training.teacher import set_up_teacher, teacher_run
 from tests.support import short_runs
 

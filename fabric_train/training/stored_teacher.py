@@ -1,0 +1,159 @@
+"""Learn from the stored values of a teacher (``--teacher_states``), which the batches bring along.
+
+``teacher_states`` has the folders, ``data.teacher_states`` the values in a batch.
+
+Shapes: N targets in a batch, H the teacher's hidden size, k likeliest tokens.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch, Targets
+from fabric_train.data.streaming import Stream
+from fabric_train.data.teacher_states import HiddenStates
+from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.distributed.precision import compute_dtype
+from fabric_train.model.divergence_loss import FullRows, TeacherHead, TopRows
+from fabric_train.model.origin import TeacherModel
+from fabric_train.model.teacher_head import check_head
+from fabric_train.teacher_states.record import StatesContent, StatesDifference, find_difference
+from fabric_train.teacher_states.stored import StoredStates, open_states
+from fabric_train.teacher_states.vocabulary import NamedIdRange, check_rows_of_head, hash_tokens
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.teacher_vocabulary import open_run_tokenizer
+
+_OPTION = "--teacher_states"
+_ALLOWED_CHANGES = ("dtype", "attention")
+"""The fields of ``StatesContent`` that change only the last digits, which ``--allow_changes true`` accepts."""
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """A teacher whose values are read together with the rows."""
+
+    content: StatesContent
+    head: TeacherHead | None
+    """The teacher's head, on this rank's device; None if the values are those of the likeliest tokens."""
+
+    def read(self, batch: Batch, targets: Targets) -> FullRows | TopRows:
+        """Return the teacher's distributions of the targets of a batch."""
+        states = batch.teacher
+        device = targets.ids.device
+        if self.head is not None:
+            hidden = torch.zeros(0, self.content.hidden_size, dtype=torch.bfloat16, device=device)
+            if isinstance(states, HiddenStates):
+                hidden = states.bits.view(torch.bfloat16)
+            return FullRows(hidden, self.head)
+
+        assert not isinstance(states, HiddenStates)
+        if states is None:  # a rank without rows left in a window
+            top_k = self.content.top_k or 0
+            no_ids = torch.zeros(0, top_k, dtype=torch.int64, device=device)
+            return TopRows(no_ids, torch.zeros(0, top_k + 1, device=device))
+        return TopRows(states.ids.long(), states.log_probabilities)
+
+
+@dataclass(frozen=True)
+class TeacherOfRun:
+    """What a run has of its stored teacher."""
+
+    states: StoredStates
+    """The values for the first token dataset; all have the same teacher, form and named ids."""
+
+    @property
+    def model(self) -> TeacherModel:
+        """The teacher's record for checkpoints."""
+        record = self.states.record
+        return replace(record.teacher, stored_as=record.content.describe())
+
+    @property
+    def named_ids(self) -> NamedIdRange:
+        return self.states.record.content.named_ids
+
+    def open(self, device: torch.device) -> StoredTeacher:
+        """Open the teacher on this rank's device."""
+        content = self.states.record.content
+        head = None
+        if content.top_k is None:
+            head = self.states.read_head(device)
+        return StoredTeacher(content, head)
+
+
+def use_stored_teacher(run: PreparedRun) -> TeacherOfRun | None:
+    """Let the rows of a run bring along the values in ``--teacher_states``; None if the run has no such values.
+
+    Raises:
+        InputError: A token dataset has no values, or values that were computed otherwise than the run needs them.
+    """
+    folders = run.arguments.preference.teacher_states
+    if folders is None:
+        return None
+    data = run.data
+    if isinstance(data, Stream):
+        raise InputError(f"{_OPTION} does not work with --streaming_dataset; tokenize it and give --train_data_dir")
+    check_head(run.model, f"--model_name {run.model.source}")
+    tokenizer_hash = hash_tokens(open_run_tokenizer(run))
+    all_states = [open_states(Path(folder).expanduser()) for folder in folders]
+    first: StoredStates | None = None
+    for dataset in data.parts:
+        states = _find_states(dataset, all_states)
+        first = first or states
+        _check_content(run, states, first, tokenizer_hash)
+        dataset.train.use_teacher(states.reader("train"))
+        if dataset.validation is not None:
+            dataset.validation.use_teacher(states.reader("validation"))
+    assert first is not None  # a run has a token dataset
+    check_rows_of_head(run.model.vocab_size, first.record.content.named_ids, f"--model_name {run.model.source}")
+    return TeacherOfRun(first)
+
+
+def _find_states(dataset: TokenDataset, all_states: list[StoredStates]) -> StoredStates:
+    """Return the values of a token dataset."""
+    fingerprint = dataset.fingerprint
+    for states in all_states:
+        if states.record.content.token_dataset == fingerprint:
+            return states
+    folders = " ".join(str(states.folder) for states in all_states)
+    raise InputError(
+        f"{_OPTION} {folders}: no values for the rows of {dataset.name} (fingerprint {fingerprint[:12]}…); store them "
+        f"with fabric-train teach --train_data_dir {dataset.name}"
+    )
+
+
+def _check_content(run: PreparedRun, states: StoredStates, first: StoredStates, tokenizer_hash: str) -> None:
+    """Raise an InputError that names the first difference between what values are and what the run needs."""
+    arguments = run.arguments
+    content = states.record.content
+    first_content = first.record.content
+    temperature = arguments.preference.distill_temperature
+    if content.top_k is None:
+        temperature = 1.0  # hidden states fit any
+    needed = replace(
+        content,
+        isolate_documents=run.data.isolates,
+        distill_on=arguments.preference.distill_on,
+        tokenizer=tokenizer_hash,
+        temperature=temperature,
+        teacher=first_content.teacher,
+        top_k=first_content.top_k,
+        dtype=first_content.dtype,
+    )
+    if not arguments.checkpoint.allow_changes:
+        dtype = str(compute_dtype(arguments.model.precision)).removeprefix("torch.")
+        needed = replace(needed, dtype=dtype, attention=arguments.model.attention)
+    difference = find_difference(content, needed)
+    if difference is not None:
+        raise InputError(_describe_difference(states.folder, difference))
+
+
+def _describe_difference(folder: Path, difference: StatesDifference) -> str:
+    advice = "store them again with fabric-train teach, or give the run the same"
+    if difference.name in _ALLOWED_CHANGES:
+        advice += ", or accept it with --allow_changes true"
+    return (
+        f"{_OPTION} {folder}: the values were stored with another {difference.name}: {difference.ours}, but the run "
+        f"has {difference.theirs}; {advice}"
+    )
