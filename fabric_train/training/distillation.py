@@ -11,7 +11,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint.model_files import resolve_name
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
@@ -63,7 +63,8 @@ class Distillation:
             teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
             _check_unchanged(fabric, run, teacher, "--teacher")
             named_ids = find_named_ids(run, model_run.model)
-            live_teacher = set_up_teacher(fabric, model_run)
+            with naming_option("--teacher ", instead_of="--model_name "):
+                live_teacher = set_up_teacher(fabric, model_run)
             check_teacher_isolation(fabric, run, live_teacher, f"--teacher {place}")
             self._teacher = live_teacher
         gaps = torch.tensor(named_ids.gaps, dtype=torch.int64, device=fabric.device)

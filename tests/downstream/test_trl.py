@@ -1,16 +1,18 @@
 """TRL's two distillation losses of the same tensors equal ours, with their gradients."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.packages import install_packages
 from fabric_train.model.divergence_loss import DivergenceLoss, FullRows, NamedIds, TeacherHead
 from fabric_train.model.lm_head_loss import summed_token_loss
 from tests.support.downstream_uses import Checked
-from tests.support.environments import downstream_environment, run_inside
+from tests.support.environments import run_inside
 
 pytestmark = [pytest.mark.slow, pytest.mark.downstream]
 
@@ -30,7 +32,10 @@ DIVERGENCES = [
 ]
 
 
-def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, checked: Checked) -> None:
+def test_losses_and_gradients_are_those_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Checked
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(install_packages("trl")))
     torch.manual_seed(0)
     tensors = {
         "hidden": torch.randn(NUM_TOKENS, WIDTH),
@@ -41,7 +46,7 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, checked: Checked)
     file = tmp_path / "tensors.npz"
     np.savez(file, allow_pickle=False, **{name: tensor.numpy() for name, tensor in tensors.items()})
     settings = json.dumps([(beta, temperature) for _, beta, temperature in DIVERGENCES])
-    printed = run_inside(downstream_environment("trl"), "in_trl.py", file, settings)
+    printed = run_inside(sys.executable, "in_trl.py", file, settings)
     gradients = np.load(tmp_path / "gradients.npz")
 
     rows = FullRows(tensors["teacher_hidden"], TeacherHead(tensors["teacher_weight"], None))

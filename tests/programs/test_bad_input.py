@@ -494,15 +494,23 @@ CASES: dict[str, Case] = {
     ),
     "a teacher with another tokenizer": Case(
         "train",
-        f"{DISTILL} models/renamed-token",
-        "--teacher …models/renamed-token: it has a different tokenizer: id … is 'hen', but 'he' in the student's; …",
+        f"{DISTILL} models/swapped-tokens",
+        "--teacher …models/swapped-tokens: it has a different tokenizer: id 998 is '…', but '…' in the student's; …",
         num_ranks=2,
     ),
-    "a teacher without weights": Case("train", f"{DISTILL} models/no-weights", "--teacher …models/no-weights …"),
-    "a teacher with damaged weights": Case("train", f"{DISTILL} models/cut-weights", "--teacher …models/cut-weights …"),
-    "a teacher of other sizes": Case("train", f"{DISTILL} models/wider", "--teacher …models/wider…", process=True),
+    "a teacher without weights": Case(
+        "train", f"{DISTILL} models/no-weights", "…models/no-weights: it has no weights (model.safetensors); …"
+    ),
+    "a teacher with damaged weights": Case(
+        "train",
+        f"{DISTILL} models/cut-weights",
+        "…models/cut-weights/model.safetensors: not a complete safetensors file (…); …",
+    ),
     "a checkpoint with damaged weights as teacher": Case(
-        "train", f"{DISTILL} runs/cut-weights", "--teacher …runs/cut-weights…", process=True
+        "train",
+        f"{DISTILL} runs/cut-weights",
+        "runs/cut-weights/checkpoints/step-00000007 is damaged: model.safetensors has …; use another checkpoint",
+        process=True,
     ),
     "a folder that is no model as teacher": Case("train", f"{DISTILL} full", "--teacher …full…"),
     "a divergence that is not at a side": Case(
@@ -510,7 +518,11 @@ CASES: dict[str, Case] = {
         f"{DISTILL} model --divergence jsd --jsd_beta 0",
         "--jsd_beta must be between 0 and 1; give --divergence forward_kl for 0, or reverse_kl for 1",
     ),
-    "distillation in fp16": Case("train", f"{DISTILL} model --precision 16-mixed", "… --precision 16-mixed …"),
+    "distillation in fp16": Case(
+        "train",
+        f"{DISTILL} model -accelerator --precision 16-mixed --plan true --device_memory 80GB --devices 1",
+        "--objective distill does not work with --precision 16-mixed; give bf16-mixed or bf16-true",
+    ),
     "distillation with split matrices": Case(
         "train",
         f"{DISTILL} model --parallelism fsdp2 --devices 2 --tensor_parallel_size 2",

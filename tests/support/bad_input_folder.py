@@ -184,7 +184,15 @@ def _break_models(folder: Path) -> None:
         model("renamed-token") / "tokenizer.json",
         lambda content: content["model"]["vocab"].update(hen=content["model"]["vocab"].pop("he")),
     )
+    edit_json(model("swapped-tokens") / "tokenizer.json", _swap_last_tokens)
     (model("bad-index", "model.safetensors") / "model.safetensors.index.json").write_text("{")
+
+
+def _swap_last_tokens(content: dict[str, Any]) -> None:
+    """Swap the ids of the last two tokens of a tokenizer."""
+    vocabulary = content["model"]["vocab"]
+    last, second_last = sorted(vocabulary, key=vocabulary.get)[:-3:-1]
+    vocabulary[last], vocabulary[second_last] = vocabulary[second_last], vocabulary[last]
 
 
 def _break_tokenizers(folder: Path) -> None:

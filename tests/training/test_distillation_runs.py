@@ -97,7 +97,7 @@ class Distilling:
         assert started.wait_until(started.has_ended)
         started.kill()
         started.wait()
-        assert saved_steps(self.folder / run) in ([1], [1, 2])
+        assert MAX_STEP not in saved_steps(self.folder / run)
 
     def trainer_json(self, run: str, step: int = MAX_STEP) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.checkpoint(run, step) / "trainer.json").read_text())
@@ -385,7 +385,7 @@ def test_a_teacher_with_a_capped_head_is_refused(distilling: Distilling, monkeyp
     )
     Gemma2ForCausalLM(config).save_pretrained(distilling.folder / "capped")
     copy_tokenizer(distilling.folder / "capped", distilling.folder / "model")
-    (fault,) = check(distilling, monkeypatch, teacher="capped")
+    (fault,) = check(distilling, monkeypatch, teacher="capped", attention="eager")
     assert fault.startswith("--teacher capped: --objective distill computes the loss in the head, but a gemma2 changes")
 
 
