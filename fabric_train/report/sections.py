@@ -158,6 +158,8 @@ def _teacher_rows(saved: TrainerJson) -> Rows:
         name = saved.teacher.origin.name
         if saved.teacher.origin.revision:
             name += f" at {saved.teacher.origin.revision[:SHOWN_DIGITS]}"
+    if saved.teacher.stored_as is not None:
+        name += f", stored as {saved.teacher.stored_as}"
     settings = [f"temperature {saved.arguments.get('distill_temperature')}"]
     if saved.arguments.get("divergence") == "jsd":
         settings.append(f"beta {saved.arguments.get('jsd_beta')}")

@@ -25,16 +25,16 @@ class Metrics:
     """Number: pass over the training rows, starting at 0."""
     train_loss: float | None = None
     """Nats per token: mean over the step's supervised tokens in all rows on all ranks. For preference pairs, the mean
-    per pair; for unpaired answers, per answer. Empty if the step has no supervised tokens, in which case the optimizer
-    skips the step.
+    per pair; for unpaired answers, per answer. With a teacher, the divergence per distilled token, plus the weighted
+    cross entropy. Empty if the step has no supervised tokens, in which case the optimizer skips the step.
     """
     val_loss: float | None = None
     """Nats per token: the same mean over the validation split, after the step."""
     perplexity: float | None = None
-    """Number: e to the power of val_loss; empty for preference pairs and unpaired answers."""
+    """Number: e to the power of val_loss; empty for distillation, preference pairs and unpaired answers."""
     val_bits_per_byte: float | None = None
-    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which is comparable between tokenizers; empty if the
-    token dataset has no document index.
+    """Bits per byte: nats / (ln 2 × UTF-8 bytes of the text), which is comparable between tokenizers; empty if there is
+    no perplexity, or if the token dataset has no document index.
     """
     learning_rate: float | None = None
     """Number: learning rate of the step."""
@@ -69,7 +69,9 @@ class Metrics:
     rows_hash: str | None = None
     """Text: hash of the rows of all steps so far, which is the same in a replay or a resumed run."""
     extra: dict[str, float] = field(default_factory=dict)
-    """As named: metrics of the objective and of evaluations, in columns train_NAME and val_NAME."""
+    """As named: metrics of the objective and of evaluations, in columns train_NAME and val_NAME, such as the
+    divergence, cross_entropy and agreement of a distillation.
+    """
     by_source: dict[str, float] = field(default_factory=dict)
     """As without /SOURCE: losses of individual sources, such as val_loss/es, if a run has several; empty if the step
     has no tokens from that source.

@@ -211,7 +211,7 @@ def hash_reference(fabric: Fabric, reference: PreparedRun, path: str) -> str:
     files = list_model_files(path, reference.adapter_base)
     local_hashes = torch.zeros(len(files), 2, dtype=torch.int64)  # 128 bits of each file that this rank reads
     for index in range(fabric.global_rank, len(files), fabric.world_size):
-        progress.info("hashing the reference model's files %d/%d", index + 1, len(files))
+        progress.info("hashing the files of the frozen model %d/%d", index + 1, len(files))
         local_hashes[index] = torch.from_numpy(hash_model_file(files[index]))
     hashes = gather_over_ranks(fabric, local_hashes).sum(dim=0).cpu()  # the other ranks have zeros
     return join_hashes(hashes.numpy())

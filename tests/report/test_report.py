@@ -74,7 +74,8 @@ def distill(run: Path) -> None:
     for folder in (run / "checkpoints").iterdir():
         trainer = json.loads((folder / "trainer.json").read_text())
         origin = {"name": "owner/Teacher", "repository": "owner/Teacher", "revision": "0123456789abcdef" * 2}
-        trainer["teacher"] = {"place": "/models/teacher", "fingerprint": "0" * 64, "origin": origin}
+        stored = {"fingerprint": "0" * 64, "stored_as": "last hidden states"}
+        trainer["teacher"] = {"place": "/models/teacher", "origin": origin, **stored}
         trainer["arguments"] |= {"objective": "distill", "divergence": "jsd", "jsd_beta": 0.3, "sft_weight": 0.5}
         trainer["arguments"] |= {"distill_temperature": 2.0, "distill_on": "all"}
         for name in ("evaluation", "first_evaluation"):
@@ -89,7 +90,8 @@ def test_a_distilled_run_shows_its_teacher_and_no_perplexity(copy: Path) -> None
     distill(copy)
     sections = sections_of(copy)
     assert not any(section.fault for section in sections.values())
-    assert "| teacher | owner/Teacher at 0123456789ab |" in sections["summary"].body
+    teacher = "owner/Teacher at 0123456789ab, stored as last hidden states"
+    assert f"| teacher | {teacher} |" in sections["summary"].body
     settings = "jsd, temperature 2.0, beta 0.3, plus 0.5 × cross entropy, on all tokens"
     assert f"| divergence | {settings} |" in sections["summary"].body
     results = sections["results"].body

@@ -16,6 +16,8 @@ _MODELS = (
     "TOKENIZER",
     "HuggingFaceTB/SmolLM2-135M",
     "models/llama-3-8b",
+    "models/llama-3-1b",
+    "models/half",
     "models/smollm2-135m",
     "models/smollm2-ca",
     "models/salamandra-7b",
