@@ -138,7 +138,7 @@ def _checksum(states: TeacherStates) -> int:
     """Return the XXH3-64 of all values."""
     digest = xxhash.xxh3_64()
     for tensor in _tensors_of(states):
-        digest.update(tensor.contiguous().numpy())
+        digest.update(tensor.contiguous().numpy().data)
     return int(digest.intdigest())
 
 

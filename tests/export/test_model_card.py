@@ -608,7 +608,8 @@ def test_the_card_of_a_distilled_model_names_teacher_divergence_and_unit(checkpo
     def distill(content: dict[str, Any]) -> None:
         origin = ModelOrigin("owner/Teacher-8B", "owner/Teacher-8B", COMMIT, "apache-2.0")
         content["teacher"] = {"place": "/home/someone/secret", "fingerprint": "0" * 64, "origin": asdict(origin)}
-        settings = {"objective": "distill", "teacher": "/home/someone/secret", "divergence": "reverse_kl"}
+        settings: dict[str, Any] = {"objective": "distill", "teacher": "/home/someone/secret"}
+        settings["divergence"] = "reverse_kl"
         settings |= {"distill_temperature": 2.0, "sft_weight": 0.25}
         content["arguments"].update(settings)
         content.update(first_evaluation=evaluation(0, 4.0), evaluation=evaluation(1, 3.0), val_loss=3.0)

@@ -108,7 +108,7 @@ def test_a_distilled_run_is_not_compared_with_a_cross_entropy(reported: Reported
 
 
 def test_the_metrics_of_a_distilled_run_are_shown_by_source(tmp_path: Path) -> None:
-    columns = {}
+    columns: dict[str, np.ndarray] = {}
     for name in ("divergence", "cross_entropy", "agreement", "margin"):
         columns |= {f"val_{name}{source}": np.ones(3) for source in ("", "/es", "/ca")}
         columns[f"train_{name}"] = np.ones(3)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fabric_train.model.divergence_loss import ABSENT_LOGIT, DivergenceLoss, Ful
 from fabric_train.model.divergences import DIVERGENCES
 from fabric_train.teacher_states import teach as teach_module
 from fabric_train.teacher_states.__main__ import TeachArguments
+from fabric_train.teacher_states.blocks import BlockContent
 from fabric_train.teacher_states.record import FILE_NAME
 from fabric_train.teacher_states.stored import open_states
 from fabric_train.teacher_states.teach import teach
@@ -201,10 +203,13 @@ def test_a_killed_command_continues_bit_for_bit(folder: Path, runs: ForkedRuns) 
         teach(arguments_of(folder, "killed", top_k=9), BLOCK_BYTES)
     written = []
     original = teach_module.write_block
+
+    def write_block(file: Path, content: BlockContent) -> None:
+        written.append(file)
+        original(file, content)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            teach_module, "write_block", lambda file, content: (written.append(file), original(file, content))
-        )
+        patch.setattr(teach_module, "write_block", write_block)
         teach(arguments_of(folder, "killed", top_k=8), BLOCK_BYTES)
     assert not set(written) & set(finished)
     assert contents(folder / "killed") == contents(whole)
@@ -384,7 +389,7 @@ def train(runs: ForkedRuns, folder: Path, name: str, num_ranks: int = 1, **optio
 
 
 def test_a_run_learns_from_stored_values_as_from_the_live_teacher(folder: Path, runs: ForkedRuns) -> None:
-    settings = {"max_step": 4, "sft_weight": 0.5, "lr": 1e-4}
+    settings: dict[str, Any] = {"max_step": 4, "sft_weight": 0.5, "lr": 1e-4}
     live = train(runs, folder, "run-live", teacher=folder / "teacher", **settings)
     full = train(runs, folder, "run-all", teacher_states=stored(folder, "all", top_k=NUM_IDS), **settings)
     shards = train(
@@ -406,7 +411,7 @@ def full_shards(folder: Path) -> Path:
 
 
 def test_bfloat16_states_give_the_bits_of_the_live_teacher(folder: Path, runs: ForkedRuns) -> None:
-    settings = {"max_step": 4, "precision": "bf16-true"}
+    settings: dict[str, Any] = {"max_step": 4, "precision": "bf16-true"}
     states = stored(folder, "hidden-bf16", hidden=True, precision="bf16-true")
     live = train(runs, folder, "run-bf16-live", teacher=folder / "teacher", **settings)
     from_states = train(runs, folder, "run-bf16", teacher_states=states, **settings)
