@@ -291,6 +291,7 @@ PROBE = """
 import json, weakref
 import torch
 from pathlib import Path
+from torch.distributed.fsdp import FullyShardedDataParallel
 from fabric_train.distributed.sharded_parameters import local_part
 from fabric_train.training import distillation, run as run_module
 from fabric_train.training.teacher import LiveTeacher
@@ -326,6 +327,9 @@ def train_probed(loop):
     facts["trains"] = [name for name, parameter in named if parameter.requires_grad]
     facts["training"] = teachers[0].model.training
     facts["bytes"] = sum(local_part(parameter).numel() * parameter.element_size() for _, parameter in named)
+    for unit in FullyShardedDataParallel.fsdp_modules(teachers[0].model):
+        if unit._handle is not None:  # FSDP1 keeps gathered weights apart from its parameters
+            facts["bytes"] += unit._handle.flat_param._full_param_padded.untyped_storage().nbytes()
     Path(f"{FILE}.{rank}").write_text(json.dumps(facts))
     return end
 run_module._train_loop = train_probed
