@@ -18,6 +18,7 @@ _MODELS = (
     "models/llama-3-8b",
     "models/llama-3-1b",
     "models/half",
+    "models/pruned",
     "models/smollm2-135m",
     "models/smollm2-ca",
     "models/salamandra-7b",
