@@ -275,7 +275,10 @@ def _describe_teacher(saved: checkpoints.TrainerJson) -> Markdown | None:
         details.append(f"revision {code(origin.revision)}")
     details.append(f"licence {escaped(origin.license)}" if origin.license else "licence not stated")
     divergence = code(str(saved.arguments.get("divergence")))
-    return Markdown(f"distilled from {text} ({', '.join(details)}) by {divergence}")
+    stored = ""
+    if saved.teacher.stored_as:
+        stored = f", from stored values ({escaped(saved.teacher.stored_as)})"
+    return Markdown(f"distilled from {text} ({', '.join(details)}) by {divergence}{stored}")
 
 
 def _context_lengths(record: ModelRecord, config: PretrainedConfig) -> list[str]:

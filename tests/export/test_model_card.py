@@ -631,11 +631,11 @@ def test_the_card_of_a_distilled_model_names_teacher_divergence_and_unit(checkpo
 
 def test_a_distilled_model_without_an_evaluation_has_a_loss_and_no_perplexity(checkpoint: Path) -> None:
     def distill(content: dict[str, Any]) -> None:
-        content["teacher"] = {"place": "teachers/8b", "fingerprint": "0" * 64, "origin": None}
+        content["teacher"] = {"place": "teachers/8b", "fingerprint": "0" * 64, "origin": None, "stored_as": "top 8"}
         content["arguments"].update(objective="distill", teacher="teachers/8b", divergence="forward_kl")
         content.update(val_loss=3.0)
 
     edit_json(checkpoint / "trainer.json", distill)
     text = card_of(checkpoint).text
-    assert "distilled from `8b` (licence not stated) by `forward_kl`" in text
+    assert "distilled from `8b` (licence not stated) by `forward_kl`, from stored values (top 8)" in text
     assert "Validation loss 3.0000 nats per token." in text

@@ -201,7 +201,7 @@ def test_a_killed_command_continues_bit_for_bit(folder: Path, runs: ForkedRuns) 
     # another form is refused, and the same one continues after the finished blocks
     with pytest.raises(InputError, match=r"its --top_k is 8, but this command has 9"):
         teach(arguments_of(folder, "killed", top_k=9), BLOCK_BYTES)
-    written = []
+    written: list[Path] = []
     original = teach_module.write_block
 
     def write_block(file: Path, content: BlockContent) -> None:
@@ -419,13 +419,14 @@ def test_bfloat16_states_give_the_bits_of_the_live_teacher(folder: Path, runs: F
 
 
 def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
-    options = {"teacher_states": stored(folder, "top", top_k=8), "save_step_interval": 2, "max_step": 4}
+    states = stored(folder, "top", top_k=8)
+    options = {"teacher_states": states, "save_step_interval": 2, "async_save": "false", "max_step": 4}
     whole = train(runs, folder, "run-whole", 2, **options)
     words = argv(folder / "student", folder / "tokens", folder / "run-killed", objective="distill", **options)
-    kill = at_point("os.kill(os.getpid(), signal.SIGKILL)", step=3, phase="BACKWARD")
+    kill = at_point("os.kill(os.getpid(), signal.SIGKILL)", step=3, phase="OPTIMIZER")
     killed = runs.start(words, 2, before=kill)
     assert -9 in killed.wait()
-    runs.start(words, 2).finish()
+    runs.start([*words, "--resume=true"], 2).finish()
     assert metrics(folder / "run-killed") == metrics(whole)
 
     # other values than those of the run are refused
@@ -434,7 +435,13 @@ def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
         folder / "tokens",
         folder / "run-killed",
         objective="distill",
-        **{**options, "teacher_states": stored(folder, "all", top_k=NUM_IDS), "number_epochs": 4, "max_step": 6},
+        **{
+            **options,
+            "teacher_states": stored(folder, "all", top_k=NUM_IDS),
+            "number_epochs": 4,
+            "max_step": 6,
+            "resume": "true",
+        },
     )
     refused = runs.start(other, 1)
     assert refused.wait() == [2]
