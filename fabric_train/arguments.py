@@ -75,6 +75,8 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
+LOWEST_TEMPERATURE = 0.01
+"""The lowest ``--distill_temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill")
 """The objectives that train on documents and chats."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
@@ -531,6 +533,10 @@ class PreferenceArguments:
             faults.append("--label_smoothing must be below 0.5")
         if self.objective == "distill":
             faults += self._faults_of_teacher()
+        if self.distill_temperature < LOWEST_TEMPERATURE:
+            faults.append(
+                f"--distill_temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it"
+            )
         if self.jsd_beta in (0, 1):
             faults.append("--jsd_beta must be between 0 and 1; give --divergence forward_kl for 0, or reverse_kl for 1")
         if self.jsd_beta != 0.5 and self.divergence != "jsd":

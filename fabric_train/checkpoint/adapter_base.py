@@ -17,7 +17,7 @@ from fabric_train.checkpoint.adapter_folder import AdapterTensors, check_fits, i
 from fabric_train.checkpoint.base_weights import open_base_weights, same_weights
 from fabric_train.checkpoint.peft_settings import CONFIG, SAVE_ADVICE
 from fabric_train.checkpoint.trainer_json import read_trainer_json
-from fabric_train.cli.errors import InputError, note
+from fabric_train.cli.errors import InputError, naming_option, note
 from fabric_train.cli.launcher import is_first_on_machine
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.adapter import AdaptedWeights, attach, is_adapter_parameter, materialize, start_magnitudes
@@ -204,7 +204,9 @@ def hold_in_4_bits(
     if opened.weights is None:
         raise InputError(f"{subject} cannot be read tensor by tensor; save the model again with save_pretrained")
     layers = [module for module in opened.model.modules() if type(module) in shape.layer_classes]
-    quantize_layers(layers, dtype, skipped, has_8bit_scales=base_weights == DOUBLE)
+    option = subject.partition(" ")[0]
+    with naming_option(option, instead_of="--base_weights"):
+        quantize_layers(layers, dtype, skipped, has_8bit_scales=base_weights == DOUBLE)
     return replace(opened, weights=QuantizedWeights(opened.model, opened.weights, dtype))
 
 

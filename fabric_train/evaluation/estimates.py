@@ -29,7 +29,9 @@ def mean_estimate(values: np.ndarray, seed: int) -> Estimate:
 
 
 def ratio_estimate(sums: np.ndarray, counts: np.ndarray, seed: int) -> Estimate:
-    """Return the mean over things of which there are ``counts``, with a bootstrap interval over documents.
+    """Return all sums divided by all counts, such as a mean per token, with a bootstrap interval over documents.
+
+    There is no interval if few documents count anything.
 
     Args:
         sums: The sum of each document's values, fp64 [D].
@@ -37,7 +39,7 @@ def ratio_estimate(sums: np.ndarray, counts: np.ndarray, seed: int) -> Estimate:
         seed: The seed of the bootstrap.
     """
     value = float(sums.sum() / counts.sum())
-    if len(sums) < FEWEST_DOCUMENTS:
+    if np.count_nonzero(counts) < FEWEST_DOCUMENTS:
         return Estimate(value, None)
     resampled_sums, resampled_counts = resample([sums, counts], seed).T
     return Estimate(value, interval_of(resampled_sums / resampled_counts))

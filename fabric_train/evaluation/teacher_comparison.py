@@ -102,6 +102,7 @@ class _Scorer:
         self._batch_tokens = batch_tokens
         self._show = show
         self._loaded_teacher: Any = None
+        self._head: TeacherHead | None = None
         self._models_in_turn = ModelsInTurn()
 
     def score(self, model: ComparedModel, texts: Sequence[EncodedText]) -> list[np.ndarray]:
@@ -134,6 +135,7 @@ class _Scorer:
         """Load a model, and the teacher unless it is in memory."""
         loaded_model = self._models_in_turn.load(model.source)
         if self._loaded_teacher is None:
+            # a ModelsInTurn of its own: loading a model ends the use of the one before
             self._loaded_teacher = ModelsInTurn().load(self._teacher.source)
         for compared, loaded in ((model, loaded_model), (self._teacher, self._loaded_teacher)):
             if not has_loss_in_head(loaded):
@@ -164,17 +166,20 @@ class _Scorer:
                 targets=targets,
             )
             hidden = forward_batch(teacher, batch, positions=targets.positions, returns_hidden=True)
-            head = teacher.get_output_embeddings()
-            token_loss = DivergenceLoss(
-                FullRows(hidden, TeacherHead(head.weight.to(hidden.dtype), head.bias)),
-                targets.ids,
-                named_ids,
-                "forward_kl",
-            )
+            if self._head is None:
+                self._head = _head_of(teacher, hidden.dtype)
+            token_loss = DivergenceLoss(FullRows(hidden, self._head), targets.ids, named_ids, "forward_kl")
             _, token_values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss)
             values[:, predicted.token_indices - chunk.tokens.start] = token_values[rows].cpu().numpy()
             advance(len(predicted.token_indices))
         return values
+
+
+def _head_of(model: Any, dtype: torch.dtype) -> TeacherHead:
+    """Return the head of a model in the dtype of its inputs, which ``ModelsInTurn`` casts to fp32."""
+    head = model.get_output_embeddings()
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return TeacherHead(head.weight.to(dtype), bias)
 
 
 def _figures_by_source(

@@ -18,8 +18,8 @@ from fabric_train.model.divergences import DIVERGENCES
 
 VALUES = ("loss", "divergence", "cross_entropy", "agreement")
 """The values of each token. ``agreement`` is 1 if both models find the same token likeliest, and otherwise 0."""
-ABSENT_LOGIT = -1e4
-"""The logit of an id without a token: finite, and so low that its probability is exactly 0 in fp32."""
+ABSENT_LOGIT = -1e30
+"""The logit of an id without a token: finite, and so low that its probability is exactly 0 in fp32 beside any other."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class FullRows:
     hidden: torch.Tensor
     """The inputs of the teacher's head, [N, H]."""
     head: TeacherHead
-    bytes_per_logit = 24
+    bytes_per_logit = 28
 
     def compute_logits(self, chunk: slice) -> torch.Tensor:
         """Return the teacher's logits of the C tokens of a chunk, [C, rows of the head]."""
@@ -125,7 +125,7 @@ class TopRows:
     """The likeliest tokens, int64 [N, k], in descending order of their probabilities."""
     log_probabilities: torch.Tensor
     """The log-probabilities of these tokens, and of all others together, fp32 [N, k + 1]."""
-    bytes_per_logit = 8
+    bytes_per_logit = 12
 
     def compare(self, student: torch.Tensor, chunk: slice, loss: "DivergenceLoss", needs_gradient: bool) -> Comparison:
         """Compare k + 1 classes, see ``TeacherRows.compare``."""
@@ -134,10 +134,9 @@ class TopRows:
 
         # The student's classes. The rest is summed without the k tokens: 1 minus their sum would lose its digits.
         top = student.gather(1, ids)  # [C, k]
-        probabilities = student.exp_()
-        probabilities.scatter_(1, ids, 0)
-        rest = probabilities.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # [C, 1]
-        coarsened = torch.cat([top, rest.log()], dim=1)
+        others = student.scatter_(1, ids, -torch.inf)
+        rest = others.logsumexp(dim=1, keepdim=True).clamp(min=ABSENT_LOGIT)  # [C, 1]; -inf, without others, gives NaN
+        coarsened = torch.cat([top, rest], dim=1)
         divergences, slopes = DIVERGENCES[loss.divergence](coarsened, teacher, loss.jsd_beta)
 
         # The derivative of the rest's log-probability is shared by its tokens, in proportion to their probabilities.
@@ -145,7 +144,8 @@ class TopRows:
         if needs_gradient:
             total = slopes.sum(dim=1, keepdim=True)  # [C, 1]
             top_gradient = slopes[:, :-1] - top.exp() * total
-            gradient = probabilities.mul_(slopes[:, -1:] / rest - total)
+            shares_of_rest = others.sub_(rest).exp_()  # [C, ids]
+            gradient = shares_of_rest.mul_(slopes[:, -1:] - rest.exp() * total)
             gradient.scatter_(1, ids, top_gradient)
         return Comparison(divergences, ids[:, 0], gradient)
 

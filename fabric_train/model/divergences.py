@@ -2,7 +2,8 @@
 
 Each is a function of the log-probabilities of C tokens over K classes. It returns the divergence of each token, and its
 slopes: the derivatives with respect to the student's log-probabilities, without terms that are proportional to the
-student's probabilities, because normalization cancels these.
+student's probabilities, because normalization cancels these: the gradient with respect to the student's logits is
+``slopes - P * slopes.sum()``, and any multiple of P in the slopes cancels.
 
 The teacher's distribution is Q and the student's P. To add a divergence, write a function here and list it in
 ``DIVERGENCES``.

@@ -418,7 +418,7 @@ def _compute_chunks(
             _add_product(gradients.weight, grad_logits.t(), scaled_inputs, settings.memory_device)
         if gradients.bias is not None:
             if hidden_scale is None:
-                gradients.bias += grad_logits.sum(0)
+                gradients.bias += grad_logits.sum(0, dtype=torch.float32)
             else:
                 gradients.bias += hidden_scale[chunk, 0].to(settings.dtype) @ grad_logits
     return values

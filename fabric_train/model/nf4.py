@@ -295,14 +295,14 @@ def quantize_rows(rows: torch.Tensor, *, has_8bit_scales: bool = False) -> tuple
     return packed.view(num_rows, -1), stored_scales
 
 
-def check_installed() -> None:
-    """Check that bitsandbytes is installed, and import it.
+def check_installed(option: str = "--base_weights") -> None:
+    """Check that bitsandbytes, which an option needs, is installed, and import it.
 
     Raises:
         InputError: it is not installed.
     """
     with _without_kernel_warning():
-        load_package("bitsandbytes", "--base_weights")
+        load_package("bitsandbytes", option)
 
 
 @contextmanager

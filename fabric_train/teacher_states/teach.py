@@ -254,8 +254,8 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
         shard=StatesShard(number, count),
         target=target,
     )
-    if not teaching.blocks:
-        num_blocks = len(list_blocks(teaching.sizes, content.rows_per_block))
+    num_blocks = len(list_blocks(teaching.sizes, content.rows_per_block))
+    if count > num_blocks:
         raise InputError(
             f"--shard {arguments.shard}: the rows make only {counted(num_blocks, 'block')}; give --shard I/{num_blocks}"
         )
@@ -415,7 +415,23 @@ def _summarize(teaching: Teaching, seconds: float) -> list[str]:
         lines.append(f"next       the other shards of {teaching.shard.count}; then, as below:")
     command = f"{command_from_here('train')} --train_data_dir {shlex.quote(str(teaching.dataset.folder))}"
     command += f" --objective distill --teacher_states {shlex.quote(str(folder))}"
-    if teaching.content.temperature != 1:
-        command += f" --distill_temperature {teaching.content.temperature:g}"
+    for option, value in _options_of_training(teaching.content).items():
+        command += f" --{option} {value}"
     lines.append(f"next       {command}")
     return lines
+
+
+def _options_of_training(content: StatesContent) -> dict[str, object]:
+    """Return the arguments that a training on these values needs besides its defaults."""
+    options: dict[str, object] = {}
+    if content.temperature != 1:
+        options["distill_temperature"] = content.temperature
+    if content.distill_on != "supervised":
+        options["distill_on"] = content.distill_on
+    if not content.isolate_documents:
+        options["isolate_documents"] = "false"
+    if content.dtype == "float32":
+        options["precision"] = "32-true"
+    if content.attention != "sdpa":
+        options["attention"] = content.attention
+    return options

@@ -205,7 +205,11 @@ def top_states(
     """
     logits = torch.nn.functional.linear(hidden, head.weight, head.bias)  # [C, rows]
     log_probabilities = named_ids.log_probabilities(logits, temperature)  # fp32 [C, end]
-    top, ids = log_probabilities.topk(top_k, dim=1)
+    _, ids = log_probabilities.topk(top_k, dim=1)
+    # equal values in the order of their ids, so that the first one is that of argmax
+    ids, _ = ids.sort(dim=1)
+    top, order = log_probabilities.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
     others = log_probabilities.scatter(1, ids, -torch.inf)
     rest = others.logsumexp(dim=1, keepdim=True).clamp(min=ABSENT_LOGIT)  # without others, -inf would give NaN
     return TopStates(ids.int(), torch.cat([top, rest], dim=1))

@@ -46,7 +46,8 @@ class LiveTeacher:
     def read(self, batch: Batch, targets: Targets) -> FullRows:
         """Return the teacher's distributions of the targets of a batch."""
         hidden = forward_batch(self.model, batch).logits.flatten(0, 1)  # [B * T, H]
-        return FullRows(hidden.index_select(0, targets.positions), self.head)
+        selected = hidden.index_select(0, targets.positions)
+        return FullRows(selected.to(self.head.weight.dtype), self.head)  # Fabric returns fp32
 
     def compute_losses(self, batch: Batch) -> torch.Tensor:
         """Return the teacher's cross entropy of the targets of a batch with few of them, fp32 [N]."""
@@ -81,7 +82,7 @@ def _check_teacher(run: PreparedRun, shape: ModelShape, teacher: str) -> None:
     if run.data.isolates and shape.longest_row is not None:
         check_counted_from_rows(shape, shape.longest_row)
     if run.arguments.preference.teacher_weights != "16bit":
-        check_installed()
+        check_installed("--teacher_weights")
     find_named_ids(run, shape)
     check_head(run.model, f"--model_name {run.model.source}")
     check_head(shape, f"--teacher {teacher}")

@@ -165,3 +165,22 @@ def test_cross_entropy_counts_at_supervised_tokens_only() -> None:
 
     assert_close(values[0], expected)
     assert_close(torch.autograd.grad(total, problem.weight)[0], expected_gradient)
+
+
+def test_a_student_that_is_certain_still_learns_the_rest() -> None:
+    """The probability of all tokens but the k likeliest may be too small for fp32."""
+    logits = torch.zeros(1, 6)
+    logits[0, 0] = 200
+    hidden = torch.eye(1, requires_grad=True)
+    weight = logits.T.clone().requires_grad_()  # [V, 1], so the logits are the weight
+    ids = torch.tensor([[0]])
+    teacher = torch.tensor([[0.5, 0.5]]).log()
+    named_ids = NamedIds(6, torch.tensor([], dtype=torch.int64))
+
+    token_loss = DivergenceLoss(TopRows(ids, teacher), torch.tensor([1]), named_ids, "forward_kl")
+    total, _ = summed_token_loss(hidden, weight, None, torch.arange(1), token_loss)
+    (gradient,) = torch.autograd.grad(total, weight)
+
+    # KL = log 0.5 - 0.5 * (log p_0 + log p_rest), with log p_0 = 0 and log p_rest = log 5 - 200
+    assert float(total) == pytest.approx(-0.6931472 + 0.5 * (200 - 1.6094379), rel=1e-6)
+    torch.testing.assert_close(gradient[:, 0], torch.tensor([0.5, -0.1, -0.1, -0.1, -0.1, -0.1]), rtol=1e-5, atol=1e-6)

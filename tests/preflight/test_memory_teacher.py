@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.model_files import resolve_name
+from fabric_train.data.batch import targets_everywhere
+from fabric_train.data.streaming import Stream
 from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.prepare import prepare
 from fabric_train.training.prepared_run import PreparedRun
@@ -42,10 +44,13 @@ def test_the_forecast_is_the_size_of_the_teacher_that_is_set_up(
     options = {"teacher": tiny_model_dir, "precision": precision, "teacher_weights": weights}
     run = prepare_run(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **options)
     forecast = make_request(run).forecast_teacher()
+    assert not isinstance(run.data, Stream)
     fabric = Fabric(accelerator="cpu", devices=1)
     teacher = set_up_teacher(fabric, teacher_run(run, resolve_name(str(tiny_model_dir))))
 
-    tensors: list[torch.Tensor] = [*teacher.model.parameters(), teacher.head.weight]
+    batch = run.data.train.__getitems__(range(run.arguments.training.micro_batch_size))
+    hidden = teacher.read(batch, targets_everywhere(batch.labels)).hidden
+    tensors: list[torch.Tensor] = [*teacher.model.parameters(), teacher.head.weight, hidden]
     assert forecast is not None
     assert forecast.device_bytes == sum(tensor.nbytes for tensor in tensors)
 
@@ -63,7 +68,8 @@ def test_a_70b_teacher_is_sharded_and_its_head_is_not(
 
     head = 128_256 * 8192
     assert forecast is not None
-    assert forecast.device_bytes == 2 * head + 2 * (70_553_706_496 - head) // 8
+    hidden = run.arguments.training.micro_batch_size * run.plan.tokens_per_row * 8192
+    assert forecast.device_bytes == 2 * head + 2 * (70_553_706_496 - head) // 8 + 2 * hidden
     num_tokens = 2 * run.plan.tokens_per_row  # two rows on each device
     matrices = 70_553_706_496 - head  # the embedding is only looked up
     assert forecast.flops_of_step == pytest.approx(2 * matrices * num_tokens, rel=0.01)

@@ -474,3 +474,15 @@ def test_foreign_states_are_refused_by_name(
     assert run.wait() == [2]
     assert message in run.stderr()
     assert not (folder / "run-refused").exists()
+
+
+def test_the_next_command_has_the_settings_of_the_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teach(arguments_of(folder, "next", top_k=2, distill_temperature=1.2345678, distill_on="all"), BLOCK_BYTES)
+    assert "--distill_temperature 1.2345678 --distill_on all --precision 32-true" in capsys.readouterr().out
+
+
+def test_the_likeliest_of_equal_tokens_is_that_of_argmax() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0, 2.0, 1.0, 2.0, 0.0], [5.0, 1.0, 2.0, 3.0, 4.0]])
+    head = TeacherHead(logits.T.contiguous(), None)
+    states = top_states(torch.eye(3), head, NamedIds(5, torch.tensor([], dtype=torch.int64)), 3, 1.0)
+    assert states.ids.tolist() == [[1, 2, 4], [0, 1, 3], [0, 4, 3]]
