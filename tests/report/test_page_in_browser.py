@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from fabric_train.report.__main__ import main
 from tests.report.conftest import ReportedRuns
+from tests.report.test_report import write_metrics
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -47,6 +50,19 @@ def test_every_section_and_chart_is_there_without_an_error(browser: Browser, rep
     assert charts.count() == page.locator(".chart").count() >= 9
     assert all(size > 100 for size in charts.evaluate_all("all => all.map(one => one.width)"))
     assert faults == []
+    page.close()
+
+
+def test_charts_of_an_objectives_metrics_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    values = np.linspace(2, 1, 5)
+    metrics = {}
+    for name in ("agreement", "my-métrique"):
+        metrics |= {f"val_{name}{source}": values for source in ("", "/es", "/ca")}
+    run = write_metrics(tmp_path / "run", train_loss=values, **metrics)
+    main([str(run.folder)])
+    page, faults = open_page(browser, run.folder / "report.html")
+    assert faults == []
+    assert page.locator(".chart canvas").count() == page.locator(".chart").count() == 4
     page.close()
 
 

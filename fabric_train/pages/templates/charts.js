@@ -40,6 +40,11 @@ function rowsOf(one) {
   });
 }
 
+/* Vega-Lite replaces other characters in the names of signals, such as the hyphen of a metric's chart. */
+function brushOf(chart) {
+  return chart.key.replace(/\W/g, "_") + "_brush";
+}
+
 function specification(chart) {
   const spec = structuredClone(chart.spec);
   const kinds = { points: [], levels: [] };
@@ -52,7 +57,7 @@ function specification(chart) {
   spec.height = Math.max(160, Math.min(300, window.innerHeight * 0.34));
   spec.config = config;
   spec.layer = spec.layer.filter(layer => state.smooth || layer.name !== "raw");
-  const brush = { name: chart.key + "_brush", select: { type: "interval", encodings: ["x"] } };
+  const brush = { name: brushOf(chart), select: { type: "interval", encodings: ["x"] } };
   for (const layer of spec.layer) {
     const { x, y } = layer.encoding;
     if (x) {
@@ -87,7 +92,7 @@ async function draw(chart) {
   const result = await vegaEmbed(place, specification(chart), options);
   views.set(chart.key, result);
   let chosen = null;
-  result.view.addSignalListener(chart.key + "_brush", (_, value) => { chosen = value && value.x; });
+  result.view.addSignalListener(brushOf(chart), (_, value) => { chosen = value && value.x; });
   place.onpointerup = () => {
     if (!chosen || chosen.length !== 2 || chosen[0] === chosen[1]) return;
     state.domain = [Math.min(...chosen), Math.max(...chosen)];
