@@ -418,6 +418,17 @@ def test_bfloat16_states_give_the_bits_of_the_live_teacher(folder: Path, runs: F
     assert metrics(from_states) == metrics(live)
 
 
+def test_a_mixture_learns_from_the_values_of_each_token_dataset(folder: Path, runs: ForkedRuns) -> None:
+    settings = {"max_step": 2, "lr": 1e-4, "train_data_dir": [folder / "tokens", folder / "others"]}
+    others = stored(folder, "all-others", top_k=NUM_IDS, train_data_dir=str(folder / "others"))
+    states = [others, stored(folder, "all", top_k=NUM_IDS)]
+    live = train(runs, folder, "mixture-live", teacher=folder / "teacher", **settings)
+    from_states = train(runs, folder, "mixture", 2, teacher_states=states, num_workers=1, **settings)
+    for column in ("train_loss", "val_loss"):
+        # fp32 sums of a few hundred terms, after an update of 1e-4
+        assert losses(from_states, column) == pytest.approx(losses(live, column), rel=1e-5)
+
+
 def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
     states = stored(folder, "top", top_k=8)
     options = {"teacher_states": states, "save_step_interval": 2, "async_save": "false", "max_step": 4}
