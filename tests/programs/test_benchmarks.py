@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from benchmarks import (
+    distillation,
     export,
     gpu,
     large_checkpoint,
@@ -219,6 +220,16 @@ def test_variants_of_a_vocabulary_train_alike_and_losses_are_read_by_model(tmp_p
     written = json.loads(report.write_report(made, report.this_machine(), None, tmp_path).read_text())
     assert written["runs"]["before"] == [{"sources": {name: vars(one) for name, one in read.sources.items()}}]
     assert vocabulary.table(made).row_count == 4
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--objective distill --teacher model", "--objective distill --teacher_states s"]
+)
+def test_every_distillation_command_is_valid(options: str) -> None:
+    words = distillation.our_command(Path("model"), Path("rows"), Path("run"), options).words
+    given = parse(TrainArguments, list(words[3:]))
+    assert given.preference.objective == ("distill" if options else "sft")
+    assert given.training.max_step == distillation.NUM_STEPS
 
 
 @pytest.mark.parametrize("loss", preference.LOSSES)
