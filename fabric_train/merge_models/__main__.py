@@ -31,7 +31,6 @@ class MergeModelsArguments:
     """Merge models into one Hugging Face folder, and verify it like an export
 
     PROGRAM --method linear --models runs/1 runs/2 --output_dir merged/mean
-    PROGRAM --method slerp --models runs/a/best runs/b/best --weights 0.7 0.3 --output_dir merged/slerp
     PROGRAM --method task_arithmetic --models runs/ours models/instruct --base models/base --output_dir merged/chat
     PROGRAM --method passthrough --models models/llama-3-8b --layers 0-11,16-31 --output_dir models/pruned
     """
