@@ -14,6 +14,7 @@ from torch import nn
 from fabric_train.checkpoint.adapter_base import find_base
 from fabric_train.checkpoint.adapter_folder import is_adapter, read_adapter, read_base_name, trained_adapter
 from fabric_train.checkpoint.model_files import hash_model, list_model_files, resolve_name
+from fabric_train.checkpoint.teacher_origin import find_teacher_origin
 from fabric_train.cli.errors import InputError, RunError, naming_option
 from fabric_train.data.batch import Batch, find_targets, make_batch
 from fabric_train.data.teacher_states import HiddenStates, TeacherStates, TopStates
@@ -23,7 +24,7 @@ from fabric_train.model.attention import VARLEN, forward_batch, register_attenti
 from fabric_train.model.attention_choice import check_counted_from_rows, why_no_kernel
 from fabric_train.model.divergence_loss import ABSENT_LOGIT, NamedIds, TeacherHead
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
-from fabric_train.model.origin import AdapterBase, TeacherModel, find_origin
+from fabric_train.model.origin import AdapterBase, TeacherModel
 from fabric_train.model.teacher_head import check_head, read_head
 
 _CHUNK_BYTES = 256 << 20
@@ -58,7 +59,7 @@ class FoundTeacher:
     def identify(self) -> TeacherModel:
         """Return the teacher with the hash of its weights, which are read for it."""
         base = self.described.base if self.described.adapter is not None else None
-        origin, _ = find_origin(self.place)
+        origin = find_teacher_origin(self.place)
         return TeacherModel(self.place, hash_model(list_model_files(self.place, base)), origin)
 
 

@@ -11,11 +11,12 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint.model_files import resolve_name
+from fabric_train.checkpoint.teacher_origin import find_teacher_origin
 from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
-from fabric_train.model.origin import TeacherModel, find_origin
+from fabric_train.model.origin import TeacherModel
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference_model import hash_reference
@@ -59,7 +60,7 @@ class Distillation:
             assert self._arguments.teacher is not None  # arguments.py requires one of both
             place = resolve_name(self._arguments.teacher)
             model_run = teacher_run(run, place)
-            origin, _ = find_origin(place)
+            origin = find_teacher_origin(place)
             teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
             _check_unchanged(fabric, run, teacher, "--teacher")
             named_ids = find_named_ids(run, model_run.model)

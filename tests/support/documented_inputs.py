@@ -17,6 +17,7 @@ _MODELS = (
     "HuggingFaceTB/SmolLM2-135M",
     "models/llama-3-8b",
     "models/llama-3-1b",
+    "models/llama-3-70b",
     "models/half",
     "models/pruned",
     "models/smollm2-135m",
