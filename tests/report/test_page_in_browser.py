@@ -55,7 +55,7 @@ def test_every_section_and_chart_is_there_without_an_error(browser: Browser, rep
 
 def test_charts_of_an_objectives_metrics_are_drawn(browser: Browser, tmp_path: Path) -> None:
     values = np.linspace(2, 1, 5)
-    metrics = {}
+    metrics: dict[str, np.ndarray] = {}
     for name in ("agreement", "my-métrique"):
         metrics |= {f"val_{name}{source}": values for source in ("", "/es", "/ca")}
     run = write_metrics(tmp_path / "run", train_loss=values, **metrics)
