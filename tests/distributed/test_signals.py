@@ -124,7 +124,7 @@ def load_and_be_stopped(run):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(600)
-building._open_model = load_and_be_stopped
+building.open_model = load_and_be_stopped
 """
     stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()

@@ -21,7 +21,7 @@ def status(name):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-read, set_up = building._open_model, building.setup_model
+read, set_up = building.open_model, building.setup_model
 def measured_read(run):
     global before
     with open("/proc/self/clear_refs", "w") as file:
@@ -35,7 +35,7 @@ def measured_set_up(*args, **options):
     print("grown by", status("VmHWM") - before, flush=True)
     torch.distributed.barrier()
     os._exit(0)  # what follows is of no interest here
-building._open_model, building.setup_model = measured_read, measured_set_up
+building.open_model, building.setup_model = measured_read, measured_set_up
 """
 
 

@@ -289,6 +289,7 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "base_weights"),
         *("objective", "dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "simpo_gamma", "reference"),
         *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
+        *("teacher_weights", "divergence", "jsd_beta", "distill_temperature", "distill_on"),
         *("muon_lr", "muon_momentum", "muon_adjust_lr"),
     }
     here = dict.fromkeys(flatten(arguments), 2)
