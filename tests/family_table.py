@@ -200,7 +200,8 @@ def tables_of(families: Iterable[Family]) -> str:
             "trained with `--isolate_documents false`.\n",
             f"{head} why |\n|---|---|---|---|---|---|---|",
             *apart,
-            "\n## Refused\n\nThe program finds no class of decoder layers in these families, so it cannot shard them by layer:",
+            "\n## Refused\n\nThe program finds no class of decoder layers in these families, so it cannot shard them "
+            "by layer:",
             _listed(family.name for family in families if family.outcome == "refused"),
             "\n## Not tried\n\nWe have no small models of these families for the test, so we do not know whether they "
             "work:",

@@ -419,7 +419,11 @@ def test_bfloat16_states_give_the_bits_of_the_live_teacher(folder: Path, runs: F
 
 
 def test_a_mixture_learns_from_the_values_of_each_token_dataset(folder: Path, runs: ForkedRuns) -> None:
-    settings = {"max_step": 2, "lr": 1e-4, "train_data_dir": [folder / "tokens", folder / "others"]}
+    settings: dict[str, Any] = {
+        "max_step": 2,
+        "lr": 1e-4,
+        "train_data_dir": [folder / "tokens", folder / "others"],
+    }
     others = stored(folder, "all-others", top_k=NUM_IDS, train_data_dir=str(folder / "others"))
     states = [others, stored(folder, "all", top_k=NUM_IDS)]
     live = train(runs, folder, "mixture-live", teacher=folder / "teacher", **settings)
