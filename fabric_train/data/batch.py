@@ -238,8 +238,10 @@ def pad_rows(
         return make_batch(padded_ids, padded_labels, document_starts, ends)
 
     is_padding = np.arange(padded_ids.shape[1]) >= np.array(ends)[:, None]
-    batch = make_batch(padded_ids, np.where(is_padding, IGNORED_LABEL, padded_ids), document_starts, ends)
+    all_labels = np.where(is_padding, IGNORED_LABEL, padded_ids)  # each token is its own label
+    batch = make_batch(padded_ids, all_labels, document_starts, ends)
     targets = find_targets(batch.labels)
+    # a target is the token after its position
     is_supervised = torch.from_numpy(padded_labels != IGNORED_LABEL).flatten()[targets.positions + 1]
     return replace(batch, targets=targets, is_supervised=is_supervised)
 

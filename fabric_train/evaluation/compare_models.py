@@ -21,7 +21,7 @@ from fabric_train.evaluation.models import (
     score_models,
 )
 from fabric_train.evaluation.pairs import compare_pairs
-from fabric_train.evaluation.teacher_comparison import check_vocabularies, compare_with_teacher
+from fabric_train.evaluation.teacher_comparison import compare_with_models, compare_with_teacher
 from fabric_train.evaluation.texts import (
     EncodedText,
     EvaluatedText,
@@ -76,7 +76,7 @@ def _compare_losses(
     if arguments.teacher is not None:
         with naming_option("--teacher", instead_of="--models"):
             teacher = find_model(arguments.teacher)
-        check_vocabularies(models, teacher)
+        id_ranges = compare_with_models(teacher, models)
     texts = _open_texts(arguments, models, folder / FOLDER / "downloads")
     encoded_texts = _encode_texts([*models, teacher] if teacher else models, texts, arguments)
     first_model = models[0]
@@ -135,6 +135,7 @@ def _compare_losses(
         compare_with_teacher(
             models,
             teacher,
+            id_ranges,
             encoded_texts,
             cache,
             folder,

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console, visible
 from fabric_train.data.batch import Batch
 from fabric_train.evaluation.estimates import Estimate, ratio_estimate
-from fabric_train.evaluation.models import ComparedModel, LossCache, ShowScored, scoring_progress
+from fabric_train.evaluation.models import (
+    ComparedModel,
+    LossCache,
+    ShowScored,
+    count_unscored_tokens,
+    scoring_progress,
+)
 from fabric_train.evaluation.texts import EncodedText, TextChunk
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.inference.models_in_turn import ModelsInTurn
@@ -27,7 +34,7 @@ from fabric_train.model.attention import forward_batch
 from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, FullRows, NamedIds, TeacherHead
 from fabric_train.model.lm_head_loss import has_loss_in_head
 from fabric_train.model.rope_frequencies import choose_frequencies
-from fabric_train.teacher_states.vocabulary import compare_vocabularies
+from fabric_train.teacher_states.vocabulary import NamedIdRange, check_rows_of_head, compare_vocabularies
 from fabric_train.training.statistics import LEVEL
 
 FILE = "teacher.json"
@@ -49,6 +56,7 @@ class TeacherFigures:
 def compare_with_teacher(
     models: Sequence[ComparedModel],
     teacher: ComparedModel,
+    id_ranges: Mapping[str, NamedIdRange],
     texts: Mapping[str, Sequence[EncodedText]],
     cache: LossCache,
     folder: Path,
@@ -60,8 +68,9 @@ def compare_with_teacher(
     """Compute the figures of each model, write them to ``teacher.json``, and print a table.
 
     Args:
-        models: The models, whose tokenizers :func:`check_vocabularies` has compared with the teacher's.
+        models: The models.
         teacher: The teacher.
+        id_ranges: The result of :func:`compare_with_models`.
         texts: The texts as the tokens of each model, by its name.
         cache: The finished chunks, to which new ones are added.
         folder: The ``--output_dir``.
@@ -72,11 +81,13 @@ def compare_with_teacher(
     results: dict[str, dict[str, TeacherFigures]] = {}  # by model and source
     num_tokens = 0
     for model in models:
-        num_tokens += sum(len(text.target_ids) for text in texts[model.name])
+        agreement_model = _cached_models(model, teacher)[-1]  # the figure that is written last
+        num_tokens += count_unscored_tokens([agreement_model], texts, cache)
     with scoring_progress(num_tokens) as show:
         scorer = _Scorer(teacher, cache, batch_tokens, show)
         for model in models:
-            results[model.name] = _figures_by_source(texts[model.name], scorer.score(model, texts[model.name]), seed)
+            values = scorer.score(model, id_ranges[model.name], texts[model.name])
+            results[model.name] = _figures_by_source(texts[model.name], values, seed)
 
     content = {}
     for name, figures_by_source in results.items():
@@ -87,10 +98,27 @@ def compare_with_teacher(
         _print_table(teacher, results)
 
 
-def check_vocabularies(models: Sequence[ComparedModel], teacher: ComparedModel) -> None:
-    """Raise an InputError if the teacher has another tokenizer than one of the models."""
+def compare_with_models(teacher: ComparedModel, models: Sequence[ComparedModel]) -> dict[str, NamedIdRange]:
+    """Return the token ids that the teacher and each model compare, by the model's name.
+
+    Raises:
+        InputError: The teacher has another tokenizer than one of the models, or a head has too few rows.
+    """
+    id_ranges = {}
     for model in models:
-        compare_vocabularies(model.tokenizer, teacher.tokenizer, teacher.name)
+        id_range = compare_vocabularies(model.tokenizer, teacher.tokenizer, teacher.name)
+        check_rows_of_head(model.vocab_size, id_range, f"--models {model.name}")
+        check_rows_of_head(teacher.vocab_size, id_range, f"--teacher {teacher.name}")
+        id_ranges[model.name] = id_range
+    return id_ranges
+
+
+def _cached_models(model: ComparedModel, teacher: ComparedModel) -> list[ComparedModel]:
+    """Return a model for each of the ``_FIGURES``, whose identity says what the cache keeps under it."""
+    models = []
+    for figure in _FIGURES:
+        models.append(replace(model, identity=f"{model.identity}\n{figure}\n{teacher.identity}"))
+    return models
 
 
 class _Scorer:
@@ -105,13 +133,9 @@ class _Scorer:
         self._head: TeacherHead | None = None
         self._models_in_turn = ModelsInTurn()
 
-    def score(self, model: ComparedModel, texts: Sequence[EncodedText]) -> list[np.ndarray]:
+    def score(self, model: ComparedModel, id_range: NamedIdRange, texts: Sequence[EncodedText]) -> list[np.ndarray]:
         """Return the ``_FIGURES`` of each predicted token of texts, fp32 [2, N] for each text."""
-        ids = compare_vocabularies(model.tokenizer, self._teacher.tokenizer, self._teacher.name)
-        # the cache keeps each figure as it keeps losses: under a model whose identity says what it is
-        cached_models = []
-        for figure in _FIGURES:
-            cached_models.append(replace(model, identity=f"{model.identity}\n{figure}\n{self._teacher.identity}"))
+        cached_models = _cached_models(model, self._teacher)
         loaded_model: Any = None
         values_of_texts = []
         for text in texts:
@@ -121,7 +145,7 @@ class _Scorer:
                 if any(values is None for values in cached):
                     if loaded_model is None:
                         loaded_model = self._load(model)
-                    named_ids = NamedIds(ids.end, torch.tensor(ids.gaps, dtype=torch.int64, device=loaded_model.device))
+                    named_ids = id_range.on_device(loaded_model.device)
                     chunk_values = self._score_chunk(loaded_model, text, chunk, named_ids, model.name)
                     for cached_model, figure_values in zip(cached_models, chunk_values, strict=True):
                         self._cache.write(cached_model, chunk, figure_values)
@@ -215,7 +239,7 @@ def _print_table(teacher: ComparedModel, results: Mapping[str, Mapping[str, Teac
         table.add_column(column)
     for column in ("tokens", "divergence", "agreement"):
         table.add_column(column, justify="right", no_wrap=True)
-    sources = dict.fromkeys(source for figures_by_source in results.values() for source in figures_by_source)
+    sources = dict.fromkeys(chain.from_iterable(results.values()))  # of all models, each once
     for source in sources:
         source_cell = visible(source)
         for model, figures_by_source in results.items():

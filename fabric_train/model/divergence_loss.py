@@ -247,8 +247,10 @@ class DivergenceLoss:
             logits[:, :named_end] = gradient
             logits[:, named_end:] = 0
             return
-        log_normalizer = logits.gather(1, targets).float() + cross_entropy[:, None]  # [C, 1]
-        total = torch.exp(logits.float() - log_normalizer)  # the cross entropy's gradient, [C, V]
+        # the logarithm of the exponentials' sum is the target's logit plus its cross entropy, [C, 1]
+        log_normalizer = logits.gather(1, targets).float() + cross_entropy[:, None]
+        # the probabilities, less 1 at the target: the cross entropy's gradient, [C, V]
+        total = torch.exp(logits.float() - log_normalizer)
         target_gradient = total.gather(1, targets) - 1
         total.scatter_(1, targets, target_gradient)
         total *= weights[:, None]

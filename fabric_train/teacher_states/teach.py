@@ -31,7 +31,6 @@ from fabric_train.files.atomic_folder import (
 )
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.files.requirements import check_room, free_bytes
-from fabric_train.model.divergence_loss import NamedIds
 from fabric_train.model.flops import ModelFlops, peak_flops
 from fabric_train.model.hf_model import quiet_transformers
 from fabric_train.teacher_states.blocks import BlockContent, write_block
@@ -269,7 +268,7 @@ def _rows_per_block(content: StatesContent, longest_row: int, block_bytes: int) 
 
 
 def _count_splits(splits: dict[str, Rows], flops: ModelFlops) -> dict[str, CountedSplit]:
-    """Read all rows to count their targets."""
+    """Read all rows to count their targets, tokens and forward FLOPs, by split."""
     counted_splits = {}
     for name, rows in splits.items():
         num_targets = 0
@@ -305,7 +304,7 @@ def _write_blocks(teaching: Teaching, folder: Path) -> float:
     if not missing and not (needs_head and not (folder / HEAD).is_file()):
         return 0.0
     named_ids = teaching.content.named_ids
-    teacher = LoadedTeacher(teaching.teacher, NamedIds(named_ids.end, torch.tensor(named_ids.gaps, dtype=torch.int64)))
+    teacher = LoadedTeacher(teaching.teacher, named_ids.on_device(torch.device("cpu")))
     if teaching.content.isolate_documents:
         longest_row = teaching.teacher.shape.longest_row or 0
         teacher.check_isolation(longest_row, teaching.teacher.place)

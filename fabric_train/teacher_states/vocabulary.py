@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fabric_train.cli.errors import InputError
+from fabric_train.model.divergence_loss import NamedIds
 from fabric_train.model.hf_model import load_hf_tokenizer
 
 
@@ -25,6 +28,10 @@ class NamedIdRange:
     def num_ids(self) -> int:
         """The number of ids that have a token."""
         return self.end - len(self.gaps)
+
+    def on_device(self, device: torch.device) -> NamedIds:
+        """Return the ids in the form in which the loss reads them."""
+        return NamedIds(self.end, torch.tensor(self.gaps, dtype=torch.int64, device=device))
 
 
 def open_tokenizer(source: Path | str) -> Any:

@@ -54,7 +54,7 @@ class Distillation:
         if stored is not None:
             teacher = stored.model
             _check_unchanged(fabric, run, teacher, "--teacher_states")
-            named_ids = stored.named_ids
+            id_range = stored.named_ids
             self._teacher = stored.open(fabric.device)
         else:
             assert self._arguments.teacher is not None  # arguments.py requires one of both
@@ -63,13 +63,12 @@ class Distillation:
             origin = find_teacher_origin(place)
             teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
             _check_unchanged(fabric, run, teacher, "--teacher")
-            named_ids = find_named_ids(run, model_run.model)
+            id_range = find_named_ids(run, model_run.model)
             with naming_option("--teacher ", instead_of="--model_name "):
                 live_teacher = set_up_teacher(fabric, model_run)
             check_teacher_isolation(fabric, run, live_teacher, f"--teacher {place}")
             self._teacher = live_teacher
-        gaps = torch.tensor(named_ids.gaps, dtype=torch.int64, device=fabric.device)
-        self._named_ids = NamedIds(named_ids.end, gaps)
+        self._named_ids = id_range.on_device(fabric.device)
         return replace(run, teacher=teacher)
 
     def count(self, batch: Batch) -> torch.Tensor:

@@ -83,3 +83,20 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_is_written(
     with pytest.raises(InputError, match=f"--teacher {smollm2_dir}: it has a different tokenizer: id"):
         evaluate(tmp_path / "out", tiny_model_dir, smollm2_dir, texts)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_with_too_few_rows_is_refused(tmp_path: Path, tiny_model_dir: Path, texts: Path) -> None:
+    num_tokens = len(AutoTokenizer.from_pretrained(tiny_model_dir))
+    teacher = write_changed(tmp_path / "teacher", tiny_model_dir, vocabulary_size=num_tokens - 8)
+    with pytest.raises(InputError, match=f"--teacher .*: its head has {num_tokens - 8} rows"):
+        evaluate(tmp_path / "out", tiny_model_dir, teacher, texts)
+
+
+def test_progress_counts_only_what_is_not_in_the_cache(
+    tmp_path: Path, tiny_model_dir: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = write_changed(tmp_path / "student", tiny_model_dir)
+    evaluate(tmp_path / "out", student, tiny_model_dir, texts)
+    capsys.readouterr()
+    evaluate(tmp_path / "out", student, tiny_model_dir, texts)
+    assert "scoring" not in capsys.readouterr().err

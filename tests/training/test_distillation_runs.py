@@ -393,7 +393,7 @@ def test_a_teacher_that_leaks_between_documents_is_refused(distilling: Distillin
     num_tokens = AutoConfig.from_pretrained(distilling.folder / "model").vocab_size
     config = Lfm2Config(
         vocab_size=num_tokens,
-        layer_types=["conv", "full_attention"],
+        layer_types=["conv", "full_attention"],  # a convolution reaches across the borders of documents
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,

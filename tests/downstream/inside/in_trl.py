@@ -12,7 +12,7 @@ from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 
 def main() -> None:
-    """Print both trainers' losses of each divergence ``[name, beta, temperature]``, and write their gradients."""
+    """Print both trainers' losses of each divergence ``[beta, temperature]``, and write their gradients."""
     file = Path(sys.argv[1])
     stored = {name: torch.from_numpy(array) for name, array in np.load(file).items()}
     mask = torch.ones(1, len(stored["hidden"]), dtype=torch.int64)
