@@ -62,7 +62,8 @@ def least_seconds_of_step(sizes: LlamaSizes, *, in_4_bits: bool, has_norms: bool
     tokens = sizes.tokens
     # a frozen matrix has a product in the forward pass, and one in the backward pass for the gradient of its input
     frozen_flops = 4.0 * tokens
-    # forward 4 × width × (document / 2) for each token; the backward pass 2.5 times as much
+    # causal: a token sees half a document, so the forward pass has 4 × width × (document / 2) for each token and layer;
+    # with the backward pass, which has 2.5 times as much, this is 3.5 × 2 × width × document
     attention_flops = 3.5 * 2.0 * sizes.layers * sizes.width * sizes.document * tokens
     seconds = {
         "matrix products": frozen_flops * sizes.matrices / peak,
@@ -73,7 +74,8 @@ def least_seconds_of_step(sizes: LlamaSizes, *, in_4_bits: bool, has_norms: bool
         "embedding, clip, optimizer, others": ADAMW_BYTES * sizes.adapter / BANDWIDTH,
     }
     weight_bytes = NF4_BYTES if in_4_bits else BF16_BYTES
-    if in_4_bits:  # both passes read the weights, within their products
+    if in_4_bits:
+        # each pass reads the weights once; counted in full, although a product may hide a part of it
         seconds["dequantization"] = 2 * weight_bytes * sizes.matrices / BANDWIDTH
     if has_norms:
         seconds["norms of DoRA"] = weight_bytes * sizes.matrices / BANDWIDTH

@@ -40,15 +40,24 @@ def hold_out_documents() -> None:
 
 def run_stages() -> None:
     """Run the stages in turn."""
-    whole = real_data.smollm2().relative_to(ROOT)
+    whole_model = real_data.smollm2().relative_to(ROOT)
     shutil.rmtree(ROOT / FOLDER, ignore_errors=True)
     hold_out_documents()
-    prune = ["python", "-m", "fabric_train.merge_models", "--method", "passthrough", "--models", whole]
+    prune = ["python", "-m", "fabric_train.merge_models", "--method", "passthrough", "--models", whole_model]
     run_stage("the student", *prune, "--layers", LAYERS, "--output_dir", STUDENT)
     datasets = []
     for source in HELD_OUT_EVERY:
         dataset = FOLDER / "tokens" / source
-        rows = ["--tokenizer_name", whole, "--max_length", 256, "--validation_split", 0.02, "--output_dir", dataset]
+        rows = [
+            "--tokenizer_name",
+            whole_model,
+            "--max_length",
+            256,
+            "--validation_split",
+            0.02,
+            "--output_dir",
+            dataset,
+        ]
         documents = f"{source}={FOLDER / 'train' / source}.jsonl"
         run_stage("tokenization", "python", "tokenize_dataset.py", "--dataset", documents, *rows)
         datasets.append(dataset)
@@ -58,16 +67,18 @@ def run_stages() -> None:
     train += ["--total_batch_size", 4, "--warmup_steps", 5, "--eval_step_interval", 20, "--eval_iters", 2]
     train += ["--save_best", "false", "--loggers", "csv"]
     teacher = FOLDER / "teacher"
-    run_stage("the teacher", *train, "--model_name", whole, "--lr", 1e-4, "--max_step", 24, "--output_dir", teacher)
+    run_stage(
+        "the teacher", *train, "--model_name", whole_model, "--lr", 1e-4, "--max_step", 24, "--output_dir", teacher
+    )
     train += ["--model_name", STUDENT, "--lr", 3e-4, "--max_step", 80]
     runs = [FOLDER / "sft", FOLDER / "distilled", FOLDER / "distilled-adapted"]
     run_stage("training without a teacher", *train, "--output_dir", runs[0])
     distill = [*train, "--objective", "distill"]
-    run_stage("distillation", *distill, "--teacher", whole, "--output_dir", runs[1])
+    run_stage("distillation", *distill, "--teacher", whole_model, "--output_dir", runs[1])
     run_stage("distillation from the trained teacher", *distill, "--teacher", teacher, "--output_dir", runs[2])
 
     texts = [f"{source}={FOLDER / 'eval' / source}.jsonl" for source in HELD_OUT_EVERY]
-    compare = ["python", "evaluate.py", "--models", *runs, whole, teacher, "--teacher", whole]
+    compare = ["python", "evaluate.py", "--models", *runs, whole_model, teacher, "--teacher", whole_model]
     run_stage("the evaluation", *compare, "--texts", *texts, "--output_dir", FOLDER / "compared")
 
 

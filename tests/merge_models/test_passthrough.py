@@ -141,28 +141,6 @@ def refusal(target: Path, model_dir: Path, *words: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "words, fault",
-    [
-        ("passthrough --models a", "--method passthrough needs --layers, the decoder layers to keep, such as …"),
-        ("passthrough --models a b --layers 0", "--method passthrough keeps layers of 1 model, but --models has 2"),
-        ("passthrough --models a --layers 0 --weights 1", "--weights does not apply to --method passthrough; …"),
-        ("passthrough --models a --layers 0 --base b", "--base does not apply to --method passthrough; leave it out"),
-        ("passthrough --models a --layers 5-3", "--layers: expected layers and ascending ranges such as …, got '5-3'"),
-        ("passthrough --models a --layers 0,,1", "--layers: expected layers and ascending …, got '0,,1'"),
-        ("passthrough --models a --layers 0:4", "--layers: expected layers and ascending ranges …, got '0:4'"),
-        ("linear --models a b --layers 0-3", "--layers only applies to --method passthrough, not linear"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_refused_in_one_line(words: str, fault: str) -> None:
-    with pytest.raises(InputError) as refused:
-        main(["--method", *words.split(), "--output_dir", "out"])
-    begin, _, end = fault.partition("…")
-    assert len(refused.value.faults) == 1
-    assert str(refused.value).startswith(begin)
-    assert str(refused.value).endswith(end)
-
-
 def test_no_layers_and_layers_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
     model_dir = write_family(tmp_path / "model", "llama")
     words = ("--method", "passthrough", "--layers")
