@@ -29,7 +29,7 @@ install: $(STAMP) ## set up .venv with the pinned requirements
 
 install-xla: $(XLA)/installed ## set up .cache/xla for --accelerator tpu: torch-xla with its own torch (8 GB)
 
-demo: $(STAMP) ## tokenize, train, export and generate on real data (10 minutes on 2 cores)
+demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes on 2 cores)
 	@$(BIN)/python -m demo
 
 test: $(STAMP) ## run the tests that CI runs (9 to 15 minutes on 2 cores)
