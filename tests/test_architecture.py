@@ -20,6 +20,7 @@ FROM_THE_TOP = (
     "run_folder",
     "training",
     "teacher_states",
+    "rollouts",
     "inference",
     "checkpoint",
     "model",

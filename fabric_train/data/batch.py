@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
+from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.data.teacher_states import TeacherStates
 from fabric_train.data.tensor_record import TensorRecord
 from fabric_train.distributed.ranks import ContextGroup, to_device_async
@@ -154,7 +155,8 @@ class Batch(TensorRecord):
     Labels supervise the targets, unless the rows predict all tokens: then every token of a document but its first is a
     target, and ``is_supervised``, bool [N], are those that the labels of the rows supervise; None if all are.
 
-    ``teacher`` are the stored values of a teacher for the targets, in their order; None if none are read.
+    ``teacher`` are the stored values of a teacher for the targets, in their order; None if none are read. ``rollout``
+    are the values of sampled completions for the targets; None for other rows.
 
     If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``context_parallel.place_batch``.
     """
@@ -171,6 +173,7 @@ class Batch(TensorRecord):
     row_slice: RowSlice | None = None
     is_supervised: torch.Tensor | None = None
     teacher: TeacherStates | None = None
+    rollout: RolloutValues | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -190,6 +193,7 @@ class Batch(TensorRecord):
             is_desirable=None if self.is_desirable is None else self.is_desirable.pin_memory(),
             is_supervised=None if self.is_supervised is None else self.is_supervised.pin_memory(),
             teacher=None if self.teacher is None else self.teacher.pin_memory(),
+            rollout=None if self.rollout is None else self.rollout.pin_memory(),
         )
 
     def to(self, device: torch.device) -> "Batch":
@@ -210,6 +214,7 @@ class Batch(TensorRecord):
             kl=self.kl,
             is_supervised=None if self.is_supervised is None else self.is_supervised.to(device, non_blocking=True),
             teacher=None if self.teacher is None else self.teacher.to(device),
+            rollout=None if self.rollout is None else self.rollout.to(device),
         )
 
 

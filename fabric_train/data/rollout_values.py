@@ -1,0 +1,32 @@
+"""The values of sampled completions that reinforcement learning needs, as batches carry them.
+
+Shapes: N targets in a batch, which are the tokens of completions, and R rewards.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fabric_train.data.tensor_record import TensorRecord
+
+
+@dataclass(frozen=True)
+class RolloutValues(TensorRecord):
+    """The values of the targets of a batch, in their order.
+
+    Values of a whole completion are divided by its number of tokens, so that their sum over the tokens of any set of
+    completions is a sum over these completions, however rows and sources divide the tokens.
+    """
+
+    log_probabilities: torch.Tensor
+    """The log-probability of each token when it was sampled, at the temperature of sampling, fp32 [N]."""
+    advantages: torch.Tensor
+    """The advantage of the token's completion, fp32 [N], not divided."""
+    completion_shares: torch.Tensor
+    """1 over the number of tokens of the token's completion, fp32 [N]; their sum is the number of completions."""
+    is_cut: torch.Tensor
+    """The share, or 0 if the completion ended by itself and not at the largest number of tokens, fp32 [N]."""
+    lacks_variance: torch.Tensor
+    """The share, or 0 if the rewards in the completion's group differ, fp32 [N]."""
+    rewards: torch.Tensor
+    """The weighted sum of the completion's rewards, and each reward, times the share, fp32 [1 + R, N]."""

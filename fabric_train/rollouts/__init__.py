@@ -1,0 +1,1 @@
+"""Sample completions of prompts, reward them, and store them as the rows of a training step."""
