@@ -51,18 +51,23 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
     saved_base = saved.adapter_base
     if saved_base is None:
         raise InputError(f"{checkpoint}: trainer.json does not name the base of its adapter; use another checkpoint")
-    is_missing = os.path.isabs(saved_base.place) and not Path(saved_base.place).is_dir()
+    is_missing = os.path.isabs(saved_base.location) and not Path(saved_base.location).is_dir()
     # the run's former --model_name does not count as a new folder if there is no such folder now
     is_former_name = name == saved.arguments["model_name"] and not Path(str(name)).is_dir()
     names_new_folder = name is not None and not is_former_name
     if is_missing and not names_new_folder:
         alternative = f", or give its current folder with {option}" if option else ""
-        raise InputError(f"{checkpoint}: its base {saved_base.place} no longer exists; restore the base{alternative}")
-    base = _base_at(str(name) if is_missing else saved_base.place)
+        raise InputError(
+            f"{checkpoint}: its base {saved_base.location} no longer exists; restore the base{alternative}"
+        )
+    base = _base_at(str(name) if is_missing else saved_base.location)
 
     # compare the weights, once on each machine
     if saved_base.fingerprint is None:
-        note(f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.place} cannot be checked")
+        note(
+            f"{checkpoint}: an earlier version saved it without a hash of its base, so {base.location} cannot be "
+            "checked"
+        )
         return base
     if not is_first_on_machine():
         return base
@@ -71,10 +76,10 @@ def find_base(name: str | None, checkpoint: Path | None, option: str | None = No
         return compared_base
     if is_missing:
         raise InputError(
-            f"{checkpoint}: its base {saved_base.place} no longer exists, and {base.place} has different weights; "
-            f"use {option} to give the model that the adapter was trained on"
+            f"{checkpoint}: its base {saved_base.location} no longer exists, and {base.location} has different "
+            f"weights; use {option} to give the model that the adapter was trained on"
         )
-    raise InputError(f"{checkpoint}: the weights of its base {base.place} have changed; restore them")
+    raise InputError(f"{checkpoint}: the weights of its base {base.location} have changed; restore them")
 
 
 def _base_at(name: str) -> AdapterBase:
@@ -93,19 +98,19 @@ def note_on_other_base(adapter_dir: Path, base: AdapterBase) -> str | None:
     if saved is not None and saved.fingerprint is not None:
         if same_weights(base, saved) is not None:
             return None
-        if saved.place == base.place:
+        if saved.location == base.location:
             return (
-                f"--init_adapter {adapter_dir}: the weights of {base.place} have changed since the adapter was trained "
-                "on them"
+                f"--init_adapter {adapter_dir}: the weights of {base.location} have changed since the adapter was "
+                "trained on them"
             )
         return (
-            f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.place}, not on those of "
-            f"{base.place}"
+            f"--init_adapter {adapter_dir}: it was trained on the weights of {saved.location}, not on those of "
+            f"{base.location}"
         )
     base_name = read_json(adapter_dir / CONFIG, dict, SAVE_ADVICE).get("base_model_name_or_path")
-    if not isinstance(base_name, str) or _is_same_model(base_name, base.place):
+    if not isinstance(base_name, str) or _is_same_model(base_name, base.location):
         return None
-    return f"--init_adapter {adapter_dir}: it names {base_name} as its base, but this run uses it with {base.place}"
+    return f"--init_adapter {adapter_dir}: it names {base_name} as its base, but this run uses it with {base.location}"
 
 
 def _is_same_model(base_name: str, model_name: str) -> bool:
@@ -122,7 +127,7 @@ def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaM
     If the base ties the head to the embedding and the adapter trains them apart, the head is built as a separate
     weight, which is read from the embedding's.
     """
-    base_shape = replace(shape, source=base.place)  # the adapter's configuration, the base's files
+    base_shape = replace(shape, source=base.location)  # the adapter's configuration, the base's files
     tied_names = _names_of_untied_head(shape, base)
     if not tied_names:
         return _open_model(base_shape, dtype)
@@ -132,7 +137,7 @@ def open_base(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> MetaM
     tied_model = _open_model(replace(base_shape, config=tied_config), dtype)
     if tied_model.weights is None:
         raise InputError(
-            f"{base.place}: its weights cannot be read tensor by tensor; save the model again with save_pretrained"
+            f"{base.location}: its weights cannot be read tensor by tensor; save the model again with save_pretrained"
         )
     return MetaModel(build_on_meta(base_shape, dtype), _RenamedWeights(tied_model.weights, tied_names))
 
@@ -148,7 +153,7 @@ def _names_of_untied_head(shape: ModelShape, base: AdapterBase) -> dict[str, str
     """Return {name of the head's weight: name of the embedding's} if only the base ties them; otherwise {}."""
     if shape.adapter is None or shape.config.tie_word_embeddings or not shape.adapter.train_also:
         return {}
-    base_model: Any = build_on_meta(read_shape(base.place), torch.float32)
+    base_model: Any = build_on_meta(read_shape(base.location), torch.float32)
     if not trains_head_apart(base_model, shape.adapter):
         return {}
     tied_weight = base_model.get_output_embeddings().weight
@@ -176,7 +181,7 @@ def open_frozen(shape: ModelShape, base: AdapterBase, dtype: torch.dtype) -> Met
     opened = open_base(shape, base, dtype)
     if shape.adapter is None or not shape.adapter.base_weights:
         return opened
-    option = f"--base_weights {shape.adapter.base_weights}: the weights of {base.place}"
+    option = f"--base_weights {shape.adapter.base_weights}: the weights of {base.location}"
     return hold_in_4_bits(opened, shape, dtype, shape.adapter.base_weights, option, shape.adapter.train_also)
 
 
@@ -232,7 +237,7 @@ def open_adapted(
         stored = AdapterTensors(adapter_dir)
         check_fits(stored, shape.trained, adapter_dir)
     opened = open_frozen(shape, base, dtype)
-    attach(opened.model, shape.adapter, base.place)
+    attach(opened.model, shape.adapter, base.location)
     weights = AdaptedWeights(opened.weights, seed, stored)
     if opened.weights is not None:
         return MetaModel(opened.model, weights)

@@ -104,7 +104,7 @@ def peft_config(model: nn.Module, base: AdapterBase) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.place,
+        "base_model_name_or_path": base.location,
         "inference_mode": True,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,

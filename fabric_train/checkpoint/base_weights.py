@@ -135,18 +135,18 @@ def same_weights(base: AdapterBase, saved: AdapterBase) -> AdapterBase | None:
     """
     assert saved.fingerprint is not None
     # the files that were hashed, unchanged: nothing is read
-    if saved.files and _describe_files(base.place) == saved.files:
-        return replace(saved, place=base.place)
+    if saved.files and _describe_files(base.location) == saved.files:
+        return replace(saved, location=base.location)
     if saved.fingerprint.startswith(_PREFIX):
         hashed_base = hashed(base)
         return hashed_base if hashed_base.fingerprint == saved.fingerprint else None
     # the base is returned without the earlier version's hash: the next checkpoint gets a hash of all bytes
-    return base if has_fingerprint(open_base_weights(base.place), saved.fingerprint) else None
+    return base if has_fingerprint(open_base_weights(base.location), saved.fingerprint) else None
 
 
 def start_hashing(base: AdapterBase) -> "Future[AdapterBase]":
     """Hash the weights of a base in the background, if that has not begun yet; return the future base with its hash."""
-    return _start_hashing(base, _describe_files(base.place))
+    return _start_hashing(base, _describe_files(base.location))
 
 
 @functools.cache
@@ -175,16 +175,16 @@ def hashed_or_noted(base: AdapterBase) -> AdapterBase:
         return hashed(base)
     except (InputError, OSError) as error:
         reason = describe_os_error(error) if isinstance(error, OSError) else error
-        note(f"checkpoints store no hash of the base {base.place}, so later changes to it go unnoticed: {reason}")
+        note(f"checkpoints store no hash of the base {base.location}, so later changes to it go unnoticed: {reason}")
         return base
 
 
 def _hash_base(base: AdapterBase, files: tuple[HashedFile, ...], future: "Future[AdapterBase]") -> None:
     """Set ``future`` to the base with its hash, and with its ``files`` unless they have changed meanwhile."""
     try:
-        digest = fingerprint(open_base_weights(base.place))
+        digest = fingerprint(open_base_weights(base.location))
         # files that may be changed without a new time are not recorded: a later run hashes them again
-        is_unchanged = files == _describe_files(base.place) and all(_is_settled(file) for file in files)
+        is_unchanged = files == _describe_files(base.location) and all(_is_settled(file) for file in files)
         future.set_result(replace(base, fingerprint=digest, files=files if is_unchanged else ()))
     except BaseException as error:  # whoever waits for the future gets it
         future.set_exception(error)

@@ -28,29 +28,29 @@ def resolve_name(name: str) -> str:
     return name
 
 
-def list_model_files(place: str, base: AdapterBase | None) -> list[Path]:
+def list_model_files(location: str, base: AdapterBase | None) -> list[Path]:
     """Return the files that decide what a model computes: its configuration and weights, and those of its adapter.
 
     Args:
-        place: A name on the hub, a folder, a checkpoint or an adapter.
+        location: A name on the hub, a folder, a checkpoint or an adapter.
         base: The base of the adapter; None if the model is not an adapter.
     """
-    files = list(_list_weight_files(base.place if base else place))
-    if Path(place).is_dir() and is_adapter(Path(place)):
-        files += files_of_adapter(Path(place))
+    files = list(_list_weight_files(base.location if base else location))
+    if Path(location).is_dir() and is_adapter(Path(location)):
+        files += files_of_adapter(Path(location))
     return files
 
 
-def _list_weight_files(place: str) -> Iterator[Path]:
+def _list_weight_files(location: str) -> Iterator[Path]:
     """Yield the configuration and the files of weights of a hub name, a folder or a checkpoint."""
-    model_dir = Path(place)
+    model_dir = Path(location)
     if not model_dir.is_dir():  # it is in the cache, where the run has read it
-        model_dir = Path(str(try_to_load_from_cache(place, "config.json"))).parent
+        model_dir = Path(str(try_to_load_from_cache(location, "config.json"))).parent
     yield model_dir / "config.json"
     if (model_dir / "model").is_dir() and (model_dir / "trainer.json").is_file():
         yield from sorted((model_dir / "model").glob("*.safetensors"))
         return
-    safetensors = find_safetensors(place)
+    safetensors = find_safetensors(location)
     if safetensors:
         yield from safetensors
     else:  # pickles

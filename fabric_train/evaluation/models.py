@@ -157,7 +157,7 @@ def _find_whole_model(name: str, tokenizer_dir: Path | None) -> ComparedModel:
         base = source
         identity = f"{source} {shape.config._commit_hash}"
     if saved_base:
-        base = saved_base.place
+        base = saved_base.location
     return ComparedModel(
         name=name,
         source=source,

@@ -52,7 +52,7 @@ def open_unmerged(
     opened = open_adapted(shape, base, dtype, 0, checkpoint)
     if opened.weights is None:
         raise InputError(
-            f"{base.place}: its weights cannot be read tensor by tensor; save the model again with save_pretrained"
+            f"{base.location}: its weights cannot be read tensor by tensor; save the model again with save_pretrained"
         )
     if base_weights == "dequantized":
         # quantized from the type of the training, as the training did

@@ -266,7 +266,7 @@ def _describe_teacher(saved: checkpoints.TrainerJson) -> Markdown | None:
     """Return the teacher with its revision and licence, and the divergence; None for a model without a teacher."""
     if saved.teacher is None:
         return None
-    origin = saved.teacher.origin or ModelOrigin(last_part(saved.teacher.place))
+    origin = saved.teacher.origin or ModelOrigin(last_part(saved.teacher.location))
     text = code(origin.name)
     if origin.repository:
         text = link(origin.repository, f"https://huggingface.co/{origin.repository}")

@@ -211,7 +211,7 @@ def compare_adapter(folder: Path, source: ExportSource) -> VerificationReport:
     base = source.saved.adapter_base
     assert base is not None  # open_unmerged has found it
     base_model = load_onto_devices(open_base(shape, base, torch.float32))
-    peft_model = add_adapter(base_model, folder, base.place)
+    peft_model = add_adapter(base_model, folder, base.location)
     peft_logits = _logits(peft_model, input_ids.to(base_model.device)).cpu()
 
     tokenizer_differences = compare_tokenizers(folder, source)

@@ -110,7 +110,7 @@ class ModelsInTurn:
         model = self._base
         assert shape.adapter is not None
         check_fits(stored, shape.trained, checkpoint)
-        attach(model, shape.adapter, described.base.place, str(model.device))
+        attach(model, shape.adapter, described.base.location, str(model.device))
         self._undo.append(partial(remove_adapters, model))
         for name, parameter in model.named_parameters():
             if name not in shape.trained:
@@ -131,14 +131,14 @@ def _base_key(described: DescribedModel) -> object:
     """
     config = described.shape.config.to_dict()
     computed = {name: value for name, value in config.items() if name not in _NOT_COMPUTED}
-    place = described.base.place
-    if Path(place).is_dir():
-        place = str(Path(place).resolve())
+    location = described.base.location
+    if Path(location).is_dir():
+        location = str(Path(location).resolve())
     adapter = described.shape.adapter
     quantization = None
     if adapter is not None and adapter.base_weights:  # modules that train whole are not quantized
         quantization = (adapter.base_weights, adapter.train_also)
-    return place, described.dtype, quantization, json.dumps(computed, sort_keys=True, default=str)
+    return location, described.dtype, quantization, json.dumps(computed, sort_keys=True, default=str)
 
 
 def _in_fp32(model: Any) -> Any:

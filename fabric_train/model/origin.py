@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 from yaml import YAMLError
 
 from fabric_train.files.typed_json import read_json
@@ -26,6 +26,9 @@ STAGES = "training_stages.json"
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 Repository: TypeAlias = Annotated[str, Field(pattern=f"^({_NAME}/)?{_NAME}$", max_length=96)]
 """A name on the hub: OWNER/NAME, or NAME for some old ones."""
+
+_Location: TypeAlias = Annotated[str, Field(validation_alias=AliasChoices("location", "place"))]
+"""The hub name or absolute path of a model. Files of earlier versions call it ``place``."""
 
 _LEGAL_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([._-].*)?", re.ASCII | re.IGNORECASE)
 _PATTERNS = ["LICEN[CS]E*", "NOTICE*", "Notice*", "USE_POLICY*", "README.md", STAGES]
@@ -73,7 +76,7 @@ class HashedFile:
 class AdapterBase:
     """The model that an adapter is trained on; a checkpoint has no copy of it."""
 
-    place: str
+    location: _Location
     """The model's hub name or absolute path."""
     fingerprint: str | None = None
     """A hash of the weights (``checkpoint.base_weights``); None before it is computed, and in old checkpoints."""
@@ -85,11 +88,11 @@ class AdapterBase:
 class ReferenceModel:
     """The model with which preference objectives compare; a checkpoint has no copy of it.
 
-    ``place`` is the hub name or the absolute path of the folder, checkpoint or adapter that it is read from; empty for
-    the random weights of the run's seed. ``fingerprint`` is a hash of the bytes of its weights.
+    ``location`` is the hub name or the absolute path of the folder, checkpoint or adapter that it is read from; empty
+    for the random weights of the run's seed. ``fingerprint`` is a hash of the bytes of its weights.
     """
 
-    place: str
+    location: _Location
     fingerprint: str
 
 
@@ -97,11 +100,11 @@ class ReferenceModel:
 class TeacherModel:
     """The model from whose distributions a run learns; a checkpoint has no copy of it.
 
-    ``place`` and ``fingerprint`` are as in :class:`ReferenceModel`. ``origin`` is for the model card. ``stored_as`` is
-    the form of stored values, such as ``last hidden states``; None if the teacher reads the rows itself.
+    ``location`` and ``fingerprint`` are as in :class:`ReferenceModel`. ``origin`` is for the model card. ``stored_as``
+    is the form of stored values, such as ``last hidden states``; None if the teacher reads the rows itself.
     """
 
-    place: str
+    location: _Location
     fingerprint: str
     origin: ModelOrigin | None = None
     stored_as: str | None = None

@@ -76,7 +76,7 @@ from fabric_train.training.sample_file import read_samples
 from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.step_plan import RunPhase
 from fabric_train.training.stored_teacher import use_stored_teacher
-from fabric_train.training.teacher import find_teacher
+from fabric_train.training.teacher import find_teacher_shape
 from fabric_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _prepare_stretch(
     _check_parts(run)
     check_reference(run)
     use_stored_teacher(run)
-    run = replace(run, teacher_model=find_teacher(run))
+    run = replace(run, teacher_model=find_teacher_shape(run))
 
     # notes for the user, and what `auto` means
     run = _with_notes(

@@ -121,7 +121,7 @@ def _training_rows(run: ReportedRun, price_per_hour: float | None) -> Rows:
     if origin is not None and origin.revision:
         model += f" at {origin.revision[:SHOWN_DIGITS]}"
     if saved.adapter_base is not None:
-        model += f", with an adapter on {saved.adapter_base.place}"
+        model += f", with an adapter on {saved.adapter_base.location}"
     rows: Rows = [("model", model)]
     if saved.trained_modules:
         rows.append(("trained parts", saved.trained_modules))
@@ -153,7 +153,7 @@ def _teacher_rows(saved: TrainerJson) -> Rows:
     """Return the teacher of a distilled run, and the settings of its loss; no rows for a run without a teacher."""
     if saved.teacher is None:
         return []
-    name = saved.teacher.place
+    name = saved.teacher.location
     if saved.teacher.origin is not None:
         name = saved.teacher.origin.name
         if saved.teacher.origin.revision:

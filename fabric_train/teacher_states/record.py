@@ -91,18 +91,18 @@ class StatesDifference:
     """The first field in which two contents differ."""
 
     name: str
-    ours: object
-    theirs: object
+    first_value: object
+    second_value: object
 
 
-def find_difference(ours: StatesContent, theirs: StatesContent) -> StatesDifference | None:
+def find_difference(first: StatesContent, second: StatesContent) -> StatesDifference | None:
     """Return the first field in which two contents differ, by its name in messages; None if they are equal."""
     for field in fields(StatesContent):
-        our_value = getattr(ours, field.name)
-        their_value = getattr(theirs, field.name)
-        if our_value != their_value:
+        first_value = getattr(first, field.name)
+        second_value = getattr(second, field.name)
+        if first_value != second_value:
             name = _NAMES.get(field.name, field.name.replace("_", " "))
-            return StatesDifference(name, our_value, their_value)
+            return StatesDifference(name, first_value, second_value)
     return None
 
 

@@ -109,8 +109,8 @@ def _check_same_content(shard_dirs: list[Path], records: list[StatesRecord]) -> 
         difference = find_difference(first.content, record.content)
         if difference is not None:
             raise InputError(
-                f"{shard_dir}: its {difference.name} is {difference.theirs}, but {difference.ours} in {shard_dirs[0]}; "
-                f"{TEACH_AGAIN}"
+                f"{shard_dir}: its {difference.name} is {difference.second_value}, but {difference.first_value} in "
+                f"{shard_dirs[0]}; {TEACH_AGAIN}"
             )
 
 

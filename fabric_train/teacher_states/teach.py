@@ -49,7 +49,7 @@ from fabric_train.teacher_states.record import (
     write_record,
 )
 from fabric_train.teacher_states.stored import write_head
-from fabric_train.teacher_states.teacher import FoundTeacher, LoadedTeacher, compute_states, find_teacher
+from fabric_train.teacher_states.teacher import DescribedTeacher, LoadedTeacher, compute_states, describe_teacher
 from fabric_train.teacher_states.vocabulary import (
     check_rows_of_head,
     compare_vocabularies,
@@ -81,11 +81,11 @@ class CountedSplit:
 
 
 @dataclass(frozen=True)
-class Teaching:
+class TeachPlan:
     """What a command is to compute, before anything is loaded."""
 
     dataset: TokenDataset
-    teacher: FoundTeacher
+    teacher: DescribedTeacher
     content: StatesContent
     """Without the teacher's hash, which takes long to compute."""
     splits: dict[str, CountedSplit]
@@ -116,9 +116,7 @@ class Teaching:
             total += size.num_targets * self.content.bytes_per_target + size.num_rows * _BYTES_PER_ROW
         num_bytes = round(total * self.share) + len(self.blocks) * _BYTES_PER_BLOCK
         if self.content.top_k is None and self.shard.number == 1:
-            num_bytes += (
-                self.teacher.shape.vocab_size * self.content.hidden_size * self.teacher.described.dtype.itemsize
-            )
+            num_bytes += self.teacher.shape.vocab_size * self.content.hidden_size * self.teacher.model.dtype.itemsize
         return num_bytes
 
 
@@ -135,19 +133,19 @@ def teach(arguments: "TeachArguments", block_bytes: int = BLOCK_BYTES) -> None:
     """
     quiet_transformers()
     target = _target_folder(arguments)
-    teaching = _prepare(arguments, target, block_bytes)
+    plan = _prepare(arguments, target, block_bytes)
     if arguments.plan:
-        print("\n".join(_describe_plan(teaching)))
+        print("\n".join(_describe_plan(plan)))
         return
 
     # what decides the values: compared with what the folder has already
     unfinished = target.parent / f".{target.name}.unfinished"
     check_no_links_in(unfinished)
-    check_room(target, teaching.num_bytes - _bytes_in(unfinished), "the teacher's values")
+    check_room(target, plan.num_bytes - _bytes_in(unfinished), "the teacher's values")
     print("hashing the teacher's weights", flush=True)
-    teacher = teaching.teacher.identify()
-    content = replace(teaching.content, teacher=teacher.fingerprint)
-    record = StatesRecord(content, teacher, teaching.sizes, teaching.shard, files={})
+    teacher = plan.teacher.identify()
+    content = replace(plan.content, teacher=teacher.fingerprint)
+    record = StatesRecord(content, teacher, plan.sizes, plan.shard, files={})
     if (target / FILE_NAME).is_file():
         _check_same(target, read_record(target).content, content)
         print(f"{target} is complete")
@@ -162,14 +160,14 @@ def teach(arguments: "TeachArguments", block_bytes: int = BLOCK_BYTES) -> None:
         unfinished.mkdir(exist_ok=True)
         write_record(unfinished, record, _UNFINISHED_RECORD)
         try:
-            seconds = _write_blocks(teaching, unfinished)
+            seconds = _write_blocks(plan, unfinished)
         except BaseException:
             _remove_if_empty(unfinished)
             raise
         (unfinished / _UNFINISHED_RECORD).unlink()
         write_record(unfinished, replace(record, files=_sizes_of_files(unfinished)))
         sync_and_rename(unfinished, target)
-    print("\n".join(_summarize(teaching, seconds)))
+    print("\n".join(_summarize(plan, seconds)))
 
 
 def _target_folder(arguments: "TeachArguments") -> Path:
@@ -191,7 +189,7 @@ def _target_folder(arguments: "TeachArguments") -> Path:
     return target
 
 
-def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Teaching:
+def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> TeachPlan:
     """Check the teacher and the token dataset against each other, and count the targets."""
     # the rows
     dataset = open_dataset(arguments.train_data_dir, arguments.isolate_documents)
@@ -208,7 +206,7 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
     longest_row = max(rows.longest() for rows in splits.values())
 
     # the teacher
-    teacher = find_teacher(
+    teacher = describe_teacher(
         arguments.teacher,
         dtype=compute_dtype(arguments.precision),
         attention=arguments.attention,
@@ -235,7 +233,7 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
         teacher="",
         tokenizer=hash_tokens(tokenizer),
         named_ids=named_ids,
-        dtype=str(teacher.described.dtype).removeprefix("torch."),
+        dtype=str(teacher.model.dtype).removeprefix("torch."),
         attention=arguments.attention,
         top_k=top_k,
         temperature=arguments.distill_temperature,
@@ -245,7 +243,7 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
     )
     content = replace(content, rows_per_block=_rows_per_block(content, longest_row, block_bytes))
     number, count = arguments.shard_numbers
-    teaching = Teaching(
+    plan = TeachPlan(
         dataset=dataset,
         teacher=teacher,
         content=content,
@@ -253,12 +251,12 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
         shard=StatesShard(number, count),
         target=target,
     )
-    num_blocks = len(list_blocks(teaching.sizes, content.rows_per_block))
+    num_blocks = len(list_blocks(plan.sizes, content.rows_per_block))
     if count > num_blocks:
         raise InputError(
             f"--shard {arguments.shard}: the rows make only {counted(num_blocks, 'block')}; give --shard I/{num_blocks}"
         )
-    return teaching
+    return plan
 
 
 def _rows_per_block(content: StatesContent, longest_row: int, block_bytes: int) -> int:
@@ -292,22 +290,22 @@ def _check_same(folder: Path, existing: StatesContent, content: StatesContent) -
     difference = find_difference(existing, content)
     if difference is not None:
         raise InputError(
-            f"{folder}: its {difference.name} is {difference.ours}, but this command has {difference.theirs}; choose "
-            "another --output_dir, or remove it"
+            f"{folder}: its {difference.name} is {difference.first_value}, but this command has "
+            f"{difference.second_value}; choose another --output_dir, or remove it"
         )
 
 
-def _write_blocks(teaching: Teaching, folder: Path) -> float:
+def _write_blocks(plan: TeachPlan, folder: Path) -> float:
     """Compute and write the blocks that a folder lacks; return the seconds for this, without loading the teacher."""
-    missing = [block for block in teaching.blocks if not (folder / block.file_name).is_file()]
-    needs_head = teaching.content.top_k is None and teaching.shard.number == 1
+    missing = [block for block in plan.blocks if not (folder / block.file_name).is_file()]
+    needs_head = plan.content.top_k is None and plan.shard.number == 1
     if not missing and not (needs_head and not (folder / HEAD).is_file()):
         return 0.0
-    named_ids = teaching.content.named_ids
-    teacher = LoadedTeacher(teaching.teacher, named_ids.on_device(torch.device("cpu")))
-    if teaching.content.isolate_documents:
-        longest_row = teaching.teacher.shape.longest_row or 0
-        teacher.check_isolation(longest_row, teaching.teacher.place)
+    named_ids = plan.content.named_ids
+    teacher = LoadedTeacher(plan.teacher, named_ids.on_device(torch.device("cpu")))
+    if plan.content.isolate_documents:
+        longest_row = plan.teacher.shape.longest_row or 0
+        teacher.check_isolation(longest_row, plan.teacher.location)
     if needs_head:
         write_head(folder, teacher.head)
     num_rows = sum(len(block.rows) for block in missing)
@@ -316,18 +314,18 @@ def _write_blocks(teaching: Teaching, folder: Path) -> float:
     with progress_of("teaching") as show:
         show(0, "the first block")
         for block in missing:
-            write_block(folder / block.file_name, _compute_block(teaching, teacher, block))
+            write_block(folder / block.file_name, _compute_block(plan, teacher, block))
             num_done += len(block.rows)
             show(num_done / num_rows, f"{num_done:,} of {num_rows:,} rows")
     return time.monotonic() - started
 
 
-def _compute_block(teaching: Teaching, teacher: LoadedTeacher, block: Block) -> BlockContent:
+def _compute_block(plan: TeachPlan, teacher: LoadedTeacher, block: Block) -> BlockContent:
     """Compute the values of the rows of a block."""
-    dataset = teaching.dataset
+    dataset = plan.dataset
     rows = dataset.train if block.split == "train" else dataset.validation
     assert rows is not None
-    content = teaching.content
+    content = plan.content
     row_hashes: list[int] = []
     num_targets: list[int] = []
     states_of_batches = []
@@ -364,17 +362,17 @@ def _remove_if_empty(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _describe_plan(teaching: Teaching) -> list[str]:
+def _describe_plan(plan: TeachPlan) -> list[str]:
     """Return the lines of ``--plan true``."""
-    lines = _describe_content(teaching)
-    free = free_bytes(nearest_existing(teaching.target))
-    num_blocks = counted(len(teaching.blocks), "block")
-    lines.append(f"size       {show_size(teaching.num_bytes)} in {num_blocks}; the disk has {show_size(free)} left")
-    flops = sum(split.flops for split in teaching.splits.values()) * teaching.share
+    lines = _describe_content(plan)
+    free = free_bytes(nearest_existing(plan.target))
+    num_blocks = counted(len(plan.blocks), "block")
+    lines.append(f"size       {show_size(plan.num_bytes)} in {num_blocks}; the disk has {show_size(free)} left")
+    flops = sum(split.flops for split in plan.splits.values()) * plan.share
     time_line = f"time       {flops:.2g} FLOPs in forward passes"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-        peak = peak_flops(device, teaching.teacher.described.dtype)
+        peak = peak_flops(device, plan.teacher.model.dtype)
         if peak is not None:
             seconds = flops / (_ASSUMED_SHARE_OF_PEAK * peak)
             time_line += f": about {seconds / 60:,.0f} min at {_ASSUMED_SHARE_OF_PEAK:.0%} of the peak of one {device}"
@@ -382,39 +380,39 @@ def _describe_plan(teaching: Teaching) -> list[str]:
     return lines
 
 
-def _describe_content(teaching: Teaching) -> list[str]:
+def _describe_content(plan: TeachPlan) -> list[str]:
     """Return lines on the teacher, the form of the values, and the rows."""
-    content = teaching.content
-    shard = teaching.shard
+    content = plan.content
+    shard = plan.shard
     lines = [
-        f"teacher    {teaching.teacher.place}, {content.dtype}, {content.attention}",
+        f"teacher    {plan.teacher.location}, {content.dtype}, {content.attention}",
         f"values     {content.describe()}; {content.bytes_per_target:,} bytes per target",
     ]
-    for name, split in teaching.splits.items():
+    for name, split in plan.splits.items():
         size = split.size
         lines.append(
             f"{name:<10} {counted(size.num_rows, 'row')}, {split.num_tokens:,} tokens, {size.num_targets:,} targets"
         )
     if shard.count > 1:
-        num_rows = sum(len(block.rows) for block in teaching.blocks)
+        num_rows = sum(len(block.rows) for block in plan.blocks)
         lines.append(f"shard      {shard.number} of {shard.count}: {counted(num_rows, 'row')}")
     return lines
 
 
-def _summarize(teaching: Teaching, seconds: float) -> list[str]:
+def _summarize(plan: TeachPlan, seconds: float) -> list[str]:
     """Return the lines at the end."""
-    lines = _describe_content(teaching)
-    num_bytes = sum(_sizes_of_files(teaching.target).values())
-    lines.append(f"size       {show_size(num_bytes)} in {counted(len(teaching.blocks), 'block')}")
+    lines = _describe_content(plan)
+    num_bytes = sum(_sizes_of_files(plan.target).values())
+    lines.append(f"size       {show_size(num_bytes)} in {counted(len(plan.blocks), 'block')}")
     lines.append(f"time       {seconds:,.1f} s, without loading the teacher")
-    lines.append(f"written to {teaching.target}")
-    folder = teaching.target
-    if teaching.shard.count > 1:
+    lines.append(f"written to {plan.target}")
+    folder = plan.target
+    if plan.shard.count > 1:
         folder = folder.parent
-        lines.append(f"next       the other shards of {teaching.shard.count}; then, as below:")
-    command = f"{command_from_here('train')} --train_data_dir {shlex.quote(str(teaching.dataset.folder))}"
+        lines.append(f"next       the other shards of {plan.shard.count}; then, as below:")
+    command = f"{command_from_here('train')} --train_data_dir {shlex.quote(str(plan.dataset.folder))}"
     command += f" --objective distill --teacher_states {shlex.quote(str(folder))}"
-    for option, value in _options_of_training(teaching.content).items():
+    for option, value in _options_of_training(plan.content).items():
         command += f" --{option} {value}"
     lines.append(f"next       {command}")
     return lines

@@ -36,34 +36,36 @@ _BYTES_PER_LOGIT = 12  # the logits in their own dtype, and two copies in fp32
 
 
 @dataclass(frozen=True)
-class FoundTeacher:
+class DescribedTeacher:
     """A teacher whose weights have not been read yet."""
 
-    place: str
+    location: str
     """Its absolute path, or its name on the hub."""
-    described: DescribedModel
+    model: DescribedModel
 
     @property
     def shape(self) -> ModelShape:
-        return self.described.shape
+        return self.model.shape
 
     @property
     def tokenizer(self) -> str:
         """The location of its tokenizer: its own, or that of an adapter's base."""
-        folder = Path(self.place)
+        folder = Path(self.location)
         has_tokenizer = (folder / "tokenizer").is_dir() or (folder / "tokenizer_config.json").is_file()
-        if self.described.adapter is None or has_tokenizer:
-            return self.place
-        return self.described.base.place
+        if self.model.adapter is None or has_tokenizer:
+            return self.location
+        return self.model.base.location
 
     def identify(self) -> TeacherModel:
         """Return the teacher with the hash of its weights, which are read for it."""
-        base = self.described.base if self.described.adapter is not None else None
-        origin = find_teacher_origin(self.place)
-        return TeacherModel(self.place, hash_model(list_model_files(self.place, base)), origin)
+        base = self.model.base if self.model.adapter is not None else None
+        origin = find_teacher_origin(self.location)
+        return TeacherModel(self.location, hash_model(list_model_files(self.location, base)), origin)
 
 
-def find_teacher(name: str, *, dtype: torch.dtype, attention: str, longest_row: int, isolates: bool) -> FoundTeacher:
+def describe_teacher(
+    name: str, *, dtype: torch.dtype, attention: str, longest_row: int, isolates: bool
+) -> DescribedTeacher:
     """Find the model that ``--teacher`` names, and check that it can read the rows.
 
     Args:
@@ -77,11 +79,11 @@ def find_teacher(name: str, *, dtype: torch.dtype, attention: str, longest_row: 
         InputError: There is no such model, it has too few positions, or its logits are not the output of its head.
     """
     option = f"--teacher {name}"
-    place = resolve_name(name)
-    if place.startswith(("/", ".")) and not Path(place).is_dir():
+    location = resolve_name(name)
+    if location.startswith(("/", ".")) and not Path(location).is_dir():
         raise InputError(f"{option}: no such folder; give a hub name, folder, checkpoint or run")
     with naming_option("--teacher ", instead_of="--model_name "):
-        described = _describe(place, dtype, attention)
+        described = _describe(location, dtype, attention)
     shape = replace(described.shape, longest_row=longest_row)
     if shape.max_positions is not None and shape.max_positions < longest_row:
         raise InputError(
@@ -95,16 +97,16 @@ def find_teacher(name: str, *, dtype: torch.dtype, attention: str, longest_row: 
         register_attention()
         if why_no_kernel(shape, dtype) is None:
             shape.config._attn_implementation = VARLEN
-    return FoundTeacher(place, replace(described, shape=shape))
+    return DescribedTeacher(location, replace(described, shape=shape))
 
 
-def _describe(place: str, dtype: torch.dtype, attention: str) -> DescribedModel:
-    folder = Path(place)
+def _describe(location: str, dtype: torch.dtype, attention: str) -> DescribedModel:
+    folder = Path(location)
     if not (folder.is_dir() and is_adapter(folder)):
-        shape = read_shape(place, attention=attention)
+        shape = read_shape(location, attention=attention)
         if not (folder / "trainer.json").is_file():
-            check_readable(place)
-        return DescribedModel(shape, AdapterBase(place), dtype)
+            check_readable(location)
+        return DescribedModel(shape, AdapterBase(location), dtype)
 
     # an adapter on a base of its own
     if (folder / "trainer.json").is_file():
@@ -113,22 +115,22 @@ def _describe(place: str, dtype: torch.dtype, attention: str) -> DescribedModel:
     else:
         base = find_base(read_base_name(folder), None)
         adapter = read_adapter(folder)
-    return DescribedModel(read_shape(base.place, attention=attention, adapter=adapter), base, dtype, folder)
+    return DescribedModel(read_shape(base.location, attention=attention, adapter=adapter), base, dtype, folder)
 
 
 class LoadedTeacher:
     """A teacher on one device, or spread over several, without its head."""
 
-    def __init__(self, teacher: FoundTeacher, named_ids: NamedIds) -> None:
+    def __init__(self, teacher: DescribedTeacher, named_ids: NamedIds) -> None:
         """Read the weights.
 
         Args:
             teacher: The teacher.
             named_ids: The ids that have a token, on the CPU.
         """
-        meta_model = teacher.described.open()
+        meta_model = teacher.model.open()
         model: Any = meta_model.model
-        self.head = read_head(meta_model, torch.device("cpu"), teacher.described.dtype)
+        self.head = read_head(meta_model, torch.device("cpu"), teacher.model.dtype)
         model.set_output_embeddings(nn.Identity())  # the model then returns the inputs of its head
         self._model = load_onto_devices(meta_model)
         self._device = next(self._model.parameters()).device
@@ -140,7 +142,7 @@ class LoadedTeacher:
         """Raise an InputError that names the teacher unless it keeps the documents of a row apart.
 
         A document is read before another one, after it, and after a third one. Its hidden states must be the same, up
-        to half of the digits: in another place of the row, the same sums have another order in many layers.
+        to half of the digits: at another position in the row, the same sums have another order in many layers.
         """
         if longest_row < _MIN_CHECKED_LENGTH:
             return
@@ -156,7 +158,7 @@ class LoadedTeacher:
             if difference > torch.finfo(before.dtype).eps ** 0.5:
                 raise InputError(
                     f"--isolate_documents true: --teacher {name} ({self._model.config.model_type}) cannot isolate the "
-                    "documents of a row: the hidden states of a document depend on its place; give "
+                    "documents of a row: the hidden states of a document depend on its position in the row; give "
                     "--isolate_documents false"
                 )
 

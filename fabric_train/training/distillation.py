@@ -58,15 +58,15 @@ class Distillation:
             self._teacher = stored.open(fabric.device)
         else:
             assert self._arguments.teacher is not None  # arguments.py requires one of both
-            place = resolve_name(self._arguments.teacher)
-            model_run = teacher_run(run, place)
-            origin = find_teacher_origin(place)
-            teacher = TeacherModel(place, hash_reference(fabric, model_run, place), origin)
+            location = resolve_name(self._arguments.teacher)
+            model_run = teacher_run(run, location)
+            origin = find_teacher_origin(location)
+            teacher = TeacherModel(location, hash_reference(fabric, model_run, location), origin)
             _check_unchanged(fabric, run, teacher, "--teacher")
             id_range = find_named_ids(run, model_run.model)
             with naming_option("--teacher ", instead_of="--model_name "):
                 live_teacher = set_up_teacher(fabric, model_run)
-            check_teacher_isolation(fabric, run, live_teacher, f"--teacher {place}")
+            check_teacher_isolation(fabric, run, live_teacher, f"--teacher {location}")
             self._teacher = live_teacher
         self._named_ids = id_range.on_device(fabric.device)
         return replace(run, teacher=teacher)
@@ -116,8 +116,8 @@ def _check_unchanged(fabric: Fabric, run: PreparedRun, teacher: TeacherModel, op
         return
     if saved.teacher.fingerprint != teacher.fingerprint:
         difference = (
-            f"{option} {teacher.place}: its weights differ from those of {saved.teacher.place}, the teacher when "
-            f"{saved.checkpoint} was saved"
+            f"{option} {teacher.location}: its weights differ from those of {saved.teacher.location}, the teacher "
+            f"when {saved.checkpoint} was saved"
         )
         fix = "restore them"
     elif saved.teacher.stored_as != teacher.stored_as:

@@ -61,7 +61,7 @@ def compare_with_reference(fabric: Fabric, run: PreparedRun, heartbeat: Heartbea
     # Look for all files before any is computed: a fault in one of them comes first.
     assert not isinstance(run.data, Stream)  # preflight refuses it
     datasets = run.data.parts
-    contents = [ReferenceContent(_describe_inputs(run, dataset, reference), reference.place) for dataset in datasets]
+    contents = [ReferenceContent(_describe_inputs(run, dataset, reference), reference.location) for dataset in datasets]
     found_files = []
     for dataset, content in zip(datasets, contents, strict=True):
         found_files.append(_agree_on_files(fabric, run, dataset, content))
@@ -109,7 +109,7 @@ def _describe_inputs(run: PreparedRun, dataset: TokenDataset, reference: Referen
     """Return the values that decide the log-probabilities of a token dataset, by their names in messages."""
     adapter = run.model.adapter
     if run.arguments.preference.reference is not None:
-        adapter = reference_run(run, reference.place).model.adapter
+        adapter = reference_run(run, reference.location).model.adapter
     kinds = []  # a new adapter of lora changes nothing
     if adapter and adapter.base_weights:
         kinds.append(adapter.base_weights)
@@ -150,10 +150,10 @@ def _agree_on_files(
 
 def _set_up_reference(fabric: Fabric, run: PreparedRun, reference: ReferenceModel, *, is_saved: bool) -> _FabricModule:
     """Set up the reference model, without dropout; raise an InputError if its weights have changed since the start."""
-    model_run = reference_run(run, reference.place)
-    if is_saved and hash_reference(fabric, model_run, reference.place) != reference.fingerprint:
+    model_run = reference_run(run, reference.location)
+    if is_saved and hash_reference(fabric, model_run, reference.location) != reference.fingerprint:
         raise InputError(
-            f"the weights of the reference model {reference.place} have changed since the run began; restore them"
+            f"the weights of the reference model {reference.location} have changed since the run began; restore them"
         )
     model, _ = set_up_model(fabric, model_run, shows_notes=False)
     return model.eval()

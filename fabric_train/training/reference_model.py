@@ -82,7 +82,7 @@ def is_reference_of(saved: TrainerJson, reference: str) -> bool:
     """Return whether ``--reference`` names the reference with which a checkpoint's run began, by any path."""
     if reference == saved.arguments.get("reference"):
         return True
-    return saved.reference is not None and resolve_name(reference) == saved.reference.place
+    return saved.reference is not None and resolve_name(reference) == saved.reference.location
 
 
 def resolve_reference_path(run: PreparedRun) -> str:
@@ -100,7 +100,7 @@ def resolve_reference_path(run: PreparedRun) -> str:
         if checkpoint is not None and is_adapter(checkpoint):
             return os.path.realpath(checkpoint)
         init_adapter = run.arguments.adapter.init_adapter
-        return os.path.realpath(init_adapter) if init_adapter else run.adapter_base.place
+        return os.path.realpath(init_adapter) if init_adapter else run.adapter_base.location
 
     # the model itself trains: its weights at the start
     if checkpoint is not None:
@@ -169,7 +169,7 @@ def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | 
         base = find_base(read_base_name(model_dir), None, "--model_name")
         adapter = read_adapter(model_dir)
     attention = run.model.config._attn_implementation
-    shape = read_shape(base.place, arguments.fsdp.auto_wrap_policy, attention, adapter)
+    shape = read_shape(base.location, arguments.fsdp.auto_wrap_policy, attention, adapter)
     shape = replace(shape, longest_row=longest_row)
     adapter_arguments = replace(arguments.adapter, adapter=None, init_adapter=path, base_weights=None)
     arguments = replace(arguments, adapter=adapter_arguments)

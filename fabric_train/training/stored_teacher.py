@@ -154,6 +154,6 @@ def _describe_difference(folder: Path, difference: StatesDifference) -> str:
     if difference.name in _ALLOWED_CHANGES:
         advice += ", or accept it with --allow_changes true"
     return (
-        f"{_OPTION} {folder}: the values were stored with another {difference.name}: {difference.ours}, but the run "
-        f"has {difference.theirs}; {advice}"
+        f"{_OPTION} {folder}: the values were stored with another {difference.name}: {difference.first_value}, but the "
+        f"run has {difference.second_value}; {advice}"
     )

@@ -58,7 +58,7 @@ class LiveTeacher:
         return torch.nn.functional.cross_entropy(logits.float(), targets.ids, reduction="none")
 
 
-def find_teacher(run: PreparedRun) -> ModelShape | None:
+def find_teacher_shape(run: PreparedRun) -> ModelShape | None:
     """Return the model that ``--teacher`` names; None if it is not given. A plan reads only its configuration.
 
     Raises:
@@ -93,7 +93,7 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
 
     Args:
         fabric: The Fabric of the student's run.
-        run: The :func:`teacher_run`, which :func:`find_teacher` has accepted.
+        run: The :func:`teacher_run`, which :func:`find_teacher_shape` has accepted.
     """
     meta_model = open_model(run)
     model: Any = meta_model.model
@@ -133,8 +133,8 @@ def check_teacher_isolation(fabric: Fabric, run: PreparedRun, teacher: LiveTeach
     check_isolation(fabric, teacher.model, source, max(row_lengths), dtype, teacher.compute_losses)
 
 
-def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
-    """Return a run whose model is the teacher at ``place``, for :func:`set_up_teacher`.
+def teacher_run(run: PreparedRun, location: str) -> PreparedRun:
+    """Return a run whose model is the teacher at ``location``, for :func:`set_up_teacher`.
 
     It has no backward pass, so it keeps neither activations nor gathered weights. Its weights have the dtype in which
     the student computes.
@@ -143,7 +143,7 @@ def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
         InputError: There is no such model.
     """
     with naming_option("--teacher ", instead_of="--model_name "):
-        model_run = run_of_model(run, place, "--teacher")
+        model_run = run_of_model(run, location, "--teacher")
     arguments = model_run.arguments
     precision = arguments.model.precision
     if precision == "bf16-mixed":
@@ -160,6 +160,6 @@ def teacher_run(run: PreparedRun, place: str) -> PreparedRun:
         adapter = replace(adapter, adapter=None, lora_rank=None, init_adapter=None, base_weights=base_weights)
     elif teacher_weights != "16bit":
         raise InputError(
-            f"--teacher_weights {teacher_weights} does not work with the adapter --teacher {place}; merge it first"
+            f"--teacher_weights {teacher_weights} does not work with the adapter --teacher {location}; merge it first"
         )
     return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp, adapter=adapter))

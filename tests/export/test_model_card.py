@@ -607,7 +607,7 @@ def test_the_card_of_a_distilled_model_names_teacher_divergence_and_unit(checkpo
 
     def distill(content: dict[str, Any]) -> None:
         origin = ModelOrigin("owner/Teacher-8B", "owner/Teacher-8B", COMMIT, "apache-2.0")
-        content["teacher"] = {"place": "/home/someone/secret", "fingerprint": "0" * 64, "origin": asdict(origin)}
+        content["teacher"] = {"location": "/home/someone/secret", "fingerprint": "0" * 64, "origin": asdict(origin)}
         settings: dict[str, Any] = {"objective": "distill", "teacher": "/home/someone/secret"}
         settings["divergence"] = "reverse_kl"
         settings |= {"distill_temperature": 2.0, "sft_weight": 0.25}
@@ -631,7 +631,7 @@ def test_the_card_of_a_distilled_model_names_teacher_divergence_and_unit(checkpo
 
 def test_a_distilled_model_without_an_evaluation_has_a_loss_and_no_perplexity(checkpoint: Path) -> None:
     def distill(content: dict[str, Any]) -> None:
-        content["teacher"] = {"place": "teachers/8b", "fingerprint": "0" * 64, "origin": None, "stored_as": "top 8"}
+        content["teacher"] = {"location": "teachers/8b", "fingerprint": "0" * 64, "origin": None, "stored_as": "top 8"}
         content["arguments"].update(objective="distill", teacher="teachers/8b", divergence="forward_kl")
         content.update(val_loss=3.0)
 

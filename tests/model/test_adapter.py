@@ -279,7 +279,7 @@ def test_adapter_begins_with_a_run_of_all_weights_or_another_adapter(
     # with a run of all weights
     forked_runs.start(argv(whole, tokens, first, max_step=2, lora_rank=2, lr=1e-2), 1).finish()
     saved = json.loads((first / "checkpoints" / "step-00000002" / "trainer.json").read_text(encoding="utf-8"))
-    assert saved["adapter_base"]["place"] == str(whole / "checkpoints" / "step-00000002")
+    assert saved["adapter_base"]["location"] == str(whole / "checkpoints" / "step-00000002")
     # with another adapter, which a step with almost no learning rate leaves as it is
     forked_runs.start(argv(whole, tokens, second, max_step=1, init_adapter=first / "latest", lr=1e-9), 1).finish()
     first_adapter = load_file(first / "checkpoints" / "step-00000002" / "adapter_model.safetensors")

@@ -75,7 +75,7 @@ def distill(run: Path) -> None:
         trainer = json.loads((folder / "trainer.json").read_text())
         origin = {"name": "owner/Teacher", "repository": "owner/Teacher", "revision": "0123456789abcdef" * 2}
         stored = {"fingerprint": "0" * 64, "stored_as": "last hidden states"}
-        trainer["teacher"] = {"place": "/models/teacher", "origin": origin, **stored}
+        trainer["teacher"] = {"location": "/models/teacher", "origin": origin, **stored}
         trainer["arguments"] |= {"objective": "distill", "divergence": "jsd", "jsd_beta": 0.3, "sft_weight": 0.5}
         trainer["arguments"] |= {"distill_temperature": 2.0, "distill_on": "all"}
         for name in ("evaluation", "first_evaluation"):

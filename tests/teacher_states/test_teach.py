@@ -25,7 +25,7 @@ from fabric_train.teacher_states.blocks import BlockContent
 from fabric_train.teacher_states.record import FILE_NAME
 from fabric_train.teacher_states.stored import open_states
 from fabric_train.teacher_states.teach import teach
-from fabric_train.teacher_states.teacher import LoadedTeacher, find_teacher, top_states
+from fabric_train.teacher_states.teacher import LoadedTeacher, describe_teacher, top_states
 from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.short_runs import argv, at_point, metrics
 from tests.support.tiny_model import random_llama, write_tiny_model
@@ -111,7 +111,7 @@ def batch_of(dataset: TokenDataset, states: Path, rows: list[int]) -> Batch:
 
 
 def load_teacher(folder: Path) -> LoadedTeacher:
-    teacher = find_teacher(
+    teacher = describe_teacher(
         str(folder / "teacher"), dtype=torch.float32, attention="sdpa", longest_row=ROW_LENGTH, isolates=True
     )
     return LoadedTeacher(teacher, named_ids())

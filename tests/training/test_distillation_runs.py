@@ -221,7 +221,7 @@ def test_a_changed_teacher_is_refused_unless_changes_are_allowed(distilling: Dis
     allowed = distilling.train(run.name, resume="true", teacher="changed-teacher", allow_changes="true")
     assert "its weights differ from those of" in allowed.stdout()
     saved = distilling.trainer_json(run.name)
-    assert saved["teacher"]["place"] == str(distilling.folder / "changed-teacher")
+    assert saved["teacher"]["location"] == str(distilling.folder / "changed-teacher")
 
 
 def test_a_branch_may_have_another_teacher(distilling: Distilling, whole: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_mixture_is_logged_by_source_and_stops_by_the_divergence_of_one(
 def test_a_stream_is_distilled_like_its_token_dataset(distilling: Distilling, mixture: list[str]) -> None:
     options: dict[str, Any] = {"max_length": 32, "train_data_dir": None, "eval_iters": None}
     distilling.train("stream", streaming_dataset="even.jsonl", **options)
-    assert distilling.trainer_json("stream")["teacher"]["place"] == str(distilling.folder / "teacher")
+    assert distilling.trainer_json("stream")["teacher"]["location"] == str(distilling.folder / "teacher")
     assert all(float(row["train_divergence"]) > 0 for row in metrics(distilling.folder / "stream"))
 
 

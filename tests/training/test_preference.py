@@ -526,7 +526,7 @@ class ReferenceCase:
 
     options: dict[str, object]
     """Arguments with which the run has the reference."""
-    recorded_place: str
+    recorded_location: str
     """Where the reference is, as trainer.json says."""
     reference: Any
     policy: Any
@@ -612,7 +612,7 @@ def test_reference_values_are_those_of_that_model_by_full_logits(
 
     # and the checkpoint says which model it is
     saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
-    assert saved["reference"]["place"] == case.recorded_place
+    assert saved["reference"]["location"] == case.recorded_location
     assert saved["arguments"]["best_by"] == "accuracy"
     if kind == "checkpoint":
         check_resumes_with_its_reference(forked_runs, words, straight / "checkpoints" / "step-00000003")
