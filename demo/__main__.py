@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from demo.stages import ROOT, StageError, run_stage
+from demo.stages import ROOT, StageError, print_heading, run_stage
 from fabric_train.sample_data import real_data
 from fabric_train.training.loss_curves import draw_loss_curves
 from fabric_train.training.metrics_table import MetricsTable, join_tables, read_metrics_table
@@ -57,11 +57,11 @@ def main() -> None:
 
 
 def _run_demo() -> Result:
-    _headline(1, "download real data: SmolLM2-135M and Shakespeare")
+    print_heading("1/6  download real data: SmolLM2-135M and Shakespeare")
     model, documents = (path.relative_to(ROOT) for path in (real_data.smollm2(), real_data.shakespeare()))
     print(f"found {model} and {documents}", flush=True)
 
-    _headline(2, "tokenize 42 works, 10 % of them held out")
+    print_heading("2/6  tokenize 42 works, 10 % of them held out")
     if (ROOT / TOKENS).exists():
         print(f"found {TOKENS}", flush=True)
     else:
@@ -72,14 +72,14 @@ def _run_demo() -> Result:
     for leftover in (BEFORE, RUN, EXPORT):
         shutil.rmtree(ROOT / leftover, ignore_errors=True)
 
-    _headline(3, "evaluate the held-out perplexity before training")
+    print_heading("3/6  evaluate the held-out perplexity before training")
     _train("evaluation", model, BEFORE, "--eval_only", "true")
-    _headline(4, "train, evaluate, save")
+    print_heading("4/6  train, evaluate, save")
     _train("training", model, RUN)
 
-    _headline(5, "export the last checkpoint to Hugging Face format and verify it")
+    print_heading("5/6  export the last checkpoint to Hugging Face format and verify it")
     run_stage("conversion", "python", "convert_to_hf.py", "--checkpoint", RUN, "--output_dir", EXPORT)
-    _headline(6, "generate with the exported model")
+    print_heading("6/6  generate with the exported model")
     sampling = ["--num_tokens", 80, "--temperature", 0.8, "--top_p", 0.95]
     run_stage("generation", "python", "generate.py", "--model_name", EXPORT, "--prompt", PROMPT, *sampling)
 
@@ -130,10 +130,6 @@ def _summarize(result: Result, seconds: float, console: Console) -> None:
     table.add_row("run: metrics, checkpoints", str(RUN))
     table.add_row("token dataset", str(TOKENS))
     console.print(table)
-
-
-def _headline(number: int, text: str) -> None:
-    Console(highlight=False).print(f"\n[bold]{number}/6  {text}")
 
 
 def _failed(reason: str, exit_code: int) -> int:
