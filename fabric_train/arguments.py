@@ -24,6 +24,7 @@ from fabric_train.cli.argument_types import (
     PositiveShare,
     RowLength,
     Seconds,
+    TeacherWeights,
     UnitInterval,
     given_twice,
     parse_size,
@@ -488,9 +489,9 @@ class PreferenceArguments:
     """With distill: the teacher, with the same tokenizer as the model (a hub name, a folder, a checkpoint, RUN or
     RUN/best).
     """
-    teacher_weights: Literal["16bit", "nf4", "nf4_double"] = "16bit"
-    """With --teacher: hold the teacher's decoder layers in 16 bits (32 with --precision 32-true), or in 4 bits with
-    bitsandbytes, as --base_weights does.
+    teacher_weights: TeacherWeights = "16bit"
+    """With distill: hold the teacher's decoder layers in 16 bits (32 with --precision 32-true), or in 4 bits with
+    bitsandbytes, as --base_weights does. With --teacher_states, give what fabric-train teach had.
     """
     teacher_states: list[str] | None = None
     """With distill, instead of --teacher: folders of fabric-train teach with the teacher's values, one for each token
@@ -562,14 +563,9 @@ class PreferenceArguments:
             ]
         if self.teacher is not None and self.teacher_states is not None:
             return ["--teacher and --teacher_states exclude each other; leave out one of them"]
-        if self.teacher_states is None:
-            return []
-        faults = []
-        if not self.teacher_states:
-            faults.append("--teacher_states is empty; give at least one folder")
-        if self.teacher_weights != "16bit":
-            faults.append("--teacher_weights only applies to --teacher, not --teacher_states; leave it out")
-        return faults
+        if self.teacher_states is not None and not self.teacher_states:
+            return ["--teacher_states is empty; give at least one folder"]
+        return []
 
 
 @dataclass(frozen=True)

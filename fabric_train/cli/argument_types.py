@@ -85,6 +85,8 @@ UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
 PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
 """A timeout of at most three years; torch and the system can count the nanoseconds of ten times as much."""
+TeacherWeights = Literal["16bit", "nf4", "nf4_double"]
+"""How a teacher's decoder layers are held, see ``model.nf4``."""
 
 
 class WrongValueError(ValueError):

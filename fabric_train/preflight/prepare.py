@@ -277,8 +277,7 @@ def _prepare_stretch(
     )
     _check_parts(run)
     check_reference(run)
-    use_stored_teacher(run)
-    run = replace(run, teacher_model=find_teacher_shape(run))
+    run = replace(run, teacher_model=find_teacher_shape(run), teacher_states=use_stored_teacher(run))
 
     # notes for the user, and what `auto` means
     run = _with_notes(

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fabric_train.cli.argument_types import PositiveFloat, PositiveInt, RowLength
+from fabric_train.cli.argument_types import PositiveFloat, PositiveInt, RowLength, TeacherWeights
 from fabric_train.cli.errors import run_program
 from fabric_train.cli.parser import parse_arguments
 
@@ -41,6 +41,10 @@ class TeachArguments:
     """Keep the documents of a row apart; as in the training."""
     precision: Literal["bf16-true", "32-true"] = "bf16-true"
     """Data type in which the teacher computes: bfloat16 or float32; as in the training."""
+    teacher_weights: TeacherWeights = "16bit"
+    """Hold the teacher's decoder layers in the dtype of --precision, or in 4 bits with bitsandbytes; as in the
+    training.
+    """
     attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
     """Attention implementation; as in the training."""
     batch_tokens: RowLength = 8192

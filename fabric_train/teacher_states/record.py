@@ -12,7 +12,7 @@ them: a reader opens all N.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -56,6 +56,8 @@ class StatesContent:
     rows_per_batch: int
     """The rows of a forward pass, which decide the last digits."""
     rows_per_block: int
+    teacher_weights: str = "16bit"
+    """How the teacher's decoder layers were held, as ``--teacher_weights`` says."""
 
     @property
     def bytes_per_target(self) -> int:
@@ -82,6 +84,7 @@ _NAMES = {
     "temperature": "--distill_temperature",
     "rows_per_batch": "number of rows in a forward pass",
     "rows_per_block": "number of rows in a block",
+    "teacher_weights": "--teacher_weights",
 }
 """What messages call the fields of ``StatesContent`` that they do not call by their own names."""
 
@@ -91,19 +94,30 @@ class StatesDifference:
     """The first field in which two contents differ."""
 
     name: str
-    first_value: object
-    second_value: object
+    first_value: str
+    second_value: str
 
 
-def find_difference(first: StatesContent, second: StatesContent) -> StatesDifference | None:
-    """Return the first field in which two contents differ, by its name in messages; None if they are equal."""
+def find_difference(
+    first: StatesContent, second: StatesContent, compared: Collection[str] | None = None
+) -> StatesDifference | None:
+    """Return the first field in which two contents differ, by its name in messages; None if they are equal.
+
+    ``compared`` are the names of the compared fields, None for all.
+    """
     for field in fields(StatesContent):
+        if compared is not None and field.name not in compared:
+            continue
         first_value = getattr(first, field.name)
         second_value = getattr(second, field.name)
         if first_value != second_value:
             name = _NAMES.get(field.name, field.name.replace("_", " "))
-            return StatesDifference(name, first_value, second_value)
+            return StatesDifference(name, _show_value(first_value), _show_value(second_value))
     return None
+
+
+def _show_value(value: object) -> str:
+    return "absent (hidden states)" if value is None else str(value)  # only --top_k may be None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.files.requirements import check_room, free_bytes
 from fabric_train.model.flops import ModelFlops, peak_flops
 from fabric_train.model.hf_model import quiet_transformers
+from fabric_train.model.nf4 import check_installed
 from fabric_train.teacher_states.blocks import BlockContent, write_block
 from fabric_train.teacher_states.record import (
     FILE_NAME,
@@ -138,6 +139,9 @@ def teach(arguments: "TeachArguments", block_bytes: int = BLOCK_BYTES) -> None:
         print("\n".join(_describe_plan(plan)))
         return
 
+    if arguments.teacher_weights != "16bit":
+        check_installed("--teacher_weights")
+
     # what decides the values: compared with what the folder has already
     unfinished = target.parent / f".{target.name}.unfinished"
     check_no_links_in(unfinished)
@@ -212,6 +216,7 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
         attention=arguments.attention,
         longest_row=longest_row,
         isolates=dataset.isolates,
+        weights=arguments.teacher_weights,
     )
     teacher_tokenizer = open_tokenizer(teacher.tokenizer)
     tokenizer = teacher_tokenizer  # of a token dataset that has none
@@ -240,6 +245,7 @@ def _prepare(arguments: "TeachArguments", target: Path, block_bytes: int) -> Tea
         hidden_size=teacher.shape.config.get_text_config().hidden_size,
         rows_per_batch=max(1, arguments.batch_tokens // longest_row),
         rows_per_block=0,
+        teacher_weights=arguments.teacher_weights,
     )
     content = replace(content, rows_per_block=_rows_per_block(content, longest_row, block_bytes))
     number, count = arguments.shard_numbers
@@ -384,8 +390,9 @@ def _describe_content(plan: TeachPlan) -> list[str]:
     """Return lines on the teacher, the form of the values, and the rows."""
     content = plan.content
     shard = plan.shard
+    weights = "" if content.teacher_weights == "16bit" else f", {content.teacher_weights}"
     lines = [
-        f"teacher    {plan.teacher.location}, {content.dtype}, {content.attention}",
+        f"teacher    {plan.teacher.location}, {content.dtype}{weights}, {content.attention}",
         f"values     {content.describe()}; {content.bytes_per_target:,} bytes per target",
     ]
     for name, split in plan.splits.items():
@@ -431,4 +438,6 @@ def _options_of_training(content: StatesContent) -> dict[str, object]:
         options["precision"] = "32-true"
     if content.attention != "sdpa":
         options["attention"] = content.attention
+    if content.teacher_weights != "16bit":
+        options["teacher_weights"] = content.teacher_weights
     return options

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fabric_train.checkpoint.adapter_base import find_base
+from fabric_train.checkpoint.adapter_base import find_base, hold_in_4_bits
 from fabric_train.checkpoint.adapter_folder import is_adapter, read_adapter, read_base_name, trained_adapter
 from fabric_train.checkpoint.model_files import hash_model, list_model_files, resolve_name
 from fabric_train.checkpoint.teacher_origin import find_teacher_origin
+from fabric_train.cli.argument_types import TeacherWeights
 from fabric_train.cli.errors import InputError, RunError, naming_option
 from fabric_train.data.batch import Batch, find_targets, make_batch
 from fabric_train.data.teacher_states import HiddenStates, TeacherStates, TopStates
@@ -24,6 +25,7 @@ from fabric_train.model.attention import VARLEN, forward_batch, register_attenti
 from fabric_train.model.attention_choice import check_counted_from_rows, why_no_kernel
 from fabric_train.model.divergence_loss import ABSENT_LOGIT, NamedIds, TeacherHead
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
+from fabric_train.model.load_weights import MetaModel
 from fabric_train.model.origin import AdapterBase, TeacherModel
 from fabric_train.model.teacher_head import check_head, read_head
 
@@ -42,6 +44,8 @@ class DescribedTeacher:
     location: str
     """Its absolute path, or its name on the hub."""
     model: DescribedModel
+    weights: TeacherWeights = "16bit"
+    """How its decoder layers are held."""
 
     @property
     def shape(self) -> ModelShape:
@@ -64,7 +68,13 @@ class DescribedTeacher:
 
 
 def describe_teacher(
-    name: str, *, dtype: torch.dtype, attention: str, longest_row: int, isolates: bool
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    longest_row: int,
+    isolates: bool,
+    weights: TeacherWeights = "16bit",
 ) -> DescribedTeacher:
     """Find the model that ``--teacher`` names, and check that it can read the rows.
 
@@ -74,9 +84,11 @@ def describe_teacher(
         attention: The value of ``--attention``.
         longest_row: The number of tokens of the longest row.
         isolates: Whether the documents of a row are kept apart.
+        weights: The value of ``--teacher_weights``.
 
     Raises:
-        InputError: There is no such model, it has too few positions, or its logits are not the output of its head.
+        InputError: There is no such model, it has too few positions, its logits are not the output of its head, or it
+            is an adapter whose base should be held in 4 bits.
     """
     option = f"--teacher {name}"
     location = resolve_name(name)
@@ -84,6 +96,8 @@ def describe_teacher(
         raise InputError(f"{option}: no such folder; give a hub name, folder, checkpoint or run")
     with naming_option("--teacher ", instead_of="--model_name "):
         described = _describe(location, dtype, attention)
+    if described.adapter is not None:
+        check_adapted_teacher(weights, location)
     shape = replace(described.shape, longest_row=longest_row)
     if shape.max_positions is not None and shape.max_positions < longest_row:
         raise InputError(
@@ -97,7 +111,15 @@ def describe_teacher(
         register_attention()
         if why_no_kernel(shape, dtype) is None:
             shape.config._attn_implementation = VARLEN
-    return DescribedTeacher(location, replace(described, shape=shape))
+    return DescribedTeacher(location, replace(described, shape=shape), weights)
+
+
+def check_adapted_teacher(weights: TeacherWeights, location: str) -> None:
+    """Raise an InputError if a teacher that is an adapter should be held in 4 bits."""
+    if weights != "16bit":
+        raise InputError(
+            f"--teacher_weights {weights} does not work with the adapter --teacher {location}; merge it first"
+        )
 
 
 def _describe(location: str, dtype: torch.dtype, attention: str) -> DescribedModel:
@@ -131,6 +153,7 @@ class LoadedTeacher:
         meta_model = teacher.model.open()
         model: Any = meta_model.model
         self.head = read_head(meta_model, torch.device("cpu"), teacher.model.dtype)
+        meta_model = hold_teacher(meta_model, teacher.shape, teacher.model.dtype, teacher.weights)
         model.set_output_embeddings(nn.Identity())  # the model then returns the inputs of its head
         self._model = load_onto_devices(meta_model)
         self._device = next(self._model.parameters()).device
@@ -191,6 +214,14 @@ class LoadedTeacher:
         if not at_targets.isfinite().all():
             raise RunError("the teacher's hidden states are not finite; its weights are damaged or overflow")
         return at_targets
+
+
+def hold_teacher(meta_model: MetaModel, shape: ModelShape, dtype: torch.dtype, weights: TeacherWeights) -> MetaModel:
+    """Hold the decoder layers of a teacher as ``--teacher_weights`` says; ``dtype`` is that of its other weights."""
+    if weights == "16bit":
+        return meta_model
+    subject = f"--teacher_weights {weights}: the weights of {shape.source}"
+    return hold_in_4_bits(meta_model, shape, dtype, weights, subject)
 
 
 def _join_documents(first: np.ndarray, second: np.ndarray) -> Batch:

@@ -21,7 +21,7 @@ from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference_model import hash_reference
 from fabric_train.training.run_log import note, progress
-from fabric_train.training.stored_teacher import StoredTeacher, use_stored_teacher
+from fabric_train.training.stored_teacher import StoredTeacher, open_stored_teacher
 from fabric_train.training.teacher import LiveTeacher, check_teacher_isolation, set_up_teacher, teacher_run
 from fabric_train.training.teacher_vocabulary import find_named_ids
 
@@ -50,12 +50,13 @@ class Distillation:
                 it does not keep the documents of a row apart.
         """
         progress.info("setting up the teacher")
-        stored = use_stored_teacher(run)
-        if stored is not None:
-            teacher = stored.model
+        states = run.teacher_states
+        if states is not None:
+            content = states.record.content
+            teacher = replace(states.record.teacher, stored_as=content.describe())
             _check_unchanged(fabric, run, teacher, "--teacher_states")
-            id_range = stored.named_ids
-            self._teacher = stored.open(fabric.device)
+            id_range = content.named_ids
+            self._teacher = open_stored_teacher(states, fabric.device)
         else:
             assert self._arguments.teacher is not None  # arguments.py requires one of both
             location = resolve_name(self._arguments.teacher)

@@ -15,6 +15,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import AdapterBase, ReferenceModel, TeacherModel, TrainingStage
 from fabric_train.optim.learning_rate import Schedules
+from fabric_train.teacher_states.stored import StoredStates
 from fabric_train.training.early_stopping import EarlyStopping
 from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.step_plan import StepPlan
@@ -128,6 +129,8 @@ class PreparedRun:
     """The reference model, which is found when the run begins; None if the objective needs none."""
     teacher_model: ModelShape | None = None
     """The model of the teacher that reads the same rows; None if there is none."""
+    teacher_states: StoredStates | None = None
+    """The stored values of a teacher, which the rows bring along; None if there are none."""
     teacher: TeacherModel | None = None
     """The teacher, which is found when the run begins; None if the objective does not distil."""
     components: tuple[Component, ...] = ()

@@ -5,6 +5,7 @@
 Shapes: N targets in a batch, H the teacher's hidden size, k likeliest tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,17 +18,18 @@ from fabric_train.data.teacher_states import HiddenStates
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.divergence_loss import FullRows, TeacherHead, TopRows
-from fabric_train.model.origin import TeacherModel
 from fabric_train.model.teacher_head import check_head
 from fabric_train.teacher_states.record import StatesContent, StatesDifference, find_difference
 from fabric_train.teacher_states.stored import StoredStates, open_states
-from fabric_train.teacher_states.vocabulary import NamedIdRange, check_rows_of_head, hash_tokens
+from fabric_train.teacher_states.vocabulary import check_rows_of_head, hash_tokens
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.teacher_vocabulary import open_run_tokenizer
 
 _OPTION = "--teacher_states"
 _ALLOWED_CHANGES = ("dtype", "attention")
 """The fields of ``StatesContent`` that change only the last digits, which ``--allow_changes true`` accepts."""
+_SAME_IN_ALL_FOLDERS = ("teacher", "tokenizer", "named_ids", "dtype", "teacher_weights", "top_k", "hidden_size")
+"""The fields of ``StatesContent`` that the loss and the checkpoints record once for all token datasets of a run."""
 
 
 @dataclass(frozen=True)
@@ -56,34 +58,21 @@ class StoredTeacher:
         return TopRows(states.ids.long(), states.log_probabilities)
 
 
-@dataclass(frozen=True)
-class TeacherOfRun:
-    """What a run has of its stored teacher."""
-
-    states: StoredStates
-    """The values for the first token dataset; all have the same teacher, form and named ids."""
-
-    @property
-    def model(self) -> TeacherModel:
-        """The teacher's record for checkpoints."""
-        record = self.states.record
-        return replace(record.teacher, stored_as=record.content.describe())
-
-    @property
-    def named_ids(self) -> NamedIdRange:
-        return self.states.record.content.named_ids
-
-    def open(self, device: torch.device) -> StoredTeacher:
-        """Open the teacher on this rank's device."""
-        content = self.states.record.content
-        head = None
-        if content.top_k is None:
-            head = self.states.read_head(device)
-        return StoredTeacher(content, head)
+def open_stored_teacher(states: StoredStates, device: torch.device) -> StoredTeacher:
+    """Open the teacher of stored values on this rank's device."""
+    content = states.record.content
+    head = None
+    if content.top_k is None:
+        head = states.read_head(device)
+    return StoredTeacher(content, head)
 
 
-def use_stored_teacher(run: PreparedRun) -> TeacherOfRun | None:
-    """Let the rows of a run bring along the values in ``--teacher_states``; None if the run has no such values.
+def use_stored_teacher(run: PreparedRun) -> StoredStates | None:
+    """Let the rows of a run bring along the values in ``--teacher_states``.
+
+    Returns:
+        The values in the first folder; those in all folders have the same teacher, form and named ids. None if the run
+        has no such values.
 
     Raises:
         InputError: A token dataset has no values, or values that were computed otherwise than the run needs them.
@@ -97,17 +86,28 @@ def use_stored_teacher(run: PreparedRun) -> TeacherOfRun | None:
     check_head(run.model, f"--model_name {run.model.source}")
     tokenizer_hash = hash_tokens(open_run_tokenizer(run))
     all_states = [open_states(Path(folder).expanduser()) for folder in folders]
-    first: StoredStates | None = None
+    _check_same_teacher(all_states)
     for dataset in data.parts:
         states = _find_states(dataset, all_states)
-        first = first or states
-        _check_content(run, states, first, tokenizer_hash)
+        _check_content(run, states, tokenizer_hash)
         dataset.train.use_teacher(states.reader("train"))
         if dataset.validation is not None:
             dataset.validation.use_teacher(states.reader("validation"))
-    assert first is not None  # a run has a token dataset
+    first = all_states[0]
     check_rows_of_head(run.model.vocab_size, first.record.content.named_ids, f"--model_name {run.model.source}")
-    return TeacherOfRun(first)
+    return first
+
+
+def _check_same_teacher(all_states: Sequence[StoredStates]) -> None:
+    """Raise an InputError if two folders have another teacher or form, even if only a later phase reads one of them."""
+    first = all_states[0]
+    for states in all_states:
+        difference = find_difference(first.record.content, states.record.content, _SAME_IN_ALL_FOLDERS)
+        if difference is not None:
+            raise InputError(
+                f"{_OPTION} {states.folder}: its {difference.name} is {difference.second_value}, but "
+                f"{difference.first_value} in {first.folder}; store them again with the same teacher and form"
+            )
 
 
 def _find_states(dataset: TokenDataset, all_states: list[StoredStates]) -> StoredStates:
@@ -123,11 +123,10 @@ def _find_states(dataset: TokenDataset, all_states: list[StoredStates]) -> Store
     )
 
 
-def _check_content(run: PreparedRun, states: StoredStates, first: StoredStates, tokenizer_hash: str) -> None:
+def _check_content(run: PreparedRun, states: StoredStates, tokenizer_hash: str) -> None:
     """Raise an InputError that names the first difference between what values are and what the run needs."""
     arguments = run.arguments
     content = states.record.content
-    first_content = first.record.content
     temperature = arguments.preference.distill_temperature
     if content.top_k is None:
         temperature = 1.0  # hidden states fit any
@@ -137,9 +136,7 @@ def _check_content(run: PreparedRun, states: StoredStates, first: StoredStates, 
         distill_on=arguments.preference.distill_on,
         tokenizer=tokenizer_hash,
         temperature=temperature,
-        teacher=first_content.teacher,
-        top_k=first_content.top_k,
-        dtype=first_content.dtype,
+        teacher_weights=arguments.preference.teacher_weights,
     )
     if not arguments.checkpoint.allow_changes:
         dtype = str(compute_dtype(arguments.model.precision)).removeprefix("torch.")

@@ -15,9 +15,8 @@ from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 
-from fabric_train.checkpoint.adapter_base import hold_in_4_bits
 from fabric_train.checkpoint.model_files import resolve_name
-from fabric_train.cli.errors import InputError, naming_option
+from fabric_train.cli.errors import naming_option
 from fabric_train.data.batch import Batch, Targets, find_targets
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
 from fabric_train.model.attention import forward_batch
@@ -27,6 +26,7 @@ from fabric_train.model.hf_model import ModelShape, check_readable
 from fabric_train.model.nf4 import check_installed
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.teacher_head import check_head, read_head
+from fabric_train.teacher_states.teacher import check_adapted_teacher, hold_teacher
 from fabric_train.training.build_run import has_many_lengths, open_model
 from fabric_train.training.isolation_check import check_isolation
 from fabric_train.training.prepared_run import PreparedRun
@@ -99,11 +99,8 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
     model: Any = meta_model.model
     dtype = compute_dtype(run.arguments.model.precision)
     head = read_head(meta_model, fabric.device, dtype)
-    teacher_weights = run.arguments.adapter.base_weights
-    if teacher_weights is not None:
-        subject = f"--teacher_weights {teacher_weights}: the weights of {run.model.source}"
-        stored_dtype = weights_dtype(run.arguments.model.precision)
-        meta_model = hold_in_4_bits(meta_model, run.model, stored_dtype, teacher_weights, subject)
+    stored_dtype = weights_dtype(run.arguments.model.precision)
+    meta_model = hold_teacher(meta_model, run.model, stored_dtype, run.arguments.preference.teacher_weights)
     model.set_output_embeddings(nn.Identity())
     model.requires_grad_(False)
     wrapped = setup_model(
@@ -158,8 +155,6 @@ def teacher_run(run: PreparedRun, location: str) -> PreparedRun:
         # for ``precision.gathered_dtype``: bytes of weights in 4 bits are not cast
         base_weights = None if teacher_weights == "16bit" else teacher_weights
         adapter = replace(adapter, adapter=None, lora_rank=None, init_adapter=None, base_weights=base_weights)
-    elif teacher_weights != "16bit":
-        raise InputError(
-            f"--teacher_weights {teacher_weights} does not work with the adapter --teacher {location}; merge it first"
-        )
+    else:
+        check_adapted_teacher(teacher_weights, location)
     return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp, adapter=adapter))

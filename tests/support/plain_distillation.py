@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from fabric_train.data.batch import IGNORED_LABEL
 from tests.support.plain_training import TokenizedRow, split_documents
@@ -35,6 +36,20 @@ def write_teacher(folder: Path, **settings: Any) -> Path:
     A teacher in training mode would have other distributions.
     """
     return _write_model(folder, {"vocab_size": _TEACHER_ROWS, "hidden_size": 48, "attention_dropout": 0.2, **settings})
+
+
+def write_adapter(folder: Path, base: Path, **settings: Any) -> Path:
+    """Write an adapter with random matrices; ``settings`` are fields of ``LoraConfig``. Return its folder."""
+    targets = ["q_proj", "v_proj", "up_proj"]
+    config = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": targets, **settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapted: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
 
 
 def write_tokenizer(folder: Path, tokens: dict[str, int]) -> None:

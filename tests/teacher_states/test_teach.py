@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, Lfm2Config, Lfm2ForCausalLM, LlamaConfig
 
+from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import Batch, find_targets
 from fabric_train.data.joined_rows import JoinedRows
@@ -19,6 +21,7 @@ from fabric_train.data.teacher_states import HiddenStates, TopStates
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.model.divergence_loss import ABSENT_LOGIT, DivergenceLoss, FullRows, NamedIds, TeacherHead, TopRows
 from fabric_train.model.divergences import DIVERGENCES
+from fabric_train.preflight.prepare import prepare
 from fabric_train.teacher_states import teach as teach_module
 from fabric_train.teacher_states.__main__ import TeachArguments
 from fabric_train.teacher_states.blocks import BlockContent
@@ -27,6 +30,7 @@ from fabric_train.teacher_states.stored import open_states
 from fabric_train.teacher_states.teach import teach
 from fabric_train.teacher_states.teacher import LoadedTeacher, describe_teacher, top_states
 from tests.support.forked_runs import ForkedRuns, start_forked_runs
+from tests.support.plain_distillation import write_adapter
 from tests.support.short_runs import argv, at_point, metrics
 from tests.support.tiny_model import random_llama, write_tiny_model
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
@@ -173,6 +177,40 @@ def test_the_rest_is_the_sum_of_all_others(folder: Path) -> None:
     expected = torch.cat([likeliest.values[:, :5], likeliest.values[:, 5:].sum(dim=1, keepdim=True)], dim=1)
     # the logits are sums of 48 products in fp32 of size 20, whose error the exponential takes over
     torch.testing.assert_close(states.log_probabilities.double().exp(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["peft", "peft with a head", "checkpoint"])
+def test_an_adapter_teaches_what_peft_computes(folder: Path, runs: ForkedRuns, tmp_path: Path, kind: str) -> None:
+    """The live teacher is compared with peft in ``tests/training/test_distillation.py``."""
+    settings = {"modules_to_save": ["lm_head"]} if kind == "peft with a head" else {}
+    adapter = write_adapter(tmp_path / "adapter", folder / "teacher", **settings)
+    teacher = adapter
+    if kind == "checkpoint":
+        options = {"init_adapter": adapter, "adapter": "lora", "max_step": 1}
+        runs.start(argv(folder / "teacher", folder / "tokens", tmp_path / "run", **options), 1).finish()
+        teacher = tmp_path / "run"
+        adapter = tmp_path / "run" / "checkpoints" / "step-00000001"
+    # rows without borders of documents: each is one text for peft
+    whole_rows: dict[str, Any] = {"isolate_documents": False, "distill_on": "all"}
+    states_dir = tmp_path / "states"
+    teach(
+        arguments_of(
+            tmp_path, "states", teacher=str(teacher), train_data_dir=str(folder / "tokens"), top_k=NUM_IDS, **whole_rows
+        ),
+        BLOCK_BYTES,
+    )
+
+    dataset = open_dataset(str(folder / "tokens"), isolate_documents=False)
+    dataset.train.predicts_all = True
+    batch = batch_of(dataset, states_dir, [0, 7])
+    states = batch.teacher
+    assert isinstance(states, TopStates)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(batch.input_ids).logits[:, :-1, :NUM_IDS].flatten(0, 1)
+    expected = logits.log_softmax(dim=1).gather(1, states.ids.long())
+    # logits are sums of 48 products in fp32, of size 20
+    torch.testing.assert_close(states.log_probabilities[:, :-1], expected, rtol=0, atol=1e-4)
 
 
 def test_a_rest_that_is_left_out_changes_the_loss(folder: Path) -> None:
@@ -489,6 +527,16 @@ def test_foreign_states_are_refused_by_name(
     assert run.wait() == [2]
     assert message in run.stderr()
     assert not (folder / "run-refused").exists()
+
+
+def test_folders_of_two_forms_are_refused_even_if_a_run_reads_one(folder: Path) -> None:
+    """A later phase may read the other one, with the same head and record."""
+    states = [stored(folder, "top", top_k=8), stored(folder, "hidden", hidden=True)]
+    words = argv(
+        folder / "student", folder / "tokens", folder / "run-refused", objective="distill", teacher_states=states
+    )
+    with pytest.raises(InputError, match=r"its --top_k is absent \(hidden states\), but 8 in"):
+        prepare(parse(TrainArguments, words, {}))
 
 
 def test_the_next_command_has_the_settings_of_the_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

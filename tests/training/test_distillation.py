@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.forked_runs import ForkedRuns
-from tests.support.plain_distillation import NUM_IDS, PlainDistillation, write_student, write_teacher
+from tests.support.plain_distillation import NUM_IDS, PlainDistillation, write_adapter, write_student, write_teacher
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, train_plainly
 from tests.support.unequal_rows import argv, metrics, write_rows
 
@@ -38,19 +38,6 @@ class Folders:
     teacher_adapter: Path
     """An adapter on ``teacher`` whose matrices are random."""
     tokens: Path
-
-
-def write_adapter(folder: Path, base: Path) -> Path:
-    """Write an adapter with random matrices; return its folder."""
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "up_proj"])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        adapted: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
