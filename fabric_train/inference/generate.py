@@ -189,10 +189,10 @@ def _score_processors(settings: GenerateArguments, prompt_numbers: Sequence[int]
         processors.append(TopPLogitsWarper(settings.top_p))
     if settings.min_p:
         processors.append(MinPLogitsWarper(settings.min_p))
-    return LogitsProcessorList([*processors, _GumbelNoise(settings.seed, prompt_numbers)])
+    return LogitsProcessorList([*processors, GumbelNoise(settings.seed, prompt_numbers)])
 
 
-class _GumbelNoise(LogitsProcessor):
+class GumbelNoise(LogitsProcessor):
     """Add noise to scores so that the highest one is a sample from their softmax, with one random stream for each row.
 
     The numbers are drawn on the CPU, so they are the same on every device.

@@ -1,0 +1,265 @@
+"""Open --prompts: the prompts of reinforcement learning, encoded, with the columns that rewards receive."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fabric_train.cli.argument_types import counted
+from fabric_train.cli.errors import InputError, naming_option
+from fabric_train.inference.prompt_file import Prompt as EncodedContent
+from fabric_train.inference.prompts import PromptEncoder
+from fabric_train.model.hf_model import load_hf_tokenizer
+from fabric_train.reading.documents import BadRowError, Chat, Row
+from fabric_train.reading.sources import Source, open_sources, split_names
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
+
+PROMPT = "prompt"
+"""The column with the prompt: a text, or the messages of a chat."""
+_OPTION = "--prompts"
+_PART_BYTES = 1 << 30
+_MOST_FAULTS = 20  # that are listed
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of a run."""
+
+    prompt_id: str
+    """Its source and row, such as ``math:17``; rows count from 1."""
+    source: int
+    """The index of its source among ``Prompts.source_names``."""
+    content: Any
+    """The text, or the list of messages, as in the file."""
+    token_ids: tuple[int, ...]
+    columns: dict[str, Any]
+    """The values of the other columns of its row, by name."""
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The prompts of a run, in the form in which a run counts the rows of its training data."""
+
+    prompts: tuple[Prompt, ...]
+    row_length: int
+    """The most tokens of a row of packed completions."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def longest(self) -> int:
+        return self.row_length
+
+    def lengths(self) -> set[int]:
+        return {self.row_length}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The training data of a run that samples its rows: prompts, whose completions become the rows of each step.
+
+    It has the members of a token dataset that a run reads before its first step. A prompt counts as a row.
+    """
+
+    train: PromptRows
+    source_names: tuple[str, ...]
+    name: str
+    tokenizer: CorpusTokenizer
+    tokenizer_folder: Path
+    """The folder in which the run stores the tokenizer."""
+    stop_token_ids: tuple[int, ...]
+    """The tokens that end a completion."""
+    notes: tuple[str, ...]
+    """Notes for the user on prompts that are left out."""
+    parts = ()
+    validation = None
+    manifest = None
+    isolates = True
+    has_pairs = False
+    has_unpaired = False
+
+    @property
+    def attachments(self) -> tuple[Path, ...]:
+        """The folders that are copied to each checkpoint, so that it can be exported and used on its own."""
+        return (self.tokenizer_folder,)
+
+    @property
+    def column_names(self) -> frozenset[str]:
+        """The columns that every prompt has, beside the prompt itself."""
+        names = set(self.train.prompts[0].columns)
+        for prompt in self.train.prompts:
+            names &= prompt.columns.keys()
+        return frozenset(names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of all prompts: their ids, tokens and columns, in order."""
+        digest = hashlib.sha256()
+        for prompt in self.train.prompts:
+            fields = [prompt.prompt_id, prompt.token_ids, prompt.columns]
+            digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
+        return digest.hexdigest()
+
+    def save_tokenizer(self) -> None:
+        """Write the tokenizer's folder if it is not there."""
+        if not self.tokenizer_folder.is_dir():
+            self.tokenizer_folder.parent.mkdir(parents=True, exist_ok=True)
+            self.tokenizer_folder.mkdir()
+            self.tokenizer.save(self.tokenizer_folder)
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """The room for a prompt and its completion."""
+
+    row_length: int
+    """The most tokens of both, and of a row of packed completions."""
+    max_new_tokens: int
+    """The most tokens of the completion."""
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt."""
+        return self.row_length - self.max_new_tokens
+
+
+def open_prompts(
+    entries: Sequence[str], tokenizer_name: str, lengths: PromptLengths, tokenizer_folder: Path
+) -> Prompts:
+    """Read and encode all prompts.
+
+    Args:
+        entries: The values of ``--prompts``: files, folders or datasets, also as NAME=PLACE.
+        tokenizer_name: A folder or a hub name.
+        lengths: The room for a prompt. Longer ones are left out, which a note says.
+        tokenizer_folder: Where the run will store the tokenizer.
+
+    Raises:
+        InputError: A source or the tokenizer cannot be read, a row has no prompt, or no prompt is short enough.
+    """
+    if lengths.longest_prompt < 1:
+        raise InputError(
+            f"--max_new_tokens {lengths.max_new_tokens} leaves no room for a prompt in rows of --max_length "
+            f"{lengths.row_length}; give a larger --max_length or a smaller --max_new_tokens"
+        )
+    names_and_locations = split_names(list(entries), _OPTION)
+    locations = [location for _, location in names_and_locations]
+    sources = open_sources(locations, _OPTION, stream=False, downloads=tokenizer_folder)
+    with naming_option("--model_name", instead_of="--tokenizer_name"):
+        tokenizer = load_tokenizer(tokenizer_name)
+    rows_of_sources = [list(_read_rows(source)) for source in sources]
+    encoder = _open_encoder(tokenizer_name, rows_of_sources)
+    source_names = tuple(dict.fromkeys(name for name, _ in names_and_locations))
+
+    # Encode the prompts of all sources; a row without one is refused, one that is too long is left out.
+    prompts: list[Prompt] = []
+    num_too_long = 0
+    faults: list[str] = []
+    for (name, _), rows in zip(names_and_locations, rows_of_sources, strict=True):
+        for place, number, row in rows:
+            try:
+                content = _read_content(row)
+                token_ids = tuple(encoder.encode(EncodedContent(content, place, number, is_from_file=True)))
+            except BadRowError as error:
+                faults.append(f"{place}: {error}")
+                continue
+            except InputError as error:
+                faults += error.faults
+                continue
+            if len(token_ids) > lengths.longest_prompt:
+                num_too_long += 1
+                continue
+            columns = {column: value for column, value in row.items() if column != PROMPT}
+            source_index = source_names.index(name)
+            prompts.append(Prompt(f"{name}:{number}", source_index, row[PROMPT], token_ids, columns))
+    if faults:
+        raise InputError(*faults[:_MOST_FAULTS])
+    if not prompts:
+        raise InputError(
+            f"{_OPTION} {' '.join(entries)}: no prompt has at most {lengths.longest_prompt} tokens, the room that "
+            f"--max_length {lengths.row_length} leaves beside --max_new_tokens {lengths.max_new_tokens}"
+        )
+    notes = ()
+    if num_too_long:
+        notes = (
+            f"{counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
+            f"{lengths.longest_prompt} tokens (--max_length less --max_new_tokens) will not be used",
+        )
+    stop_token_ids = tuple(sorted({tokenizer.eos_token_id, *encoder.end_ids}))
+    return Prompts(
+        train=PromptRows(tuple(prompts), lengths.row_length),
+        source_names=source_names,
+        name=", ".join(entries),
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        stop_token_ids=stop_token_ids,
+        notes=notes,
+    )
+
+
+def _read_rows(source: Source) -> Iterator[tuple[str, int, Row]]:
+    """Yield each row of a source with its place, for messages, and its number, which counts from 1.
+
+    Raises:
+        InputError: A row is damaged.
+    """
+    number = 0
+    for part in source.parts(_PART_BYTES):
+        reader = source.reader(part, (PROMPT, *_other_columns(source, part)))
+        for number_in_part, row in reader:
+            number += 1
+            if isinstance(row, BadRowError):
+                raise InputError(str(row))
+            yield reader.place(number_in_part), number, row
+
+
+def _other_columns(source: Source, part: Any) -> list[str]:
+    """Return the columns of a table beside the prompts; none of JSON, whose rows have all their keys anyway."""
+    reader = source.reader(part, (PROMPT,))
+    next(iter(reader), None)  # opens the table
+    return sorted(reader.unread_columns)
+
+
+def _open_encoder(tokenizer_name: str, rows_of_sources: Sequence[Sequence[tuple[str, int, Row]]]) -> PromptEncoder:
+    """Return the encoder of the prompts, with the chat template if a prompt is a chat."""
+    has_chats = False
+    for rows in rows_of_sources:
+        has_chats = has_chats or any(isinstance(row.get(PROMPT), list) for _, _, row in rows)
+    tokenizer = load_hf_tokenizer(tokenizer_name)
+    if has_chats and not tokenizer.chat_template:
+        raise InputError(
+            f"--model_name {tokenizer_name} has no chat template, but prompts are lists of messages; give a chat "
+            "model, or texts as prompts"
+        )
+    return PromptEncoder(tokenizer, tokenizer_name, prompts_chats=has_chats)
+
+
+def _read_content(row: Row) -> str | Chat:
+    """Return the prompt of a row, a text or a chat that ends before the assistant's turn.
+
+    Raises:
+        BadRowError: The row has no prompt.
+    """
+    prompt = row.get(PROMPT)
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRowError(f'expected a column "{PROMPT}" with a text or a list of messages')
+    messages = []
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRowError(f'a message of "{PROMPT}" has no role; give {{"role": ..., "content": ...}}')
+        if not isinstance(message.get("content"), str):
+            raise BadRowError(f'a message of "{PROMPT}" has no text as its content')
+        messages.append(dict(message))
+    if messages[-1]["role"] in ("assistant", "system"):
+        raise BadRowError(f'the last message of "{PROMPT}" must be a turn of the user or a tool')
+    return Chat(messages)

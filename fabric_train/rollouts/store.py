@@ -1,0 +1,252 @@
+"""Store the completions of a step on disk, RUN/rollouts/step-000012/, and read them.
+
+Each data rank writes one parquet file, with one row for each completion; rank 0 adds ``manifest.json`` and gives the
+folder its name. A folder with this name is complete.
+"""
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from lightning import Fabric
+from pyarrow import parquet
+
+from fabric_train.cli.errors import RunError
+from fabric_train.distributed.ranks import data_ranks, first_text
+from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
+
+ROLLOUTS = "rollouts"
+"""The folder of a run with the completions of its steps."""
+MANIFEST = "manifest.json"
+_ADVICE = "remove the folder to sample these completions again"
+_COLUMNS = {
+    "group": pa.int32(),
+    "prompt_id": pa.string(),
+    "source": pa.int32(),
+    "text": pa.string(),
+    "prompt_token_ids": pa.list_(pa.int32()),
+    "token_ids": pa.list_(pa.int32()),
+    "log_probabilities": pa.list_(pa.float32()),
+    "finish_reason": pa.string(),
+    "reward": pa.float64(),
+    "advantage": pa.float64(),
+    "lacks_variance": pa.bool_(),
+    "rewards": pa.list_(pa.float64()),
+    "reward_error": pa.string(),
+}
+
+
+@dataclass(frozen=True)
+class StoredCompletion:
+    """A completion of a prompt, with its rewards."""
+
+    group: int
+    """The index of the prompt in the step."""
+    prompt_id: str
+    source: int
+    """The index of the prompt's source."""
+    text: str
+    """The text of the completion, for readers; training uses the tokens."""
+    prompt_token_ids: np.ndarray
+    """int32 [tokens]."""
+    token_ids: np.ndarray
+    """The sampled tokens, int32 [T], with the token that ended the completion, if one did."""
+    log_probabilities: np.ndarray
+    """Of the sampled tokens, at the temperature of sampling, fp32 [T]."""
+    finish_reason: str
+    """"stop" or "length"."""
+    reward: float
+    """The weighted sum of the rewards."""
+    advantage: float
+    lacks_variance: bool
+    """Whether all completions of the prompt have the same reward."""
+    rewards: np.ndarray
+    """Each reward, without its weight, fp64 [R]."""
+    reward_error: str | None
+    """Why a reward function gave no reward, which then counts as 0; None if all did."""
+
+
+@dataclass(frozen=True)
+class RolloutManifest:
+    """What ``manifest.json`` says of a step's completions."""
+
+    step: int
+    policy: str
+    """The hash of what decides the completions, see ``RolloutWindows``."""
+    reward_names: tuple[str, ...]
+    source_names: tuple[str, ...]
+    sampler: str
+    num_ranks: int
+    """The number of data ranks, each of which has written a file."""
+    sampling_seconds: float
+    """The time for the completions, on the slowest rank."""
+    reward_seconds: float
+    """The time for the rewards, on the slowest rank."""
+    sha256: tuple[str, ...]
+    """The SHA-256 of each rank's file."""
+
+
+@dataclass(frozen=True)
+class StoredRollouts:
+    """The completions of a step, in the order of groups."""
+
+    manifest: RolloutManifest
+    completions: tuple[StoredCompletion, ...]
+
+
+class RolloutStore:
+    """The completions of a run's steps. All ranks call its methods together, unless they say otherwise."""
+
+    def __init__(self, run_folder: Path, fabric: Fabric, keep: int | None) -> None:
+        """Open the store.
+
+        Args:
+            run_folder: The folder of the run.
+            fabric: The run's Fabric.
+            keep: How many of the newest steps are kept; None keeps all.
+        """
+        self.folder = run_folder / ROLLOUTS
+        self._fabric = fabric
+        self._keep = keep
+        # all ranks write into a folder with the name of rank 0's process in it
+        self._process_name: str = fabric.broadcast(this_process())
+        if fabric.is_global_zero:
+            for leftover in self.folder.glob(".step-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step, which need not exist."""
+        return self.folder / f"step-{step:06d}"
+
+    def has(self, step: int, policy: str) -> bool:
+        """Return whether a step's completions are stored and were sampled from the same policy.
+
+        Others, which a run has left that was changed since, are removed.
+        """
+        is_stored = False
+        if self._fabric.is_global_zero and self.path(step).is_dir():
+            is_stored = read_manifest(self.path(step)).policy == policy
+            if not is_stored:
+                shutil.rmtree(self.path(step))
+        return bool(self._fabric.broadcast(is_stored))
+
+    def write(self, completions: Sequence[StoredCompletion], manifest: RolloutManifest) -> None:
+        """Write the completions of this data rank; the manifest is that of rank 0, which lacks the hashes.
+
+        Raises:
+            RunError: A rank cannot write its file; it is raised on all ranks.
+        """
+        target = self.path(manifest.step)
+        temporary = temporary_for(target, self._process_name)
+        if self._fabric.is_global_zero:
+            temporary.mkdir(parents=True, exist_ok=True)
+        self._fabric.barrier()
+
+        ranks = data_ranks(self._fabric)
+        fault = None
+        if self._fabric.global_rank % ranks.group_size == 0:
+            try:
+                parquet.write_table(_to_table(completions), temporary / _file_name(ranks.rank), compression="zstd")
+            except OSError as error:
+                fault = f"{temporary}: {error.strerror or error}; free some space, and resume"
+        fault = first_text(self._fabric, fault)
+        if fault is not None:
+            raise RunError(fault)
+        if self._fabric.is_global_zero:
+            hashes = tuple(_hash_file(temporary / _file_name(rank)) for rank in range(ranks.size))
+            complete = dataclasses.replace(manifest, sha256=hashes)
+            write_atomically(temporary / MANIFEST, _to_json(complete))
+            sync_and_rename(temporary, target)
+            self._remove_old(manifest.step)
+        self._fabric.barrier()
+
+    def _remove_old(self, step: int) -> None:
+        """Remove the steps before the newest ones that are kept."""
+        if self._keep is None:
+            return
+        stored = sorted(path for path in self.folder.glob("step-*") if path <= self.path(step))
+        for path in stored[: -self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_rollouts(folder: Path) -> StoredRollouts:
+    """Read the completions of a step.
+
+    Raises:
+        RunError: A file is missing or has changed since it was written.
+    """
+    manifest = read_manifest(folder)
+    completions: list[StoredCompletion] = []
+    for rank, sha256 in enumerate(manifest.sha256):
+        file = folder / _file_name(rank)
+        if not file.is_file() or _hash_file(file) != sha256:
+            raise RunError(f"{file} is missing or has changed since it was written; {_ADVICE}")
+        completions += _from_table(parquet.read_table(file))
+    completions.sort(key=lambda completion: completion.group)  # stable: completions of a group stay in order
+    return StoredRollouts(manifest, tuple(completions))
+
+
+def read_manifest(folder: Path) -> RolloutManifest:
+    """Read the manifest of a step's completions; an InputError if it is damaged."""
+    return read_json(folder / MANIFEST, RolloutManifest, _ADVICE)
+
+
+def list_steps(run_folder: Path) -> list[int]:
+    """Return the steps of a run whose completions are stored, ascending."""
+    steps = []
+    for path in (run_folder / ROLLOUTS).glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdecimal():
+            steps.append(int(number))
+    return sorted(steps)
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Return the folder of a step's completions, which need not exist."""
+    return run_folder / ROLLOUTS / f"step-{step:06d}"
+
+
+def _to_json(manifest: RolloutManifest) -> str:
+    import json
+
+    return json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.parquet"
+
+
+def _hash_file(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _to_table(completions: Sequence[StoredCompletion]) -> pa.Table:
+    """Return completions as a table with the ``_COLUMNS``."""
+    columns: dict[str, Any] = {}
+    for name, column_type in _COLUMNS.items():
+        values = [getattr(completion, name) for completion in completions]
+        columns[name] = pa.array(values, column_type)
+    return pa.table(columns)
+
+
+def _from_table(table: pa.Table) -> list[StoredCompletion]:
+    """Return the completions in a table with the ``_COLUMNS``."""
+    columns: dict[str, list[Any]] = {}
+    for name, column_type in _COLUMNS.items():
+        values = table.column(name)
+        if pa.types.is_list(column_type):
+            columns[name] = [row.values.to_numpy(zero_copy_only=False) for row in values]
+        else:
+            columns[name] = values.to_pylist()
+    completions = []
+    for index in range(table.num_rows):
+        completions.append(StoredCompletion(**{name: values[index] for name, values in columns.items()}))
+    return completions
