@@ -469,8 +469,7 @@ def _token_losses(logits: torch.Tensor, targets: torch.Tensor, needs_gradient: b
     if logits.is_cuda and _has_liger():
         return _liger_losses(logits, targets, needs_gradient)
     log_probabilities = logits.float()  # the logits themselves if they are fp32
-    # it works row by row, so it can write over its input
-    torch.ops.aten._log_softmax.out(log_probabilities, 1, False, out=log_probabilities)
+    write_log_softmax(log_probabilities)
     target_indices = targets[:, None]  # [N, 1]
     target_log_probabilities = log_probabilities.gather(1, target_indices)  # [N, 1]
     if needs_gradient:
@@ -478,6 +477,12 @@ def _token_losses(logits: torch.Tensor, targets: torch.Tensor, needs_gradient: b
         grad_at_targets = target_log_probabilities.exp() - 1
         logits.scatter_(1, target_indices, grad_at_targets.to(logits.dtype))
     return -target_log_probabilities[:, 0]
+
+
+def write_log_softmax(logits: torch.Tensor) -> None:
+    """Write the logarithms of the softmax of each row over fp32 logits [N, V]."""
+    # it works row by row, so it can write over its input
+    torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
 
 
 @functools.cache
