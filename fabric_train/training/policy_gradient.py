@@ -1,0 +1,160 @@
+"""Reinforcement learning on sampled completions: the objective of ``--objective rl``.
+
+The loss of a token is in ``model.policy_loss``. The loss of a window is its sum over the tokens of all completions on
+all ranks, divided by their number (``--loss_normalisation tokens``), or by the number of completions times the largest
+number of tokens that a completion can have (``constant``, arXiv:2503.20783). Both divisors are known before the first
+backward pass, so loss and gradient do not depend on how the window is split.
+
+Shapes: N targets in a batch, which are the tokens of completions, and R rewards.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from fabric_train.data.batch import Batch, count_supervised, find_targets
+from fabric_train.data.rollout_values import RolloutValues
+from fabric_train.model.attention import forward_batch
+from fabric_train.model.policy_loss import VALUES, PolicyLoss
+from fabric_train.training.objective import BatchLoss
+from fabric_train.training.teacher import LiveTeacher
+
+_COMPLETION_NAMES = ("completions", "completion_tokens", "cut_completions", "flat_groups")
+"""The metrics of completions beside the rewards: their number, their mean number of tokens, the share that has the
+largest number of tokens without an end, and the share in groups whose rewards are all equal."""
+
+
+class PolicyGradient:
+    """The policy gradient of sampled completions, summed over their tokens.
+
+    Metrics of completions are means over completions, and those of ``policy_loss.VALUES`` are means over tokens.
+    """
+
+    has_token_metrics = True
+
+    def __init__(
+        self,
+        reward_names: Sequence[str],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        loss_normalisation: Literal["tokens", "constant"] = "tokens",
+        kl_weight: float = 0.0,
+        reference: LiveTeacher | None = None,
+    ) -> None:
+        """Make the objective.
+
+        Args:
+            reward_names: The names of the rewards, in the order of ``RolloutValues.rewards``.
+            temperature: The temperature of sampling.
+            max_new_tokens: The largest number of tokens of a completion.
+            loss_normalisation: What the sum over the tokens is divided by.
+            kl_weight: The weight of the divergence from the reference.
+            reference: The model that the policy should stay close to; None if there is none.
+        """
+        self._num_rewards = 1 + len(reward_names)  # the weighted sum comes first
+        self._reward_metrics = ("reward", *(f"reward_{name}" for name in reward_names))
+        self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
+        self._loss_normalisation = loss_normalisation
+        self._kl_weight = kl_weight
+        self._reference = reference
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of completions, and then those of tokens."""
+        names = (*self._reward_metrics, *_COMPLETION_NAMES, *VALUES[1:])
+        if self._reference is not None:
+            names = (*names, "reference_kl")
+        return names
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Return the number by which a sum over the batch is divided, int64 []."""
+        if self._loss_normalisation == "tokens":
+            return count_supervised(batch.labels)
+        if batch.rollout is None:
+            return torch.zeros((), dtype=torch.int64, device=batch.labels.device)  # a rank without rows
+        # a row has entire completions, and their rounding errors are far below one half
+        num_completions = batch.rollout.completion_shares.sum(dtype=torch.float64).round().long()
+        return num_completions * self._max_new_tokens
+
+    def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
+        """Return the loss, 0 for a rank without rows; see ``Objective.loss``.
+
+        The logits [B * T, V] do not exist.
+        """
+        targets = batch.targets
+        if targets is None:
+            targets = find_targets(batch.labels)
+        rollout = batch.rollout
+        if rollout is None:
+            assert len(targets.ids) == 0  # all other rows are completions
+            rollout = self._no_values(targets.ids.device)
+        reference = None
+        if self._reference is not None:
+            reference = self._reference.read(batch, targets)
+        token_loss = PolicyLoss(
+            targets.ids,
+            rollout.log_probabilities,
+            rollout.advantages,
+            temperature=self._temperature,
+            reference=reference,
+            kl_weight=self._kl_weight,
+        )
+        total, values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss, scale=scale)
+        token_losses, *policy_metrics = values.detach()
+
+        # Sums of these over all tokens; ``finish_metrics`` makes means of them.
+        completion_metrics = {
+            "completions": rollout.completion_shares,
+            "completion_tokens": torch.ones_like(token_losses),
+            "cut_completions": rollout.is_cut,
+            "flat_groups": rollout.lacks_variance,
+        }
+        ordered_metrics = [completion_metrics[name] for name in _COMPLETION_NAMES]
+        token_metrics = torch.stack([*rollout.rewards, *ordered_metrics, *policy_metrics])  # [metrics, N]
+        return BatchLoss(
+            total,
+            token_losses=token_losses,
+            metrics=token_metrics.sum(dim=1, dtype=torch.float64),
+            token_metrics=token_metrics,
+        )
+
+    def finish_metrics(self, means: Sequence[float], count: int) -> list[float | None]:
+        """Return the metrics from their sums divided by ``count``; those of no completion are None.
+
+        The sums are divided by the numbers of completions and tokens among them, so ``count`` may be that of a window,
+        or the number of tokens of a source.
+        """
+        sums = {name: mean * count for name, mean in zip(self.metric_names, means, strict=True)}
+        # These are whole numbers: rounding takes away the errors of the shares.
+        num_completions = round(sums["completions"])
+        num_tokens = round(sums["completion_tokens"])
+        if num_completions == 0:
+            return [0 if name == "completions" else None for name in sums]
+
+        values: dict[str, float | None] = {}
+        for name, total in sums.items():
+            if name in self._reward_metrics:
+                values[name] = total / num_completions
+            else:
+                values[name] = total / num_tokens
+        values["completions"] = num_completions
+        values["completion_tokens"] = num_tokens / num_completions
+        for name in ("cut_completions", "flat_groups"):
+            values[name] = round(sums[name]) / num_completions
+        values["weights_cut"] = round(sums["weights_cut"]) / num_tokens
+        return list(values.values())
+
+    def _no_values(self, device: torch.device) -> RolloutValues:
+        """Return the values of no token."""
+        empty = torch.zeros(0, device=device)
+        return RolloutValues(
+            log_probabilities=empty,
+            advantages=empty,
+            completion_shares=empty,
+            is_cut=empty,
+            lacks_variance=empty,
+            rewards=torch.zeros(self._num_rewards, 0, device=device),
+        )
