@@ -27,6 +27,12 @@ has 523 tokens. An H100 needs about 300 (989 TFLOP/s by 3.35 TB/s) to be limited
 """
 _LOG_PROBABILITIES_BYTES = 64 << 20
 """The most bytes of fp32 log-probabilities at a time on a GPU, unless they are written over the logits."""
+_TOKEN_LOSS_BYTES = 640 << 20
+"""The most bytes that a loss with a ``bytes_per_logit`` takes at a time on a GPU, in addition to the chunk's logits.
+
+A distillation multiplies with the teacher's head for each such slice of a chunk, and so reads it that many times. With
+128,256 tokens in the vocabulary, a slice has 163 tokens, and 8,192 tokens have 51 slices.
+"""
 
 
 @dataclass(frozen=True)
@@ -431,9 +437,10 @@ def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> i
     chunk_bytes = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"])
     if settings.saves_memory:
         chunk_bytes = _FROZEN_LOGITS_BYTES
-    elif not settings.works_in_place:
+    elif not settings.works_in_place or settings.loss_bytes_per_logit:
         bytes_per_logit += 4  # the fp32 log-probabilities
-    bytes_per_logit += settings.loss_bytes_per_logit
+    if device_type == "cpu":  # a GPU cuts the chunk into slices for this
+        bytes_per_logit += settings.loss_bytes_per_logit
     max_tokens = max(1, chunk_bytes // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // max_tokens))
     return max(1, -(-num_tokens // num_chunks))
@@ -442,15 +449,16 @@ def _chunk_size(num_tokens: int, vocab_size: int, settings: _ChunkSettings) -> i
 def _chunk_values(
     logits: torch.Tensor, token_loss: TokenLoss, chunk: slice, needs_gradient: bool, settings: _ChunkSettings
 ) -> torch.Tensor:
-    """Do what ``TokenLoss.compute`` does, on a GPU with few fp32 log-probabilities at a time.
+    """Do what ``TokenLoss.compute`` does, on a GPU for a slice of the chunk at a time.
 
-    They are computed row by row, so slices of a chunk have the same values.
+    Each token is computed by itself, so slices of a chunk have the same values.
     """
     needs_copies = not settings.works_in_place or settings.loss_bytes_per_logit > 0
     if settings.memory_device == "cpu" or not needs_copies:
         return token_loss.compute(logits, chunk, needs_gradient)
+    slice_bytes = _TOKEN_LOSS_BYTES if settings.loss_bytes_per_logit else _LOG_PROBABILITIES_BYTES
     bytes_per_logit = 4 + settings.loss_bytes_per_logit
-    max_tokens = max(1, _LOG_PROBABILITIES_BYTES // (bytes_per_logit * logits.shape[1]))
+    max_tokens = max(1, slice_bytes // (bytes_per_logit * logits.shape[1]))
     slice_values = []
     for begin in range(0, len(logits), max_tokens):
         slice_logits = logits[begin : begin + max_tokens]

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fabric_train.model import lm_head_loss
 from fabric_train.model.divergence_loss import DivergenceLoss, FullRows, NamedIds, TeacherHead, TeacherRows, TopRows
 from fabric_train.model.lm_head_loss import summed_token_loss
+from fabric_train.preflight.memory_activations import _LiveBytes
 
 NUM_TOKENS = 23
 WIDTH = 16
@@ -184,3 +186,35 @@ def test_a_student_that_is_certain_still_learns_the_rest() -> None:
     # KL = log 0.5 - 0.5 * (log p_0 + log p_rest), with log p_0 = 0 and log p_rest = log 5 - 200
     assert float(total) == pytest.approx(-0.6931472 + 0.5 * (200 - 1.6094379), rel=1e-6)
     torch.testing.assert_close(gradient[:, 0], torch.tensor([0.5, -0.1, -0.1, -0.1, -0.1, -0.1]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_gpu_reads_the_head_of_a_teacher_few_times_and_in_little_memory(
+    monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+) -> None:
+    """Each read of the head of Llama-3-70B takes 2.1 GB, so a slice must have many tokens."""
+    num_tokens = 2048
+    vocabulary = 128_256
+    slice_lengths: list[int] = []
+    compute_logits = FullRows.compute_logits
+
+    def count_logits(rows: FullRows, chunk: slice) -> torch.Tensor:
+        logits = compute_logits(rows, chunk)
+        slice_lengths.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(FullRows, "compute_logits", count_logits)
+    monkeypatch.setattr(lm_head_loss, "_has_liger", lambda: False)
+    with FakeTensorMode():
+        hidden = torch.zeros(num_tokens, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.zeros(vocabulary, WIDTH, dtype=torch.bfloat16, requires_grad=not is_frozen)
+        teacher_weight = torch.zeros(vocabulary, TEACHER_WIDTH, dtype=torch.bfloat16)
+        rows = FullRows(torch.zeros(num_tokens, TEACHER_WIDTH, dtype=torch.bfloat16), TeacherHead(teacher_weight, None))
+        positions = torch.arange(num_tokens)
+        named_ids = NamedIds(vocabulary, torch.zeros(0, dtype=torch.int64))
+        token_loss = DivergenceLoss(rows, torch.zeros_like(positions), named_ids, "forward_kl")
+        with _LiveBytes(torch.nn.Module()) as live:
+            summed_token_loss(hidden, weight, None, positions, token_loss, memory_device="cuda", is_frozen=is_frozen)
+    assert sum(slice_lengths) == num_tokens
+    assert len(slice_lengths) <= 16
+    assert live.most < 1.1e9
