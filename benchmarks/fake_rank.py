@@ -1,8 +1,10 @@
 """Train as rank 0 of many on fake CUDA tensors, which have shapes and no content, and print the counts of a step.
 
 ``python -m benchmarks.fake_rank ARGUMENTS`` takes the arguments of ``fabric_train`` except data and output, and
-``--row_tokens`` and ``--row_documents``. It runs the program's own functions, from the checks before a run to the
-training loop, with the collectives of torch's fake process group. Weights are not read, and no checkpoint is written.
+``--row_tokens`` and ``--row_documents``. For a distillation, ``--teacher_preset`` has the sizes of the teacher, and
+``--teacher_form`` says whether it is live or stored. It runs the program's own functions, from the checks before a run
+to the training loop, with the collectives of torch's fake process group. Weights are not read, and no checkpoint is
+written.
 """
 
 import importlib.util
@@ -18,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+from benchmarks.fake_teacher import FORMS, FakeTeacher, count_teacher, move_buffers, write_hollow_model
 
 if TYPE_CHECKING:
     from benchmarks.op_counts import StepCounter, StepCounts
@@ -51,7 +55,13 @@ class FakeWindows:
         return iter(self.read)
 
 
-def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: int = DOCUMENTS) -> FakeRun:
+def run_fake_rank(
+    argv: list[str],
+    work: Path,
+    length: int = LENGTH,
+    documents: int = DOCUMENTS,
+    teacher: FakeTeacher | None = None,
+) -> FakeRun:
     """Train two steps as rank 0 and return the counts of the second.
 
     This changes torch for the rest of the process. So call it in a process of its own, before torch is imported or with
@@ -62,9 +72,12 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
         work: a folder for the token dataset.
         length: tokens of a row.
         documents: in a row, of equal length.
+        teacher: of a distillation.
     """
     from fabric_train.arguments import TrainArguments, parse
 
+    if teacher is not None:
+        argv = [*argv, *teacher.argv]
     added = f"--train_data_dir {work / 'tokens'} --output_dir {work / 'run'} --accelerator cuda --num_workers 0"
     added += " --log_step_interval 1 --save_step_interval 1000"
     if "--compile" not in argv:
@@ -78,6 +91,8 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     num_rows *= arguments.training.gradient_accumulation_steps
     write = _write_pairs if arguments.preference.compares_answers else _write_rows
     write(work / "tokens", num_rows, length, documents)
+    if teacher is not None:
+        teacher.write(arguments)
     _become_rank_0(world_size, arguments.device.num_nodes)
     with _fake_devices(arguments.adapter.lora_rank or 0) as counter:
         return _train(arguments, counter, work / "reference.npy")
@@ -88,22 +103,11 @@ def _with_base(arguments: "TrainArguments", folder: Path) -> "TrainArguments":
 
     Its weights are a hole in a file: nothing reads them but the fingerprint.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from fabric_train.checkpoint.tensors import safetensors_header
     from fabric_train.model.init_weights import new_shape
 
     given = arguments.model
     config = new_shape(given, arguments.fsdp.auto_wrap_policy).config
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
-    entries = [(name, torch.bfloat16, tuple(each.shape)) for name, each in parameters.items()]
-    header, _ = safetensors_header(entries, {"format": "pt"})
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + 2 * sum(each.numel() for each in parameters.values()))
+    write_hollow_model(folder, config)
     base = type(given)(model_name=str(folder), attention=given.attention, precision=given.precision)
     return replace(arguments, model=base)
 
@@ -117,7 +121,7 @@ def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path)
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training.build_run import build_loop, set_up_model, set_up_optimizer
     from fabric_train.training.logger import Logger, Outputs
-    from fabric_train.training.objective import build_objective
+    from fabric_train.training.objective import build_objective, connect_objective
 
     run = prepare(arguments)
     if arguments.preference.needs_reference:
@@ -125,11 +129,11 @@ def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path)
     planned = make_request(run).forecast().budget.most.parts
     fabric = build_fabric(arguments, run.model.layer_classes)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    objective = build_objective(arguments)
     with fakes, counter:
+        run = connect_objective(objective, fabric, run)
         model, decayed = set_up_model(fabric, run, shows_notes=False)  # which would read the weights
-        for module in model.modules():  # FSDP moves them by assigning to .data, which fake tensors do not follow
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(fabric.device)
+        move_buffers(model, fabric.device)
         counter.know_modules(model)
         optimizer = set_up_optimizer(fabric, model, decayed, run)
     steps: list[StepCounts] = []
@@ -139,7 +143,6 @@ def _train(arguments: "TrainArguments", counter: "StepCounter", reference: Path)
             steps.append(counter.take())
 
     outputs = Outputs([CountedSteps()], arguments.logging.log_model)
-    objective = build_objective(arguments)
     loop = build_loop(fabric, model, optimizer, objective, run, Heartbeat(), None, outputs)
     windows = list(itertools.islice(loop.batches.windows(0, run.plan.num_steps), _STEPS))
     with fakes, counter:
@@ -270,6 +273,7 @@ def _fake_devices(adapter_rank: int) -> Iterator["StepCounter"]:
             (sharding, "_compute_local_shape_and_global_offset", compute_offset),
         ):
             patches.enter_context(patch.object(owner, name, new))
+        patches.enter_context(count_teacher(counter))
         for kind in (Strategy, ParallelStrategy):
             patches.enter_context(patch.object(kind, "broadcast", lambda _, obj, src=0: obj))
         yield counter
@@ -303,12 +307,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--row_tokens", type=int, default=LENGTH)
     parser.add_argument("--row_documents", type=int, default=DOCUMENTS)
-    rows, argv = parser.parse_known_args()
+    parser.add_argument("--teacher_preset")
+    parser.add_argument("--teacher_form", choices=FORMS, default="live")
+    parser.add_argument("--teacher_layers", type=int)
+    options, argv = parser.parse_known_args()
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # torch's, about addresses of fake tensors
-    with tempfile.TemporaryDirectory() as work:
-        found = run_fake_rank(argv, Path(work), rows.row_tokens, rows.row_documents)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        teacher = None
+        if options.teacher_preset is not None:
+            teacher = FakeTeacher(
+                options.teacher_preset, options.teacher_form, options.teacher_layers, work / "teacher"
+            )
+        found = run_fake_rank(argv, work, options.row_tokens, options.row_documents, teacher)
     print(json.dumps(asdict(found)), flush=True)
     os._exit(0)  # the threads of autograd end only with the process
 

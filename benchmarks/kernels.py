@@ -99,7 +99,8 @@ def _count_flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> f
     if formula is None:
         return 0.0
     options = {key: value for key, value in kwargs.items() if key not in ("out", "out_dtype")}
-    flops = float(formula(*args, **options, out_val=result))
+    operands = [value for value in args if not isinstance(value, torch.dtype)]  # formulas take no ``out_dtype``
+    flops = float(formula(*operands, **options, out_val=result))
     if _arguments_by_name(func, args, kwargs).get("is_causal"):
         flops /= 2
     return flops

@@ -8,8 +8,8 @@ import os
 import traceback
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -30,6 +30,10 @@ ADAPTER = "adapter"
 NORMS_OF_DORA = "norms of DoRA"
 DEQUANTIZATION = "dequantization"
 COMPILED = "compiled kernels"
+TEACHER = "teacher"
+TEACHERS_HEAD = "teacher's head"
+OF_TEACHER = " of the teacher"
+"""The end of the names of a teacher's collectives."""
 OTHERS = "others"
 PARTS = (
     "attention",
@@ -44,6 +48,8 @@ PARTS = (
     "residual",
     "embedding",
     "head",
+    TEACHER,
+    TEACHERS_HEAD,
     "casts and copies of FSDP",
     "clip",
     "optimizer",
@@ -52,6 +58,7 @@ PARTS = (
 )
 """``attention`` is without its four products. ``head`` is with its products and the loss, ``adapter`` and the norms of
 DoRA are with their products. ``compiled kernels`` are those that Inductor makes of all other operations of a layer.
+``teacher`` is the whole forward pass of a distillation's teacher up to its head.
 """
 
 _PART_OF_FILE = {
@@ -103,7 +110,8 @@ class StepCounts:
 
     Attributes:
         parts: kernels by part; an operation on a list of tensors counts as one kernel.
-        collectives: by name. ``read`` is the bytes of this rank's inputs, ``written`` the bytes of its outputs.
+        collectives: by name, and those of a teacher apart. ``read`` is the bytes of this rank's inputs, ``written`` the
+            bytes of its outputs.
         host_waits: how often the host waits for the device, by the function of this project that makes it wait.
         peak_bytes: the most memory that tensors on the device take at once.
         peak_kinds: of it, the bytes by the part that made the tensor.
@@ -180,6 +188,7 @@ class StepCounter(TorchDispatchMode):
         self._counts = _Counts()
         self._codes: dict[CodeType, str | None] = {}
         self._part_of_node: dict[int, str] = {}
+        self._outer_part: str | None = None
         self._patches = ExitStack()
 
     def __enter__(self) -> "StepCounter":
@@ -208,6 +217,16 @@ class StepCounter(TorchDispatchMode):
             parts = [part for word, part in _PART_OF_CLASS.items() if word in kind.__name__]
             if forward is not None and parts:
                 self._codes[forward.__code__] = parts[0]
+
+    @contextmanager
+    def counted_as(self, part: str) -> Iterator[None]:
+        """Count all operations as those of a part, whatever functions run them."""
+        outer_part = self._outer_part
+        self._outer_part = part
+        try:
+            yield
+        finally:
+            self._outer_part = outer_part
 
     def take(self) -> StepCounts:
         """Return the counts since the last call, and begin again."""
@@ -265,7 +284,8 @@ class StepCounter(TorchDispatchMode):
                 self.live.add(tensor.untyped_storage(), part)
         if func.namespace in ("c10d", "_c10d_functional"):
             if name not in ("barrier", "wait_tensor"):
-                _add_collective(self._counts.collectives[name.strip("_")], name, args, results)
+                suffix = OF_TEACHER if self._outer_part == TEACHER else ""
+                _add_collective(self._counts.collectives[name.strip("_") + suffix], name, args, results)
             return
         if name in _NO_KERNELS or "empty" in name:
             return
@@ -283,6 +303,8 @@ class StepCounter(TorchDispatchMode):
         work.least_seconds = work.least_seconds + kernel.least_seconds
 
     def _part(self, name: str) -> str:
+        if self._outer_part is not None:
+            return self._outer_part
         node = torch._C._current_autograd_node()
         part = self._part_of_frames()
         if node is None:
