@@ -208,6 +208,11 @@ def _redirect_to_null(descriptor: int) -> None:
         os.close(null)
 
 
+def is_secret_variable(name: str) -> bool:
+    """Return whether the name of an environment variable says that its value is secret, such as HF_TOKEN."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def redact(text: str) -> str:
     """Remove secrets from a text: user, password and query of URLs, and the values of secret environment variables.
 
@@ -215,7 +220,7 @@ def redact(text: str) -> str:
     """
     text = _URL.sub(_redact_url, text)
     for name, value in os.environ.items():
-        is_secret = len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) is not None
+        is_secret = len(value) >= _SHORTEST_SECRET and is_secret_variable(name)
         if is_secret and not os.path.exists(value):
             text = text.replace(value, _HIDDEN)
     return text

@@ -14,9 +14,16 @@ from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import nearest_existing
 
-_EXTRAS = {"lm_eval": "eval", "phonenumbers": "cleaning", "stdnum": "cleaning", "py3langid": "cleaning"}
+_EXTRAS = {
+    "lm_eval": "eval",
+    "phonenumbers": "cleaning",
+    "stdnum": "cleaning",
+    "py3langid": "cleaning",
+    "math_verify": "rl",
+    "jsonschema": "rl",
+}
 """The extra that installs a module, if its name differs from the module's."""
-_DISTRIBUTIONS = {"stdnum": "python-stdnum"}
+_DISTRIBUTIONS = {"stdnum": "python-stdnum", "math_verify": "math-verify"}
 """The package with a module, if its name differs from the module's."""
 
 

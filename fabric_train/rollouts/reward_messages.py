@@ -1,0 +1,130 @@
+"""Messages between a run and the processes of its rewards: JSON over a socket, with its length in front.
+
+JSON holds no code, unlike pickle: a process that runs the code of others cannot make the run execute anything.
+"""
+
+import json
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+_LENGTH = struct.Struct("!Q")  # the number of bytes of the JSON that follows
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The first message to a process: the function to load."""
+
+    file: str
+    """The path of the file that defines the function; empty for a built-in reward."""
+    source: str
+    """The text of the file as it was when the run started, so that a process that is restarted has the same code."""
+    function: str
+    """The name of the function, or of the built-in reward."""
+    settings: dict[str, Any]
+    """Values of columns that are the same for all prompts."""
+    memory_bytes: int
+    """The address space that the process may have."""
+
+
+@dataclass(frozen=True)
+class LoadAnswer:
+    """What a process says about the function that it has loaded."""
+
+    failure: str | None
+    """Why the function cannot be used; None if it can."""
+    required_columns: list[str]
+    """The columns that the function names as parameters without a default."""
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """Completions to reward. All lists have the same length."""
+
+    completions: list[str]
+    prompts: list[Any]
+    """The prompt of each completion, as in its file: a text, or the list of messages of a chat."""
+    columns: dict[str, list[Any]]
+    """The further columns of the prompts file by name."""
+
+    def of_one_completion(self, index: int) -> "RewardCall":
+        """Return the call for a single completion."""
+        columns = {name: [values[index]] for name, values in self.columns.items()}
+        return RewardCall([self.completions[index]], [self.prompts[index]], columns)
+
+
+@dataclass(frozen=True)
+class CallAnswer:
+    """The rewards of a call, or why it has none."""
+
+    failure: str | None
+    """Why the call as a whole failed; None if ``values`` and ``errors`` have an entry for each completion."""
+    values: list[float]
+    """The reward of each completion, finite; 0 if it has an error."""
+    errors: list[str | None]
+    """Why a completion has no reward; None if it has one."""
+
+
+Message = LoadRequest | LoadAnswer | RewardCall | CallAnswer
+
+
+class MessageChannel:
+    """Sends and receives messages; both ends take turns."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: Message, deadline: float | None = None) -> None:
+        """Send a message.
+
+        Args:
+            message: The message. A value in it that JSON does not have, such as a date, is sent as its text.
+            deadline: The time of ``time.monotonic`` until which the other end must have read it; None waits forever.
+
+        Raises:
+            TimeoutError: The other end did not read it in time.
+            ConnectionError: The other end was closed.
+        """
+        content = json.dumps(vars(message), default=str).encode("ascii")
+        self._limit_wait(deadline)
+        self._connection.sendall(_LENGTH.pack(len(content)) + content)
+
+    def receive(self, max_bytes: int | None = None, deadline: float | None = None) -> bytes:
+        """Return the JSON of the next message.
+
+        Args:
+            max_bytes: The largest message to accept; None accepts any.
+            deadline: As for :meth:`send`.
+
+        Raises:
+            TimeoutError: The message was not complete in time.
+            ConnectionError: The other end was closed, or sent something else than a message.
+        """
+        (num_bytes,) = _LENGTH.unpack(self._receive_bytes(_LENGTH.size, deadline))
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise ConnectionError(f"a message of {num_bytes} bytes")
+        return self._receive_bytes(num_bytes, deadline)
+
+    def _receive_bytes(self, num_bytes: int, deadline: float | None) -> bytes:
+        content = bytearray()
+        while len(content) < num_bytes:
+            self._limit_wait(deadline)
+            received = self._connection.recv(min(num_bytes - len(content), 1 << 20))
+            if not received:
+                raise ConnectionError("the other end was closed")
+            content += received
+        return bytes(content)
+
+    def _limit_wait(self, deadline: float | None) -> None:
+        if deadline is None:
+            self._connection.settimeout(None)
+            return
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(seconds_left)
+
+    def close(self) -> None:
+        self._connection.close()

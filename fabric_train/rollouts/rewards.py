@@ -1,0 +1,359 @@
+"""The rewards of a run: which functions, their weights, and their values for the completions of a step.
+
+A reward is a function ``def reward(completions, prompts, **columns)``, which returns a list with a number for each
+completion. ``completions`` are the texts, ``prompts`` their prompts as in the file (texts, or lists of messages), and
+every other column of the prompts file is a further argument; all are lists of the same length. Arguments are passed by
+name, and a function without ``**columns`` gets only those that it names.
+
+An item of ``--rewards`` is the name of a built-in reward (``builtin_rewards.py``), ``FILE.py:NAME``, or ``FILE.py`` for
+its function ``reward``. The name of a reward is that of the built-in, or of the function.
+"""
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fabric_train.cli.argument_types import nearest_name
+from fabric_train.cli.errors import InputError, RunError, note
+from fabric_train.files.requirements import check_package
+from fabric_train.rollouts.builtin_rewards import BUILTIN_REWARDS
+from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRequest, RewardCall
+from fabric_train.rollouts.reward_processes import RewardFailedError, RewardLimits, RewardProcess
+
+_DEFAULT_FUNCTION = "reward"
+_RESERVED_NAMES = ("error",)  # reward_error is a column of the stored rollouts
+_PARAMETERS = ("completions", "prompts")
+_ALONE_PARTS = 10
+"""A completion alone may take this part of the time of a call with all completions."""
+_RETRY_LIMITS = 4
+"""How often the time of a call the calls with one completion may take together."""
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """The rewards of the completions of a call."""
+
+    values: np.ndarray
+    """The value of each reward for each completion, fp64 [rewards, completions]; 0 where it failed."""
+    total: np.ndarray
+    """The weighted sum of a completion's values, fp64 [completions]."""
+    errors: list[str | None]
+    """Which rewards of a completion failed, and why, in one line; None if none did."""
+
+    @property
+    def num_errors(self) -> int:
+        """The number of completions of which a reward failed."""
+        return sum(error is not None for error in self.errors)
+
+
+@dataclass(frozen=True)
+class _Reward:
+    """A reward of the run, with its process."""
+
+    name: str
+    spec: str
+    """The item of ``--rewards``."""
+    weight: float
+    source_sha256: str | None
+    """The SHA-256 of its file; None for a built-in."""
+    process: RewardProcess
+    required_columns: list[str]
+    """The columns that it needs and that no setting replaces."""
+
+
+class Rewards:
+    """The rewards of a run; :func:`open_rewards` opens them."""
+
+    def __init__(self, rewards: Sequence[_Reward], on_error: Literal["zero", "stop"], limits: RewardLimits) -> None:
+        self._rewards = rewards
+        self._on_error = on_error
+        self._limits = limits
+        self._warned_names: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rewards, in the order of ``--rewards``."""
+        return tuple(reward.name for reward in self._rewards)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each reward."""
+        return tuple(reward.weight for reward in self._rewards)
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """The SHA-256 of the file of each reward by its name; None for a built-in."""
+        return {reward.name: reward.source_sha256 for reward in self._rewards}
+
+    def check_columns(self, columns: Collection[str], source: str) -> None:
+        """Check that the prompts have the columns that the rewards need.
+
+        Args:
+            columns: The columns of the prompts beside the prompt itself.
+            source: The file of the prompts, for the message.
+
+        Raises:
+            InputError: A column is missing, or has the name of another argument of a reward.
+        """
+        faults = []
+        for column in _PARAMETERS:
+            if column in columns:
+                faults.append(f"{source}: a column is called {column}, as an argument of rewards; rename the column")
+        for reward in self._rewards:
+            for column in reward.required_columns:
+                if column not in columns:
+                    others = f"it has {', '.join(sorted(columns))}" if columns else "it has no column but the prompt"
+                    faults.append(
+                        f"--rewards {reward.spec} needs a column {column} in {source}; "
+                        f"{others}{nearest_name(column, columns)}; add the column, or give one value for all prompts: "
+                        f'--reward_settings \'{{"{reward.name}": {{"{column}": …}}}}\''
+                    )
+        if faults:
+            raise InputError(*faults)
+
+    def compute(self, completions: list[str], prompts: list[Any], columns: dict[str, list[Any]]) -> RewardTable:
+        """Compute all rewards of completions, in all processes at the same time.
+
+        A reward that returns something else than a finite number for a completion, or another number of values than
+        completions, fails for these completions. If a whole call fails, because the function raises, its process dies
+        or the time is over, each completion is sent alone, so that the fault of one does not cost the others their
+        reward. A completion alone has a tenth of the time, or the share of its call if that had fewer than ten
+        completions. After four times the time of a call, the completions that are left fail.
+
+        Args:
+            completions: The texts of the completions.
+            prompts: The prompt of each completion: a text, or the list of messages of a chat.
+            columns: The values of the other columns of the prompts file for each completion.
+
+        Raises:
+            RunError: A reward failed, and ``on_error`` is ``stop``; completions are not sent alone then. Only the ranks
+                whose completions are concerned raise it.
+        """
+        num_completions = len(completions)
+        values = np.zeros((len(self._rewards), num_completions))
+        errors: list[str | None] = [None] * num_completions
+        if num_completions == 0:
+            return RewardTable(values, np.zeros(0), errors)
+
+        # all rewards work at the same time
+        call = RewardCall(completions, prompts, columns)
+        for reward in self._rewards:
+            reward.process.send(call, self._limits.call_seconds)
+        for reward_index, reward in enumerate(self._rewards):
+            answer = self._finish(reward, call)
+            values[reward_index] = answer.values
+            for completion_index, error in enumerate(answer.errors):
+                if error is None:
+                    continue
+                earlier = errors[completion_index]
+                described = f"{reward.name}: {error}"
+                errors[completion_index] = described if earlier is None else f"{earlier}; {described}"
+
+        # one addition after the other: the sum of a completion does not depend on how many there are
+        total = np.zeros(num_completions)
+        for reward_index, reward in enumerate(self._rewards):
+            total += reward.weight * values[reward_index]
+        return RewardTable(values, total, errors)
+
+    def close(self) -> None:
+        """End the processes."""
+        for reward in self._rewards:
+            reward.process.kill()
+
+    def _finish(self, reward: _Reward, call: RewardCall) -> CallAnswer:
+        """Return the answer of a reward to its call, also if the call as a whole failed."""
+        call_failure = None
+        try:
+            answer = reward.process.receive()
+        except RewardFailedError as failure:
+            call_failure = str(failure)
+            self._stop_if_asked(reward, call_failure)
+            answer = self._send_alone(reward, call, call_failure)
+        completion_errors = [error for error in answer.errors if error is not None]
+        if completion_errors:
+            self._stop_if_asked(reward, completion_errors[0])
+
+        # the first failure of a reward is shown, all are counted
+        first_error = completion_errors[0] if completion_errors else call_failure
+        if first_error is not None and reward.name not in self._warned_names:
+            self._warned_names.add(reward.name)
+            num_completions = len(call.completions)
+            if completion_errors:
+                outcome = f"failed for {len(completion_errors)} of {num_completions} completions, which get 0"
+            else:
+                outcome = f"failed for {num_completions} completions together, but not for each alone"
+            note(f"--rewards {reward.spec} {outcome}: {first_error}; later failures are only counted")
+        return answer
+
+    def _send_alone(self, reward: _Reward, call: RewardCall, call_failure: str) -> CallAnswer:
+        """Send each completion of a call that has failed alone, within the limits of :meth:`compute`."""
+        num_completions = len(call.completions)
+        if num_completions == 1:
+            return CallAnswer(None, [0.0], [call_failure])
+        alone_seconds = self._limits.call_seconds / min(num_completions, _ALONE_PARTS)
+        end = time.monotonic() + _RETRY_LIMITS * self._limits.call_seconds
+        values = []
+        errors: list[str | None] = []
+        for index in range(num_completions):
+            if time.monotonic() >= end:
+                values.append(0.0)
+                errors.append(f"it was not called, because earlier completions took too long; {call_failure}")
+                continue
+            reward.process.send(call.of_one_completion(index), alone_seconds)
+            try:
+                answer = reward.process.receive()
+            except RewardFailedError as failure:
+                values.append(0.0)
+                errors.append(str(failure))
+            else:
+                values += answer.values
+                errors += answer.errors
+        return CallAnswer(None, values, errors)
+
+    def _stop_if_asked(self, reward: _Reward, error: str) -> None:
+        if self._on_error == "stop":
+            raise RunError(f"--rewards {reward.spec} failed: {error}; correct it, or give --on_reward_error zero")
+
+
+def open_rewards(
+    specs: Sequence[str],
+    weights: Mapping[str, float] | None,
+    settings: Mapping[str, Mapping[str, Any]] | None,
+    on_error: Literal["zero", "stop"],
+    limits: RewardLimits,
+) -> Rewards:
+    """Open the rewards of a run: load each function in its process.
+
+    Args:
+        specs: The items of ``--rewards``.
+        weights: The weights by the name of a reward; 1 for the others.
+        settings: Values of columns that are the same for all prompts, by the name of a reward and the column.
+        on_error: Whether a completion whose reward fails gets 0, or the run ends.
+        limits: The limits of each process.
+
+    Raises:
+        InputError: An item, a weight or a setting is wrong, or a function cannot be loaded.
+    """
+    weights = dict(weights or {})
+    settings = dict(settings or {})
+    requests: dict[str, LoadRequest] = {}
+    specs_by_name: dict[str, str] = {}
+    faults = []
+    for spec in specs:
+        try:
+            name, request = _load_request(spec, settings, limits)
+        except InputError as error:
+            faults += error.faults
+            continue
+        if name in requests:
+            faults.append(
+                f"--rewards {spec}: {specs_by_name[name]} is called {name} too; give functions with different names"
+            )
+            continue
+        requests[name] = request
+        specs_by_name[name] = spec
+    if not specs:
+        faults.append(f"--rewards: give at least one reward: {', '.join(BUILTIN_REWARDS)}, or FILE.py:NAME")
+    if not faults:  # the names of all rewards are known
+        faults += _faults_of_weights(weights, list(requests))
+        for name in settings:
+            if name not in requests:
+                faults.append(_unknown_name("--reward_settings", name, list(requests)))
+    if faults:
+        raise InputError(*faults)
+
+    # start all processes before waiting for the first
+    processes = {name: RewardProcess(request, limits) for name, request in requests.items()}
+    rewards = []
+    try:
+        for process in processes.values():
+            process.start()
+        for name, process in processes.items():
+            spec = specs_by_name[name]
+            try:
+                loaded = _wait_until_loaded(spec, name, process, settings)
+            except InputError as error:
+                faults += error.faults
+                continue
+            request = requests[name]
+            source_sha256 = None
+            if request.file:
+                source_sha256 = hashlib.sha256(request.source.encode()).hexdigest()
+            required_columns = [column for column in loaded.required_columns if column not in request.settings]
+            rewards.append(_Reward(name, spec, float(weights.get(name, 1.0)), source_sha256, process, required_columns))
+        if faults:
+            raise InputError(*faults)
+    except BaseException:
+        for process in processes.values():
+            process.kill()
+        raise
+    return Rewards(rewards, on_error, limits)
+
+
+def _load_request(
+    spec: str, settings: Mapping[str, Mapping[str, Any]], limits: RewardLimits
+) -> tuple[str, LoadRequest]:
+    """Return the name of a reward and the request to load it; InputError if it cannot exist."""
+    # a built-in
+    match = re.fullmatch(r"(?P<file>.+\.py)(:(?P<function>.*))?", spec, re.DOTALL)
+    if match is None:
+        if spec not in BUILTIN_REWARDS:
+            raise InputError(
+                f"--rewards {spec}: no built-in reward{nearest_name(spec, BUILTIN_REWARDS)}; give "
+                f"{', '.join(BUILTIN_REWARDS)}, or FILE.py:NAME for a function of yours"
+            )
+        for package in BUILTIN_REWARDS[spec].packages:
+            check_package(package, f"--rewards {spec}")
+        return spec, LoadRequest("", "", spec, dict(settings.get(spec, {})), limits.memory_bytes)
+
+    # a function in a file
+    file = Path(match["file"]).expanduser()
+    name = match["function"] if match["function"] is not None else _DEFAULT_FUNCTION
+    if not name.isidentifier() or name in _RESERVED_NAMES:
+        raise InputError(f"--rewards {spec}: {name!r} cannot be the name of a reward; give the name of a function")
+    if not file.is_file():
+        raise InputError(f"--rewards {spec}: no file {file}; give the path of a Python file")
+    try:
+        source = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"--rewards {spec}: {file} is not UTF-8; save it as UTF-8") from None
+    return name, LoadRequest(str(file.resolve()), source, name, dict(settings.get(name, {})), limits.memory_bytes)
+
+
+def _wait_until_loaded(
+    spec: str, name: str, process: RewardProcess, settings: Mapping[str, Mapping[str, Any]]
+) -> LoadAnswer:
+    """Return what a process says about its function; InputError if the function cannot be used."""
+    try:
+        loaded = process.wait_until_loaded()
+    except RewardFailedError as error:
+        raise InputError(f"--rewards {spec}: {error}; correct the file") from None
+    if loaded.failure is None:
+        return loaded
+    if name in BUILTIN_REWARDS and settings.get(name):
+        raise InputError(f"--reward_settings: {name}: {loaded.failure}; correct the setting")
+    raise InputError(f"--rewards {spec}: {loaded.failure}; correct it")
+
+
+def _faults_of_weights(weights: Mapping[str, float], names: Sequence[str]) -> list[str]:
+    """Return what is wrong with the weights of rewards that have these names."""
+    faults = []
+    for name, weight in weights.items():
+        if name not in names:
+            faults.append(_unknown_name("--reward_weights", name, names))
+        elif not math.isfinite(weight):
+            faults.append(f"--reward_weights: the weight of {name} is {weight}; give a finite number")
+    if not faults and all(weights.get(name, 1.0) == 0 for name in names):
+        faults.append("--reward_weights: every reward has weight 0, so there is nothing to learn; change a weight")
+    return faults
+
+
+def _unknown_name(option: str, name: str, names: Sequence[str]) -> str:
+    return f"{option}: no reward is called {name}{nearest_name(name, names)}; --rewards has {', '.join(names)}"

@@ -1,0 +1,440 @@
+"""Rewards run in processes of their own, whose failures cost the run no more than the reward."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import pytest
+
+from fabric_train.cli.errors import InputError, RunError
+from fabric_train.rollouts.reward_processes import RewardLimits
+from fabric_train.rollouts.rewards import Rewards, open_rewards
+
+LIMITS = RewardLimits(call_seconds=0.5, memory_bytes=1 << 30)
+PATIENT = RewardLimits(call_seconds=60)
+"""Limits of the tests that wait for no limit, so that a busy machine does not fail them."""
+Open = Callable[..., Rewards]
+
+
+@pytest.fixture
+def open_file(tmp_path: Path) -> Iterator[Open]:
+    """Return a function that opens the rewards of a file with this text, and closes them after the test."""
+    opened: list[Rewards] = []
+
+    def open_text(
+        text: str,
+        *functions: str,
+        on_error: Literal["zero", "stop"] = "zero",
+        limits: RewardLimits = PATIENT,
+        settings: dict[str, dict[str, Any]] | None = None,
+        weights: dict[str, float] | None = None,
+    ) -> Rewards:
+        file = tmp_path / "rewards.py"
+        file.write_text(text, encoding="utf-8")
+        specs = [f"{file}:{function}" for function in functions] or [str(file)]
+        rewards = open_rewards(specs, weights, settings, on_error, limits)
+        opened.append(rewards)
+        return rewards
+
+    yield open_text
+    for rewards in opened:
+        rewards.close()
+
+
+def faults_of(*specs: str, **options: Any) -> tuple[str, ...]:
+    """Return why rewards cannot be opened."""
+    with pytest.raises(InputError) as raised:
+        open_rewards(specs, options.get("weights"), options.get("settings"), "zero", PATIENT)
+    return raised.value.faults
+
+
+def process_ids(rewards: Rewards) -> list[int]:
+    processes = [reward.process._process for reward in rewards._rewards]
+    return [process.pid for process in processes if process is not None]
+
+
+def test_rewards_are_computed_and_weighted(tmp_path: Path, open_file: Open) -> None:
+    (tmp_path / "helper.py").write_text("def score(text, wanted):\n    return float(text == wanted)\n")
+    rewards = open_file(
+        "import helper\n"
+        "def size(completions, prompts, **columns):\n"
+        "    return [len(completion) for completion in completions]\n"
+        "def tone(prompts, completions, wanted):\n"  # another order, and no **columns
+        "    return (helper.score(text, value) for text, value in zip(completions, wanted, strict=True))\n"
+        "def columns_are_whole(completions, **columns):\n"
+        "    chat = [{'role': 'user', 'content': 'é'}]\n"
+        "    expected = {'prompts': [chat, 'q'], 'wanted': ['日本', ''], 'nested': [{'a': [None]}, 1.5]}\n"
+        "    return [columns == expected] * 2\n",
+        "size",
+        "tone",
+        "columns_are_whole",
+        weights={"size": 0.5, "tone": -2},
+    )
+    assert rewards.names == ("size", "tone", "columns_are_whole")
+    assert rewards.weights == (0.5, -2.0, 1.0)
+    columns = {"wanted": ["日本", ""], "nested": [{"a": [None]}, 1.5]}
+    table = rewards.compute(["日本", "\ud800\x1b🤷"], [[{"role": "user", "content": "é"}], "q"], columns)
+    assert table.values.dtype == table.total.dtype == np.float64
+    assert table.values.tolist() == [[2, 3], [1, 0], [1, 1]]
+    assert table.total.tolist() == [0.5 * 2 - 2 + 1, 0.5 * 3 + 1]
+    assert table.errors == [None, None]
+    assert table.num_errors == 0
+
+
+def test_no_completions_have_no_rewards(open_file: Open) -> None:
+    table = open_file("def reward(completions): raise OSError").compute([], [], {"answer": []})
+    assert table.values.shape == (1, 0)
+    assert table.total.shape == (0,)
+    assert table.errors == []
+
+
+def test_a_function_keeps_its_variables_between_calls_and_may_print(
+    open_file: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rewards = open_file(
+        "import os, sys\n"
+        "num_calls = 0\n"
+        "def reward(completions):\n"
+        "    global num_calls\n"
+        "    num_calls += 1\n"
+        "    print('{}' * 100_000)\n"
+        "    os.write(2, b'noise')\n"
+        "    sys.stdin.read()\n"
+        "    os.system('echo noise')\n"
+        "    return [num_calls] * len(completions)\n"
+    )
+    for num_calls in (1, 2, 3):
+        assert rewards.compute(["a", "b"], ["p", "p"], {}).total.tolist() == [num_calls, num_calls]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_exception_costs_only_its_completion(open_file: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = open_file("def reward(completions):\n    return [1 / int(completion) for completion in completions]\n")
+    table = rewards.compute(["2", "0", "\x1b[31mred", "4"], ["p"] * 4, {})
+    assert table.values.tolist() == [[0.5, 0, 0, 0.25]]
+    assert table.num_errors == 2
+    assert table.errors[0] is table.errors[3] is None
+    assert table.errors[1] == "reward: ZeroDivisionError: division by zero (line 2)"
+    assert "invalid literal" in str(table.errors[2])
+    assert "\x1b" not in str(table.errors[2])
+
+    # one line, for the first failure of the run
+    rewards.compute(["0"], ["p"], {})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "failed for 2 of 4 completions, which get 0: ZeroDivisionError: division by zero (line 2)" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "values", "error"),
+    [
+        ("[1, float('nan'), 3]", [1, 0, 3], "it returned nan"),
+        ("[1, float('-inf'), 3]", [1, 0, 3], "it returned -inf"),
+        ("[1, 10**400, 3]", [1, 0, 3], "it returned inf"),
+        ("[1, None, 3]", [1, 0, 3], "it returned NoneType, not a number"),
+        ("[1, '2', 3]", [1, 0, 3], "it returned str, not a number"),
+        ("[True, 1j, 3]", [1, 0, 3], "it returned complex, not a number"),
+        ("[1, 2]", [0, 0, 0], "it returned 2 values for 3 completions"),
+        ("[]", [0, 0, 0], "it returned 0 values for 3 completions"),
+        ("'abc'", [0, 0, 0], "it returned str, not a list with a number for each completion"),
+        ("None", [0, 0, 0], "it returned NoneType, not a list with a number for each completion"),
+        ("{0: 1, 1: 1, 2: 1}", [0, 0, 0], "it returned dict, not a list with a number for each completion"),
+    ],
+)
+def test_what_is_no_finite_number_is_a_failure(open_file: Open, returned: str, values: list[float], error: str) -> None:
+    rewards = open_file(f"def reward(completions):\n    return {returned}\n")
+    table = rewards.compute(["a", "b", "c"], ["p"] * 3, {})
+    assert table.values.tolist() == [values]
+    assert table.errors[1] == f"reward: {error}"
+    assert table.num_errors == (1 if values[2] else 3)
+
+
+def test_numbers_of_numpy_are_numbers(open_file: Open) -> None:
+    rewards = open_file("import numpy\ndef reward(completions):\n    return numpy.float32([0.5, 2])\n")
+    assert rewards.compute(["a", "b"], ["p"] * 2, {}).total.tolist() == [0.5, 2]
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "while True: pass",
+        "__import__('time').sleep(60)",
+        "__import__('re').match('(a+)+b', 'a' * 60)",  # in C, without releasing the interpreter's lock
+    ],
+)
+def test_a_completion_that_hangs_costs_only_its_own_reward(open_file: Open, hang: str) -> None:
+    rewards = open_file(
+        "def reward(completions):\n"
+        "    for completion in completions:\n"
+        "        if completion == 'hang':\n"
+        f"            {hang}\n"
+        "    return [1] * len(completions)\n",
+        limits=LIMITS,
+    )
+    (first_process,) = process_ids(rewards)
+    table = rewards.compute(["a", "hang", "b"], ["p"] * 3, {})
+    assert table.values.tolist() == [[1, 0, 1]]
+    assert table.errors[1] == (
+        "reward: it took longer than 0.166667 s for this completion alone; raise --reward_timeout"
+    )
+    assert not psutil.pid_exists(first_process)
+    assert rewards.compute(["a"], ["p"], {}).total.tolist() == [1]
+
+
+def test_calls_of_completions_alone_end_after_four_time_limits(open_file: Open) -> None:
+    rewards = open_file("import time\ndef reward(completions):\n    time.sleep(60)\n", limits=LIMITS)
+    started = time.monotonic()
+    table = rewards.compute(["a"] * 1000, ["p"] * 1000, {})
+    # the call, four limits more, and the last process
+    assert time.monotonic() - started < 5 * 0.5 + 10
+    assert table.num_errors == 1000
+    assert "it was not called, because earlier completions took too long" in str(table.errors[-1])
+
+
+def test_memory_over_the_limit_costs_only_its_completion(open_file: Open) -> None:
+    rewards = open_file(
+        "def reward(completions):\n    return [len(bytearray(int(completion))) for completion in completions]\n",
+        limits=RewardLimits(call_seconds=60, memory_bytes=1 << 30),
+    )
+    table = rewards.compute(["10", str(1 << 31), "20"], ["p"] * 3, {})
+    assert table.total.tolist() == [10, 0, 20]
+    assert table.errors[1] == "reward: out of memory; raise --reward_memory_gb"
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("os._exit(3)", "its process ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "its process was killed by SIGKILL, as when memory runs out"),
+        ("os.abort()", "its process was killed by SIGABRT, as when memory runs out"),
+        ("sys.exit(3)", "SystemExit: 3 (line 5)"),
+        ("os.closerange(3, 100); time.sleep(60)", "its process closed the connection to the run"),
+        (
+            "[os.write(fd, b'A' * 99) for fd in sockets()]; time.sleep(60)",
+            "its process closed the connection to the run",
+        ),
+    ],
+)
+def test_a_process_that_ends_costs_only_its_completion(
+    open_file: Open, monkeypatch: pytest.MonkeyPatch, end: str, error: str
+) -> None:
+    monkeypatch.setattr("fabric_train.rollouts.reward_processes._EXIT_SECONDS", 0.5)
+    rewards = open_file(
+        "import os, stat, sys, time\n"
+        "def reward(completions):\n"
+        "    for completion in completions:\n"
+        "        if completion == 'end':\n"
+        f"            {end}\n"
+        "    return [1] * len(completions)\n"
+        "def sockets():\n"
+        "    return [fd for fd in range(3, 50) if os.path.exists(f'/proc/self/fd/{fd}') and is_socket(fd)]\n"
+        "def is_socket(fd):\n"
+        "    return stat.S_ISSOCK(os.fstat(fd).st_mode)\n"
+    )
+    table = rewards.compute(["a", "end", "b"], ["p"] * 3, {})
+    assert table.total.tolist() == [1, 0, 1]
+    assert table.errors[1] == f"reward: {error}"
+
+
+def test_a_process_that_was_killed_between_calls_is_started_again(open_file: Open) -> None:
+    rewards = open_file("def reward(completions):\n    return [1] * len(completions)\n")
+    (process_id,) = process_ids(rewards)
+    kill(process_id)
+    table = rewards.compute(["a", "b"], ["p"] * 2, {})
+    assert table.errors == [None, None]
+    assert table.total.tolist() == [1, 1]
+    assert process_ids(rewards) != [process_id]
+
+
+def test_a_process_that_starts_again_has_the_code_of_the_start_of_the_run(tmp_path: Path, open_file: Open) -> None:
+    rewards = open_file("def reward(completions):\n    return [1] * len(completions)\n")
+    (tmp_path / "rewards.py").write_text("def reward(completions):\n    return [2] * len(completions)\n")
+    for process_id in process_ids(rewards):
+        kill(process_id)
+    assert rewards.compute(["a"], ["p"], {}).total.tolist() == [1]
+
+
+def test_a_process_gets_no_secrets_and_imports_no_torch(open_file: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("MY_VARIABLE", "kept")
+    rewards = open_file(
+        "import os, sys\n"
+        "def reward(completions):\n"
+        "    names = ('HF_TOKEN', 'WANDB_API_KEY', 'MY_VARIABLE')\n"
+        "    return [name in os.environ for name in names] + ['torch' in sys.modules]\n"
+    )
+    assert rewards.compute(["a"] * 4, ["p"] * 4, {}).total.tolist() == [0, 0, 1, 0]
+
+
+def test_stop_ends_the_run_at_the_first_failure(tmp_path: Path, open_file: Open) -> None:
+    rewards = open_file("def reward(completions):\n    return [1 / 0]\n", on_error="stop")
+    with pytest.raises(RunError) as raised:
+        rewards.compute(["a", "b"], ["p"] * 2, {})
+    assert str(raised.value) == (
+        f"--rewards {tmp_path}/rewards.py failed: ZeroDivisionError: division by zero (line 2); correct it, or give "
+        "--on_reward_error zero"
+    )
+    wrong_value = open_file("def reward(completions):\n    return [float('nan')]\n", on_error="stop")
+    with pytest.raises(RunError, match="it returned nan"):
+        wrong_value.compute(["a"], ["p"], {})
+
+
+def test_closing_ends_the_processes_and_what_they_started(tmp_path: Path, open_file: Open) -> None:
+    pid_file = tmp_path / "pid"
+    rewards = open_file(
+        "import pathlib, subprocess\n"
+        "def reward(completions):\n"
+        f"    pathlib.Path({str(pid_file)!r}).write_text(str(subprocess.Popen(['sleep', '60']).pid))\n"
+        "    return [1] * len(completions)\n"
+    )
+    rewards.compute(["a"], ["p"], {})
+    (process_id,) = process_ids(rewards)
+    rewards.close()
+    rewards.close()  # does nothing
+    assert not psutil.pid_exists(process_id)
+    wait_for_end(int(pid_file.read_text()))
+
+
+def test_a_killed_run_leaves_no_process_that_hangs(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    pid_file = tmp_path / "pid"
+    file.write_text(
+        "import os, re\n"
+        "def reward(completions):\n"
+        f"    os.rename(open_pid(), {str(pid_file)!r})\n"
+        "    re.match('(a+)+b', 'a' * 60)\n"
+        "def open_pid():\n"
+        f"    with open({str(tmp_path / 'unfinished')!r}, 'w') as opened:\n"
+        "        opened.write(str(os.getpid()))\n"
+        "    return opened.name\n"
+    )
+    program = (
+        "from fabric_train.rollouts.reward_processes import RewardLimits\n"
+        "from fabric_train.rollouts.rewards import open_rewards\n"
+        f"rewards = open_rewards([{str(file)!r}], None, None, 'zero', RewardLimits(call_seconds=60))\n"
+        "rewards.compute(['a'], ['p'], {})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as run:
+        while not pid_file.exists():
+            assert run.poll() is None
+            time.sleep(0.02)
+        run.kill()
+    wait_for_end(int(pid_file.read_text()))
+
+
+def kill(process_id: int) -> None:
+    """Kill a process and wait until it has ended."""
+    os.kill(process_id, signal.SIGKILL)
+    wait_for_end(process_id)
+
+
+def wait_for_end(process_id: int) -> None:
+    """Wait until a process has ended; its parent need not have noticed."""
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(process_id) and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_wrong_rewards_are_refused_before_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("value = 3\ndef polite(completions, **columns):\n    return []\ndef bare():\n    return []\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_module\n")
+    syntax = tmp_path / "syntax.py"
+    syntax.write_text("def reward(:\n")
+
+    assert faults_of() == (
+        "--rewards: give at least one reward: exact_answer, math, regex, json_schema, language, length, or "
+        "FILE.py:NAME",
+    )
+    assert (
+        "--rewards exact_anwser: no built-in reward; did you mean exact_answer?; give exact_answer, math"
+        in (faults_of("exact_anwser")[0])
+    )
+    assert faults_of(f"{tmp_path}/no.py", "nonsense")[0] == (
+        f"--rewards {tmp_path}/no.py: no file {tmp_path}/no.py; give the path of a Python file"
+    )
+    assert faults_of(f"{file}:error")[0].startswith(f"--rewards {file}:error: 'error' cannot be the name of a reward")
+    assert faults_of(f"{file}:polite", f"{file}:polite") == (
+        f"--rewards {file}:polite: {file}:polite is called polite too; give functions with different names",
+    )
+    faults = faults_of(str(file), f"{file}:value", f"{file}:bare", str(broken).replace(".py", ".py:x"))
+    assert faults == (
+        f"--rewards {file}: no function reward; it defines polite, bare; correct it",
+        f"--rewards {file}:value: value is int, not a function; correct it",
+        f"--rewards {file}:bare: it has no parameter completions; define it as def reward(completions, prompts, "
+        "**columns); correct it",
+        f"--rewards {broken}:x: ModuleNotFoundError: No module named 'no_such_module' (line 1); correct it",
+    )
+    assert faults_of(str(syntax))[0].startswith(f"--rewards {syntax}: SyntaxError: ")
+
+
+def test_wrong_weights_and_settings_are_refused_before_the_run() -> None:
+    bounds = {"length": {"max_characters": 3}}
+    assert faults_of("length", weights={"lenght": 2}) == (
+        "--reward_weights: no reward is called lenght; did you mean length?; --rewards has length",
+    )
+    assert faults_of("length", weights={"length": float("nan")}) == (
+        "--reward_weights: the weight of length is nan; give a finite number",
+    )
+    assert "every reward has weight 0" in faults_of("length", weights={"length": 0}, settings=bounds)[0]
+    assert faults_of("length", settings={"regex": {"pattern": "a"}}) == (
+        "--reward_settings: no reward is called regex; --rewards has length",
+    )
+    assert faults_of("length", "regex", settings={"length": {"maximum": 3}, "regex": {"pattern": "("}}) == (
+        "--reward_settings: length: no setting maximum; it has max_characters, min_characters; correct the setting",
+        "--reward_settings: regex: the pattern '(' is no regular expression: missing ), unterminated subpattern at "
+        "position 0; correct the setting",
+    )
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert faults_of("math") == ("--rewards math needs math-verify; run pip install 'fabric-train[rl]'",)
+
+
+def test_rewards_say_which_columns_they_need(open_file: Open) -> None:
+    rewards = open_file(
+        "def polite(completions, prompts, tone, place='here', **columns):\n    return [tone[0]] * len(completions)\n",
+        "polite",
+    )
+    rewards.check_columns(["tone", "answer"], "p.jsonl")
+    with pytest.raises(InputError) as raised:
+        rewards.check_columns(["tones", "prompts"], "p.jsonl")
+    assert raised.value.faults == (
+        "p.jsonl: a column is called prompts, as an argument of rewards; rename the column",
+        f"--rewards {rewards._rewards[0].spec} needs a column tone in p.jsonl; it has prompts, tones; did you mean "
+        'tones?; add the column, or give one value for all prompts: --reward_settings \'{"polite": {"tone": …}}\'',
+    )
+
+
+def test_a_setting_is_a_column_with_one_value(open_file: Open) -> None:
+    rewards = open_file(
+        "def polite(completions, tone):\n    return [tone == ['kind', 'kind']] * len(completions)\n",
+        "polite",
+        settings={"polite": {"tone": "kind"}},
+    )
+    rewards.check_columns([], "p.jsonl")
+    assert rewards.compute(["a", "b"], ["p"] * 2, {"tone": ["x", "y"]}).total.tolist() == [1, 1]
+
+
+def test_builtin_rewards_run_in_processes_too() -> None:
+    limits = RewardLimits(call_seconds=1)
+    rewards = open_rewards(["exact_answer", "regex"], None, {"regex": {"pattern": "^(a+)+b"}}, "zero", limits)
+    try:
+        assert rewards.sources == {"exact_answer": None, "regex": None}
+        rewards.check_columns(["answer"], "p.jsonl")
+        table = rewards.compute(["aab", "a" * 60], ["p"] * 2, {"answer": ["aab", "b"]})
+        assert table.values.tolist() == [[1, 0], [1, 0]]
+        assert "regex: it took longer than 0.5 s" in str(table.errors[1])
+    finally:
+        rewards.close()
