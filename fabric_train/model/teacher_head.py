@@ -11,12 +11,15 @@ from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.load_weights import MetaModel, build_on_meta
 
 
-def check_head(shape: ModelShape, option: str) -> None:
-    """Raise an InputError that names a model's option if its logits are not the output of its head."""
+def check_head(shape: ModelShape, option: str, objective: str = "distill") -> None:
+    """Raise an InputError that names a model's option if its logits are not the output of its head.
+
+    ``objective`` is the value of ``--objective`` that needs this.
+    """
     if not compute_loss_in_head(build_on_meta(shape, torch.float32)):
         raise InputError(
-            f"{option}: --objective distill computes the loss in the head, but a {shape.config.model_type} changes the "
-            "head's output, for example by a cap on the logits; give another model"
+            f"{option}: --objective {objective} computes the loss in the head, but a {shape.config.model_type} changes "
+            "the head's output, for example by a cap on the logits; give another model"
         )
 
 

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from lightning import Fabric
 
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.policy_loss import VALUES, PolicyLoss
+from fabric_train.model.teacher_head import check_head
+from fabric_train.training.live_reference import set_up_live_reference
 from fabric_train.training.objective import BatchLoss
+from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.teacher import LiveTeacher
 
 _COMPLETION_NAMES = ("completions", "completion_tokens", "cut_completions", "flat_groups")
@@ -51,7 +55,8 @@ class PolicyGradient:
             max_new_tokens: The largest number of tokens of a completion.
             loss_normalisation: What the sum over the tokens is divided by.
             kl_weight: The weight of the divergence from the reference.
-            reference: The model that the policy should stay close to; None if there is none.
+            reference: The model that the policy should stay close to; if it is None, :meth:`connect` sets one up if
+                ``kl_weight`` is above 0.
         """
         self._num_rewards = 1 + len(reward_names)  # the weighted sum comes first
         self._reward_metrics = ("reward", *(f"reward_{name}" for name in reward_names))
@@ -65,9 +70,20 @@ class PolicyGradient:
     def metric_names(self) -> tuple[str, ...]:
         """The metrics of completions, and then those of tokens."""
         names = (*self._reward_metrics, *_COMPLETION_NAMES, *VALUES[1:])
-        if self._reference is not None:
+        if self._kl_weight > 0:
             names = (*names, "reference_kl")
         return names
+
+    def connect(self, fabric: Fabric, run: PreparedRun) -> PreparedRun:
+        """Set up the reference if there is one, and return the run with its record; see ``connect_objective``.
+
+        Raises:
+            InputError: The model has no head in which the loss can be computed, or the reference cannot be used.
+        """
+        check_head(run.model, f"--model_name {run.model.source}", "rl")
+        if self._kl_weight > 0:
+            run, self._reference = set_up_live_reference(fabric, run)
+        return run
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number by which a sum over the batch is divided, int64 []."""
@@ -92,7 +108,8 @@ class PolicyGradient:
             assert len(targets.ids) == 0  # all other rows are completions
             rollout = self._no_values(targets.ids.device)
         reference = None
-        if self._reference is not None:
+        if self._kl_weight > 0:
+            assert self._reference is not None  # ``connect`` has set it up
             reference = self._reference.read(batch, targets)
         token_loss = PolicyLoss(
             targets.ids,

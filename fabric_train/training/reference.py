@@ -32,6 +32,7 @@ from fabric_train.training.reference_files import (
     write_files,
 )
 from fabric_train.training.reference_model import (
+    check_unchanged,
     hash_reference,
     reference_run,
     resolve_reference_path,
@@ -151,10 +152,8 @@ def _agree_on_files(
 def _set_up_reference(fabric: Fabric, run: PreparedRun, reference: ReferenceModel, *, is_saved: bool) -> _FabricModule:
     """Set up the reference model, without dropout; raise an InputError if its weights have changed since the start."""
     model_run = reference_run(run, reference.location)
-    if is_saved and hash_reference(fabric, model_run, reference.location) != reference.fingerprint:
-        raise InputError(
-            f"the weights of the reference model {reference.location} have changed since the run began; restore them"
-        )
+    if is_saved:
+        check_unchanged(reference, hash_reference(fabric, model_run, reference.location))
     model, _ = set_up_model(fabric, model_run, shows_notes=False)
     return model.eval()
 

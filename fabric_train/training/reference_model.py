@@ -215,3 +215,11 @@ def hash_reference(fabric: Fabric, reference: PreparedRun, path: str) -> str:
         local_hashes[index] = torch.from_numpy(hash_model_file(files[index]))
     hashes = gather_over_ranks(fabric, local_hashes).sum(dim=0).cpu()  # the other ranks have zeros
     return join_hashes(hashes.numpy())
+
+
+def check_unchanged(saved: ReferenceModel, fingerprint: str) -> None:
+    """Raise an InputError unless the reference of a checkpoint still has the weights with which its run began."""
+    if fingerprint != saved.fingerprint:
+        raise InputError(
+            f"the weights of the reference model {saved.location} have changed since the run began; restore them"
+        )

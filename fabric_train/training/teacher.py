@@ -133,15 +133,29 @@ def check_teacher_isolation(fabric: Fabric, run: PreparedRun, teacher: LiveTeach
 def teacher_run(run: PreparedRun, location: str) -> PreparedRun:
     """Return a run whose model is the teacher at ``location``, for :func:`set_up_teacher`.
 
-    It has no backward pass, so it keeps neither activations nor gathered weights. Its weights have the dtype in which
-    the student computes.
-
     Raises:
         InputError: There is no such model.
     """
     with naming_option("--teacher ", instead_of="--model_name "):
-        model_run = run_of_model(run, location, "--teacher")
+        model_run = frozen_run(run_of_model(run, location, "--teacher"))
+    teacher_weights = run.arguments.preference.teacher_weights
+    if model_run.adapter_base is not None:
+        check_adapted_teacher(teacher_weights, location)
+        return model_run
+    # for ``precision.gathered_dtype``: bytes of weights in 4 bits are not cast
+    base_weights = None if teacher_weights == "16bit" else teacher_weights
     arguments = model_run.arguments
+    adapter = replace(arguments.adapter, adapter=None, lora_rank=None, init_adapter=None, base_weights=base_weights)
+    return replace(model_run, arguments=replace(arguments, adapter=adapter))
+
+
+def frozen_run(run: PreparedRun) -> PreparedRun:
+    """Return a run whose model only reads rows, for :func:`set_up_teacher`.
+
+    It has no backward pass, so it keeps neither activations nor gathered weights. Its weights have the dtype in which
+    the model that trains computes.
+    """
+    arguments = run.arguments
     precision = arguments.model.precision
     if precision == "bf16-mixed":
         precision = "bf16-true"
@@ -149,12 +163,4 @@ def teacher_run(run: PreparedRun, location: str) -> PreparedRun:
     if fsdp.keeps_gathered:
         fsdp = replace(fsdp, sharding_strategy="HYBRID_SHARD" if fsdp.is_hybrid else "FULL_SHARD")
     model = replace(arguments.model, precision=precision, float8=False)
-    adapter = arguments.adapter
-    teacher_weights = arguments.preference.teacher_weights
-    if model_run.adapter_base is None:
-        # for ``precision.gathered_dtype``: bytes of weights in 4 bits are not cast
-        base_weights = None if teacher_weights == "16bit" else teacher_weights
-        adapter = replace(adapter, adapter=None, lora_rank=None, init_adapter=None, base_weights=base_weights)
-    else:
-        check_adapted_teacher(teacher_weights, location)
-    return replace(model_run, arguments=replace(arguments, model=model, fsdp=fsdp, adapter=adapter))
+    return replace(run, arguments=replace(arguments, model=model, fsdp=fsdp))

@@ -44,9 +44,9 @@ NUM_SOURCES = 2
 EOS = 1
 LEARNING_RATE = 0.05
 GRAD_CLIP = 0.5
-_VOCABULARY = 60
+VOCABULARY = 60
 _WEIGHT_CAP = 2.0
-_LAYERS: LayerClasses = frozenset([LlamaDecoderLayer])
+LAYERS: LayerClasses = frozenset([LlamaDecoderLayer])
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def build_reference() -> LlamaForCausalLM:
 
 def _model_config(hidden_size: int) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=_VOCABULARY,
+        vocab_size=VOCABULARY,
         hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -128,13 +128,13 @@ def draw_windows() -> list[list[Row]]:
 
 def _draw_completion(random: np.random.Generator) -> SampledCompletion:
     length = min(int(random.integers(1, 12)), MAX_NEW_TOKENS)
-    token_ids = random.integers(2, _VOCABULARY, length)
+    token_ids = random.integers(2, VOCABULARY, length)
     is_cut = length == MAX_NEW_TOKENS
     if not is_cut:
         token_ids[-1] = EOS
     rewards = random.integers(0, 3, len(REWARD_NAMES)) / 2
     return SampledCompletion(
-        prompt_ids=random.integers(2, _VOCABULARY, int(random.integers(1, 8))),
+        prompt_ids=random.integers(2, VOCABULARY, int(random.integers(1, 8))),
         token_ids=token_ids,
         # around those of the policy, so that some weights are cut and others are not
         log_probabilities=random.normal(-4.5, 1.5, length).clip(max=-0.01).astype(np.float32),
@@ -240,7 +240,7 @@ def _plain_values(
     model: nn.Module, reference: nn.Module | None, completion: SampledCompletion, case: PolicyCase
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of each token of a completion, and its other values by name, [T] each."""
-    policy = _plain_distributions(model, completion, case.temperature)
+    policy = plain_distributions(model, completion, case.temperature)
     token_ids = torch.from_numpy(completion.token_ids)
     log_probabilities = policy.gather(1, token_ids[:, None])[:, 0]
     ratios = torch.exp(log_probabilities.detach() - torch.from_numpy(completion.log_probabilities))
@@ -254,7 +254,7 @@ def _plain_values(
     }
     if reference is not None:
         with torch.no_grad():
-            reference_policy = _plain_distributions(reference, completion, case.temperature)
+            reference_policy = plain_distributions(reference, completion, case.temperature)
         differences = reference_policy.gather(1, token_ids[:, None])[:, 0] - log_probabilities
         kl = differences.exp() - differences - 1
         values["reference_kl"] = kl.detach()
@@ -262,7 +262,7 @@ def _plain_values(
     return losses, values
 
 
-def _plain_distributions(model: Any, completion: SampledCompletion, temperature: float) -> torch.Tensor:
+def plain_distributions(model: Any, completion: SampledCompletion, temperature: float) -> torch.Tensor:
     """Return the log-probabilities of all tokens where a completion's tokens are predicted, [T, V]."""
     document = torch.from_numpy(np.concatenate([completion.prompt_ids, completion.token_ids]))
     logits = model(document[None]).logits[0, len(completion.prompt_ids) - 1 : -1]
@@ -295,8 +295,8 @@ def main() -> None:
     """
     case = PolicyCase(**json.loads(sys.argv[1]))
     arguments = parse(TrainArguments, sys.argv[3:])
-    fabric = build_fabric(arguments, _LAYERS)
-    reference = _set_up_reference(fabric, arguments) if case.kl_weight else None
+    fabric = build_fabric(arguments, LAYERS)
+    reference = set_up_reference(fabric, arguments) if case.kl_weight else None
     objective = PolicyGradient(
         REWARD_NAMES,
         temperature=case.temperature,
@@ -305,7 +305,7 @@ def main() -> None:
         kl_weight=case.kl_weight,
         reference=reference,
     )
-    model: _FabricModule = setup_model(fabric, build_policy(), _LAYERS, arguments)
+    model: _FabricModule = setup_model(fabric, build_policy(), LAYERS, arguments)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     steps = []
     for step, rows in enumerate(draw_windows(), 1):
@@ -335,10 +335,11 @@ def _rank_batches(rows: Sequence[Row], fabric: Fabric, micro_batch_size: int) ->
     return batches
 
 
-def _set_up_reference(fabric: Fabric, arguments: TrainArguments) -> LiveTeacher:
+def set_up_reference(fabric: Fabric, arguments: TrainArguments) -> LiveTeacher:
+    """Set up the reference as ``training.teacher`` does, without a folder of the model."""
     model = build_reference()
     head = TeacherHead(model.lm_head.weight.detach().clone(), None)
     model.set_output_embeddings(nn.Identity())
     model.requires_grad_(False)
-    wrapped: _FabricModule = setup_model(fabric, model, _LAYERS, arguments)
+    wrapped: _FabricModule = setup_model(fabric, model, LAYERS, arguments)
     return LiveTeacher(wrapped.eval(), head)
