@@ -11,6 +11,7 @@ from fabric_train.model import lm_head_loss
 from fabric_train.model.divergence_loss import DivergenceLoss, FullRows, NamedIds, TeacherHead, TeacherRows, TopRows
 from fabric_train.model.lm_head_loss import summed_token_loss
 from fabric_train.preflight.memory_activations import _LiveBytes
+from tests.support.plain_distillation import coarsen, plain_divergence
 
 NUM_TOKENS = 23
 WIDTH = 16
@@ -20,6 +21,7 @@ NUM_ROWS = 96
 NUM_TEACHER_ROWS = 100
 GAPS = (3, 7)
 NUM_TOP = 5
+JSD_BETA = 0.3
 # A value and its gradient are sums of about a hundred products in fp32, of numbers up to a few hundred.
 TOLERANCE = 3e-5
 
@@ -65,25 +67,6 @@ def draw_problem(gaps: tuple[int, ...], temperature: float) -> Problem:
     )
 
 
-def coarsen(log_probabilities: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of the classes: the ``top`` columns, and all others together."""
-    is_rest = torch.ones_like(log_probabilities, dtype=torch.bool).scatter(1, top, False)
-    rest = torch.where(is_rest, log_probabilities, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([log_probabilities.gather(1, top), rest], dim=1)
-
-
-def plain_divergence(name: str, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return the divergence of each token by its formula."""
-    if name == "forward_kl":
-        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
-    if name == "reverse_kl":
-        return F.kl_div(teacher, student, reduction="none", log_target=True).sum(1)
-    mixture = torch.log(0.3 * teacher.exp() + 0.7 * student.exp())
-    to_teacher = F.kl_div(mixture, teacher, reduction="none", log_target=True).sum(1)
-    to_student = F.kl_div(mixture, student, reduction="none", log_target=True).sum(1)
-    return 0.3 * to_teacher + 0.7 * to_student
-
-
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     scale = float(expected.detach().abs().max())
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=TOLERANCE * max(scale, 1.0))
@@ -109,15 +92,13 @@ def test_loss_and_gradients_equal_those_of_full_distributions(
         student = coarsen(student, top)
         teacher = coarsen(teacher, top)
         rows = TopRows(problem.named[top], teacher.float())
-    divergences = plain_divergence(divergence, student, teacher)
+    divergences = plain_divergence(divergence, student, teacher, JSD_BETA)
     cross_entropies = F.cross_entropy((problem.hidden @ problem.weight.T).double(), problem.targets, reduction="none")
     expected = (divergences + weight * cross_entropies).sum()
     expected_gradients = torch.autograd.grad(expected, [problem.hidden, problem.weight])
 
-    token_loss = DivergenceLoss(
-        rows, problem.targets, NamedIds(NUM_IDS, torch.tensor(gaps, dtype=torch.int64)), divergence, 0.3, temperature,
-        weight,
-    )  # fmt: skip
+    named_ids = NamedIds(NUM_IDS, torch.tensor(gaps, dtype=torch.int64))
+    token_loss = DivergenceLoss(rows, problem.targets, named_ids, divergence, JSD_BETA, temperature, weight)
     monkeypatch.setitem(lm_head_loss._CHUNK_BYTES, "cpu", 5 * NUM_ROWS * (4 + token_loss.bytes_per_logit))
     total, values = summed_token_loss(problem.hidden, problem.weight, None, torch.arange(NUM_TOKENS), token_loss)
     gradients = torch.autograd.grad(total, [problem.hidden, problem.weight])
@@ -144,7 +125,7 @@ def test_all_tokens_as_classes_equal_the_full_distribution(divergence: str) -> N
 
     results = []
     for rows in (top_rows, full_rows):
-        token_loss = DivergenceLoss(rows, problem.targets, named_ids, divergence, 0.3)
+        token_loss = DivergenceLoss(rows, problem.targets, named_ids, divergence, JSD_BETA)
         total, _ = summed_token_loss(problem.hidden, problem.weight, None, torch.arange(NUM_TOKENS), token_loss)
         results.append((total, torch.autograd.grad(total, problem.weight)[0]))
     for top_value, full_value in zip(*results, strict=True):
@@ -157,7 +138,10 @@ def test_cross_entropy_counts_at_supervised_tokens_only() -> None:
     rows = FullRows(problem.teacher_hidden, TeacherHead(problem.teacher_weight, None))
     is_supervised = torch.arange(NUM_TOKENS) % 3 == 0
     cross_entropies = F.cross_entropy((problem.hidden @ problem.weight.T).double(), problem.targets, reduction="none")
-    expected = plain_divergence("forward_kl", problem.student, problem.teacher) + 0.5 * cross_entropies * is_supervised
+    expected = (
+        plain_divergence("forward_kl", problem.student, problem.teacher, JSD_BETA)
+        + 0.5 * cross_entropies * is_supervised
+    )
     expected_gradient = torch.autograd.grad(expected.sum(), problem.weight)[0]
 
     token_loss = DivergenceLoss(

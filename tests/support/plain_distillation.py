@@ -81,6 +81,25 @@ def _write_model(folder: Path, settings: dict[str, Any]) -> Path:
     return folder
 
 
+def plain_divergence(name: str, student: torch.Tensor, teacher: torch.Tensor, jsd_beta: float) -> torch.Tensor:
+    """Return the divergence of each of N tokens by its formula, [N], from log-probabilities [N, classes]."""
+    if name == "forward_kl":
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=1)
+    if name == "reverse_kl":
+        return F.kl_div(teacher, student, reduction="none", log_target=True).sum(dim=1)
+    mixture = torch.log(jsd_beta * teacher.exp() + (1 - jsd_beta) * student.exp())
+    teacher_part = F.kl_div(mixture, teacher, reduction="none", log_target=True).sum(dim=1)
+    student_part = F.kl_div(mixture, student, reduction="none", log_target=True).sum(dim=1)
+    return jsd_beta * teacher_part + (1 - jsd_beta) * student_part
+
+
+def coarsen(log_probabilities: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of the classes [N, k + 1]: the ``top`` columns [N, k], and all others together."""
+    is_rest = torch.ones_like(log_probabilities, dtype=torch.bool).scatter(1, top, False)
+    rest = torch.where(is_rest, log_probabilities, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_probabilities.gather(1, top), rest], dim=1)
+
+
 @dataclass
 class PlainDistillation:
     """Compute the losses of a row for ``plain_training.train_plainly``: full vocabularies, one document at a time."""
@@ -111,24 +130,13 @@ class PlainDistillation:
                 teacher_logits = self.teacher(document_ids[None]).logits[0, :-1][is_target]
             student = F.log_softmax(logits[:, NAMED_IDS] / self.temperature, dim=1)
             teacher = F.log_softmax(teacher_logits[:, NAMED_IDS] / self.temperature, dim=1)
-            divergences = self._divergences(student, teacher)
+            divergences = plain_divergence(self.divergence, student, teacher, self.jsd_beta)
             cross_entropies = F.cross_entropy(logits, targets[is_target], reduction="none")
             losses.append(divergences + self.sft_weight * is_supervised[is_target] * cross_entropies)
             agreements = student.argmax(dim=1) == teacher.argmax(dim=1)
             values.append(torch.stack([divergences, cross_entropies, agreements.float()]).detach())
         self.values.append(torch.cat(values, dim=1))
         return torch.cat(losses)
-
-    def _divergences(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return the divergence of each of N tokens, [N], from log-probabilities [N, ids]."""
-        if self.divergence == "forward_kl":
-            return F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=1)
-        if self.divergence == "reverse_kl":
-            return F.kl_div(teacher, student, reduction="none", log_target=True).sum(dim=1)
-        mixture = torch.log(self.jsd_beta * teacher.exp() + (1 - self.jsd_beta) * student.exp())
-        teacher_part = F.kl_div(mixture, teacher, reduction="none", log_target=True).sum(dim=1)
-        student_part = F.kl_div(mixture, student, reduction="none", log_target=True).sum(dim=1)
-        return self.jsd_beta * teacher_part + (1 - self.jsd_beta) * student_part
 
     def means(self, rows_per_epoch: int, rows_per_window: int, num_steps: int) -> list[list[float]]:
         """Return the means of the ``values`` of each step; the last window of an epoch may be short."""
