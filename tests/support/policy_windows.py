@@ -155,8 +155,8 @@ def make_batch(rows: Sequence[Row]) -> Batch:
     document_starts = []
     completions: list[SampledCompletion] = []
     for row in rows:
-        row_ids = []
-        row_labels = []
+        row_ids: list[np.ndarray] = []
+        row_labels: list[np.ndarray] = []
         starts = []
         position = 0
         for completion in row:
@@ -192,9 +192,10 @@ def _rollout_values(completions: Sequence[SampledCompletion], lengths: torch.Ten
     def by_token(values: Sequence[float] | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.float32).repeat_interleave(lengths)
 
+    log_probabilities = [completion.log_probabilities for completion in completions]
     rewards = torch.tensor([completion.rewards for completion in completions]).T  # [1 + R, completions]
     return RolloutValues(
-        log_probabilities=torch.from_numpy(np.concatenate([one.log_probabilities for one in completions])),
+        log_probabilities=torch.from_numpy(np.concatenate(log_probabilities)),
         advantages=by_token([completion.advantage for completion in completions]),
         completion_shares=by_token(shares),
         is_cut=by_token(shares * torch.tensor([completion.is_cut for completion in completions])),

@@ -69,6 +69,18 @@ def test_the_reference_is_the_start_of_the_run_also_after_a_resume(forked_runs: 
 
 
 @pytest.mark.slow
+def test_the_reference_of_a_new_adapter_is_its_base(forked_runs: ForkedRuns, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tokens = write_rows(tmp_path / "tokens")
+    run = tmp_path / "run"
+    words = run_words(model, tokens, run, NUM_STEPS, adapter="lora", lora_rank=4, lr=1e-2)
+    forked_runs.start(words, 1, before=OBJECTIVE).finish()
+    first, *later = divergences(run)
+    assert first == pytest.approx(0, abs=1e-7)
+    assert later[-1] > 1e-6
+
+
+@pytest.mark.slow
 def test_a_reference_with_other_weights_is_refused(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     tokens = write_rows(tmp_path / "tokens")

@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_a_planted_defect_is_caught(forked_runs: ForkedRuns, tmp_path: Path, def
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
-def make_objective(loss_normalisation: str) -> PolicyGradient:
+def make_objective(loss_normalisation: Literal["tokens", "constant"]) -> PolicyGradient:
     return PolicyGradient(REWARD_NAMES, temperature=1.0, max_new_tokens=9, loss_normalisation=loss_normalisation)
 
 
