@@ -31,7 +31,13 @@ from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRe
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _MODULE = "fabric_train_reward_file"
 """The name of the module of a user's file; the file's own name could hide a module, such as math.py."""
+_OWN_PARAMETERS = ("completions", "prompts")
+"""The parameters that are no columns."""
 _MAX_ERROR_CHARACTERS = 300
+
+
+class _WrongRewardError(ValueError):
+    """A function or a setting that cannot be used; the message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def main() -> None:
 
 
 def _load(request: LoadRequest) -> _LoadedReward:
-    """Return the function of a request; a ValueError says what is wrong with it or with its settings."""
+    """Return the function of a request; raise a ValueError if it or a setting is wrong."""
     if request.file:
         function = _load_from_file(request)
     else:
@@ -102,18 +108,20 @@ def _load(request: LoadRequest) -> _LoadedReward:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
             continue  # arguments are passed by name
         parameter_names.append(parameter.name)
-        if parameter.default is inspect.Parameter.empty and parameter.name not in ("completions", "prompts"):
+        if parameter.default is inspect.Parameter.empty and parameter.name not in _OWN_PARAMETERS:
             required_columns.append(parameter.name)
     loaded = _LoadedReward(
         function, request.file, request.settings, parameter_names, required_columns, takes_any_column
     )
     if not loaded.accepts("completions"):
-        raise ValueError("it has no parameter completions; define it as def reward(completions, prompts, **columns)")
-    unknown = [name for name in request.settings if not loaded.accepts(name)]
+        raise _WrongRewardError(
+            "it has no parameter completions; define it as def reward(completions, prompts, **columns)"
+        )
+    unknown = [name for name in request.settings if name in _OWN_PARAMETERS or not loaded.accepts(name)]
     if unknown:
-        settings = [name for name in parameter_names if name not in ("completions", "prompts")]
+        settings = [name for name in parameter_names if name not in _OWN_PARAMETERS]
         known = f"it has {', '.join(settings)}" if settings else "it has none"
-        raise ValueError(f"no setting {', '.join(unknown)}; {known}")
+        raise _WrongRewardError(f"no setting {', '.join(unknown)}; {known}")
     return loaded
 
 
@@ -128,9 +136,9 @@ def _load_from_file(request: LoadRequest) -> Callable[..., Any]:
     if function is None:
         names = [name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"]
         defined = f"it defines {', '.join(names)}" if names else "it defines no function"
-        raise ValueError(f"no function {request.function}; {defined}")
+        raise _WrongRewardError(f"no function {request.function}; {defined}")
     if not callable(function):
-        raise ValueError(f"{request.function} is {_type_name(function)}, not a function")
+        raise _WrongRewardError(f"{request.function} is {_type_name(function)}, not a function")
     loaded: Callable[..., Any] = function
     return loaded
 
@@ -191,11 +199,13 @@ def _describe(error: BaseException, file: str) -> str:
     except Exception:  # noqa: BLE001 - the code of a user may raise anything here too
         message = ""
     lines = message.strip().splitlines()
-    description = type(error).__name__
-    if file == "" and isinstance(error, ValueError):  # of a built-in: the message alone says what is wrong
-        description = ""
-    if lines:
-        description += f": {lines[0]}" if description else lines[0]
+    is_for_users = isinstance(error, _WrongRewardError) or (not file and isinstance(error, ValueError))
+    if lines and is_for_users:
+        description = lines[0]
+    elif lines:
+        description = f"{type(error).__name__}: {lines[0]}"
+    else:
+        description = type(error).__name__
     line_numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if line_numbers:
         return f"{description[:_MAX_ERROR_CHARACTERS]} (line {line_numbers[-1]})"
