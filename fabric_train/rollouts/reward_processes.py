@@ -207,5 +207,4 @@ class RewardProcess:
 
 def _one_line(text: str) -> str:
     """Return a text of the process as one line that can be stored and printed."""
-    line = " ".join(text.split())[:_MAX_CHARACTERS]
-    return escape_controls(line.encode("utf-8", "backslashreplace").decode("utf-8"))
+    return escape_controls(" ".join(text.split())[:_MAX_CHARACTERS])

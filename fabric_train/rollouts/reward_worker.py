@@ -206,10 +206,12 @@ def _describe(error: BaseException, file: str) -> str:
         description = f"{type(error).__name__}: {lines[0]}"
     else:
         description = type(error).__name__
+    description = description[:_MAX_ERROR_CHARACTERS]
+    description = description.encode("utf-8", "backslashreplace").decode("utf-8")  # a text may be half a surrogate pair
     line_numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if line_numbers:
-        return f"{description[:_MAX_ERROR_CHARACTERS]} (line {line_numbers[-1]})"
-    return description[:_MAX_ERROR_CHARACTERS]
+        return f"{description} (line {line_numbers[-1]})"
+    return description
 
 
 def _type_name(value: Any) -> str:

@@ -116,20 +116,24 @@ def test_a_function_keeps_its_variables_between_calls_and_may_print(
 
 
 def test_an_exception_costs_only_its_completion(open_file: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    rewards = open_file("def reward(completions):\n    return [1 / int(completion) for completion in completions]\n")
-    table = rewards.compute(["2", "0", "\x1b[31mred", "4"], ["p"] * 4, {})
-    assert table.values.tolist() == [[0.5, 0, 0, 0.25]]
+    rewards = open_file(
+        "def reward(completions):\n"
+        "    if '\\x1b[31mred\\ud800' in completions:\n"
+        "        raise ValueError(completions[-1] + ' red\\nnext line')\n"
+        "    return [1 / int(completion) for completion in completions]\n"
+    )
+    table = rewards.compute(["2", "0", "4", "\x1b[31mred\ud800"], ["p"] * 4, {})
+    assert table.values.tolist() == [[0.5, 0, 0.25, 0]]
     assert table.num_errors == 2
-    assert table.errors[0] is table.errors[3] is None
-    assert table.errors[1] == "reward: ZeroDivisionError: division by zero (line 2)"
-    assert "invalid literal" in str(table.errors[2])
-    assert "\x1b" not in str(table.errors[2])
+    assert table.errors[0] is table.errors[2] is None
+    assert table.errors[1] == "reward: ZeroDivisionError: division by zero (line 4)"
+    assert table.errors[3] == r"reward: ValueError: \x1b[31mred\ud800 red (line 3)"
 
     # one line, for the first failure of the run
     rewards.compute(["0"], ["p"], {})
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "failed for 2 of 4 completions, which get 0: ZeroDivisionError: division by zero (line 2)" in lines[0]
+    assert "failed for 2 of 4 completions, which get 0: ZeroDivisionError: division by zero (line 4)" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -247,9 +251,9 @@ def test_a_process_that_was_killed_between_calls_is_started_again(open_file: Ope
     rewards = open_file("def reward(completions):\n    return [1] * len(completions)\n")
     (process_id,) = process_ids(rewards)
     kill(process_id)
-    table = rewards.compute(["a", "b"], ["p"] * 2, {})
-    assert table.errors == [None, None]
-    assert table.total.tolist() == [1, 1]
+    table = rewards.compute(["a"], ["p"], {})
+    assert table.errors == [None]
+    assert table.total.tolist() == [1]
     assert process_ids(rewards) != [process_id]
 
 
