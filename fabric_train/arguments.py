@@ -66,6 +66,7 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
         "distill_on",
         "sft_weight",
     ),
+    "rl": ("reference",),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
     "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
@@ -78,8 +79,8 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
 """The arguments that each objective uses."""
 LOWEST_TEMPERATURE = 0.01
 """The lowest ``--distill_temperature``. Below it, differences of logits overflow."""
-TOKEN_OBJECTIVES = ("sft", "distill")
-"""The objectives that train on documents and chats."""
+TOKEN_OBJECTIVES = ("sft", "distill", "rl")
+"""The objectives that train on tokens, not on pairs of answers."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
 """The objectives that train on unpaired answers."""
 _MUON_ARGUMENTS = ("muon_lr", "muon_momentum", "muon_adjust_lr")
@@ -152,6 +153,10 @@ class DataArguments:
     folders or hub names, also as NAME:SUBSET:SPLIT@REVISION; es=PATH names a source es. Sources are read one after the
     other, or mixed with --shares. If --train_data_dir is given too, only its validation/ is used.
     """
+    prompts: list[str] | None = None
+    """Train on completions that the model samples: files (.jsonl or .parquet), folders, globs or hub names with a
+    column prompt, a text or the messages of a chat. Other columns go to the rewards. math=PATH names a source math.
+    """
     shuffle_buffer: NonNegativeInt = 0
     """Draw the next document of --streaming_dataset from a buffer of this many documents, which every worker keeps in
     memory; 0 keeps the original order.
@@ -161,7 +166,7 @@ class DataArguments:
     NAME:SEPARATOR joins lists of texts.
     """
     max_length: RowLength = 2048
-    """Tokens per row of --streaming_dataset; 8k is 8192."""
+    """Tokens per row of --streaming_dataset, and the most of a prompt of --prompts and its completion; 8k is 8192."""
     isolate_documents: bool = True
     """Keep the documents of a packed row separate: no attention between them, and positions restart at 0 in each
     document. false lets documents attend to the earlier ones in their row.
@@ -182,9 +187,13 @@ class DataArguments:
                     "--shuffle_buffer only applies to --streaming_dataset; leave out --shuffle_buffer, since the rows "
                     "of a token dataset are always shuffled"
                 )
-            if not self.data_dirs:
-                faults.insert(0, "--train_data_dir or --streaming_dataset is required")
+            if self.prompts is not None:
+                faults += self._check_prompts()
+            elif not self.data_dirs:
+                faults.insert(0, "--train_data_dir, --streaming_dataset or --prompts is required")
             return faults
+        if self.prompts is not None:
+            faults.append("--streaming_dataset and --prompts exclude each other; leave out one of them")
         for name in self.streaming_dataset:
             if "://" in name:
                 faults.append(
@@ -205,6 +214,18 @@ class DataArguments:
         if isinstance(self.train_data_dir, str):
             return [self.train_data_dir] if self.train_data_dir else []
         return self.train_data_dir
+
+    def _check_prompts(self) -> list[str]:
+        """Return what does not work with the prompts."""
+        faults = []
+        if not self.prompts:
+            faults.append("--prompts is empty; give files or hub names")
+        if self.data_dirs:
+            faults.append("--prompts and --train_data_dir exclude each other; leave out one of them")
+        for name in _MIXTURE_ARGUMENTS:
+            if getattr(self, name) is not None:
+                faults.append(f"--{name} does not work with --prompts, which are all read once per epoch; leave it out")
+        return faults
 
     @property
     def mixes(self) -> bool:
@@ -483,7 +504,8 @@ class PreferenceArguments:
     """With kto and apo_zero_unpaired: weight of the loss of undesirable answers."""
     reference: str | None = None
     """With dpo, ipo, apo_zero, dpop, kto and apo_zero_unpaired: the reference model (a hub name, a folder, a
-    checkpoint, RUN or RUN/best). Default: the weights that the run starts from, without a new adapter.
+    checkpoint, RUN or RUN/best); the same with rl and --kl_weight. Default: the weights that the run starts from,
+    without a new adapter.
     """
     teacher: str | None = None
     """With distill: the teacher, with the same tokenizer as the model (a hub name, a folder, a checkpoint, RUN or
@@ -524,8 +546,8 @@ class PreferenceArguments:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the objective compares with a reference model."""
-        return "reference" in OBJECTIVE_ARGUMENTS.get(self.objective, ())
+        """Whether the objective compares answers with a reference model."""
+        return self.compares_answers and "reference" in OBJECTIVE_ARGUMENTS[self.objective]
 
     def faults(self) -> list[str]:
         """Return values that the objective does not use."""
@@ -566,6 +588,61 @@ class PreferenceArguments:
         if self.teacher_states is not None and not self.teacher_states:
             return ["--teacher_states is empty; give at least one folder"]
         return []
+
+
+@dataclass(frozen=True)
+class RolloutArguments:
+    """Completions and rewards, with --prompts"""
+
+    prompts_per_step: PositiveInt = 16
+    """Prompts whose completions an optimizer step trains on."""
+    group_size: PositiveInt = 8
+    """Completions that are sampled for each prompt."""
+    max_new_tokens: RowLength = 512
+    """Most tokens of a completion; longer ones are cut there."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of sampling, and of the probabilities in the loss. The full distribution is sampled: top-p, top-k and
+    min-p would make the ratio of probabilities wrong.
+    """
+    rewards: list[str] | None = None
+    """With rl: the rewards, whose weighted sum is maximized: names of built-in ones (exact_answer, math, regex,
+    json_schema, language, length), or FILE.py:NAME for a function NAME(completions, prompts, **columns) that returns a
+    number for each completion.
+    """
+    reward_weights: dict[str, Any] | None = None
+    """Weight of each reward, such as {exact_answer: 1, language: 0.2}; default: 1."""
+    reward_settings: dict[str, Any] | None = None
+    """Values that a reward gets instead of a column of the prompts, such as {length: {max_characters: 400}}."""
+    on_reward_error: Literal["zero", "stop"] = "zero"
+    """When a reward function fails or takes too long: count its reward as 0, or stop the run."""
+    reward_timeout: PositiveFloat = 10.0
+    """Seconds that a call of a reward function with the completions of a step may take."""
+    reward_memory_gb: PositiveFloat = 4.0
+    """Memory that the process of a reward may use, in GB of address space."""
+    advantage: Literal["mean", "group_norm"] = "mean"
+    """Advantage of a completion: its reward minus the mean of its group (mean), or that divided by the group's standard
+    deviation as well, as in GRPO (group_norm).
+    """
+    loss_normalisation: Literal["tokens", "constant"] = "tokens"
+    """Divide the loss of a step by its completion tokens, or by the constant --max_new_tokens times its completions."""
+    kl_weight: NonNegativeFloat = 0.0
+    """With rl: weight of the divergence from the reference model, which keeps the model close to it."""
+    sampler_batch_size: PositiveInt = 64
+    """Completions that a rank samples at once."""
+    keep_rollouts: PositiveInt | None = None
+    """How many of the newest steps keep their completions in OUTPUT_DIR/rollouts. Default: all."""
+
+    def faults(self) -> list[str]:
+        """Return groups without an advantage, and temperatures by which logits cannot be divided."""
+        faults = []
+        if self.group_size < 2:
+            faults.append(
+                "--group_size 1 leaves every advantage at 0, because a reward is compared with its group; give 2 or "
+                "more"
+            )
+        if self.temperature < LOWEST_TEMPERATURE:
+            faults.append(f"--temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -1114,6 +1191,7 @@ class TrainArguments:
     model: ModelArguments
     adapter: AdapterArguments
     preference: PreferenceArguments
+    rollouts: RolloutArguments
     fsdp: FSDPArguments
     checkpoint: CheckpointArguments
     training: TrainingArguments

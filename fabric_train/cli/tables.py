@@ -144,6 +144,7 @@ OBJECTIVES: Table[Any] = Table(
     {
         "sft": "fabric_train.training.objective:build_cross_entropy",
         "distill": "fabric_train.training.distillation:build_distillation",
+        "rl": "fabric_train.training.policy_gradient:build_policy_gradient",
         "dpo": "fabric_train.training.preference:build_preference",
         "ipo": "fabric_train.training.preference:build_preference",
         "simpo": "fabric_train.training.preference:build_preference",

@@ -206,19 +206,21 @@ class StepPhase(IntEnum):
 
     LOADING = 0
     DATA = 1
-    COMPUTING = 2
-    OPTIMIZER = 3
-    SYNC = 4
-    COMPLETING = 5
-    VALIDATION = 6
-    SAMPLING = 7
-    SAVING = 8
-    ENDING = 9
+    ROLLOUT = 2
+    COMPUTING = 3
+    OPTIMIZER = 4
+    SYNC = 5
+    COMPLETING = 6
+    VALIDATION = 7
+    SAMPLING = 8
+    SAVING = 9
+    ENDING = 10
 
 
 _PHASE_TEXTS = {
     StepPhase.LOADING: "loading",
     StepPhase.DATA: "waiting for data",
+    StepPhase.ROLLOUT: "sampling batch {} of the completions",
     StepPhase.COMPUTING: "forward and backward pass {}",
     StepPhase.OPTIMIZER: "optimizer step",
     StepPhase.SYNC: "synchronizing after the step",
@@ -229,7 +231,7 @@ _PHASE_TEXTS = {
     StepPhase.ENDING: "ending",
 }
 _COMPILING_PHASES = (StepPhase.VALIDATION, StepPhase.SAMPLING)  # at their first batch or token
-_SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
+_SLOW_PHASES = (StepPhase.LOADING, StepPhase.ROLLOUT, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
 
 @dataclass(frozen=True, order=True)
@@ -239,7 +241,7 @@ class Position:
     step: int = 0
     phase: int = StepPhase.LOADING
     index: int = 0
-    """The number of the micro-batch, validation batch or sampled token."""
+    """The number of the micro-batch, validation batch, batch of completions or sampled token."""
     is_slow: bool = field(default=True, compare=False)
     """Whether other ranks may have to wait a long time for this rank."""
 
@@ -271,7 +273,7 @@ class Heartbeat:
 
         Args:
             phase: The phase that begins.
-            index: Number of the micro-batch, validation batch or sampled token.
+            index: Number of the micro-batch, validation batch, batch of completions or sampled token.
             step: The optimizer step; by default the one of the last position.
         """
         # end the phase before

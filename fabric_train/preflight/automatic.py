@@ -166,7 +166,7 @@ def _seconds_of_training(run: PreparedRun) -> float:
     if not flops_per_second:
         flops_per_second = _A100_PEAK_FLOPS
     flops_per_row = run.model.flops.count([plan.tokens_per_row])
-    flops_of_step = flops_per_row * plan.rows_per_window / plan.world_size  # of each device
+    flops_of_step = flops_per_row * plan.most_rows_per_step / plan.world_size  # of each device
     return plan.num_steps * flops_of_step / (flops_per_second * _UTILIZATION)
 
 

@@ -409,7 +409,7 @@ class RunRequest:
         saved, evaluated = self._saved_steps()
         first_save = min(saved | evaluated)
         saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
-        flops_of_step = shape.flops.count([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
+        flops_of_step = shape.flops.count([plan.tokens_per_row]) * plan.most_rows_per_step / plan.world_size
         teacher = self.forecast_teacher()
         if teacher is not None:
             flops_of_step += teacher.flops_of_step

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError
-from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.memory import machine_memory
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
@@ -94,7 +95,7 @@ def busiest_rank(flops: ModelFlops, borders: np.ndarray, num_ranks: int) -> floa
 
 def _show_balance(run: PreparedRun) -> str:
     """Describe how evenly the ranks that compute the same rows share the work, in some micro-batches of the run."""
-    assert not isinstance(run.data, Stream)
+    assert isinstance(run.data, TokenDataset | TokenMixture)
     rows = run.data.train
     num_ranks = run.arguments.fsdp.context_parallel_size
     micro_batch_size = run.arguments.training.micro_batch_size
@@ -162,12 +163,12 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
     for name, text in describe_parts(run.model, changes=run.models.change):
         table.add_row(name, text)
 
-    if run.arguments.fsdp.context_parallel_size > 1 and not isinstance(run.data, Stream):
+    if run.arguments.fsdp.context_parallel_size > 1 and isinstance(run.data, TokenDataset | TokenMixture):
         table.add_row("rows", _show_balance(run))
     sharding = f"weights sharded over {layout.num_shards}" if layout.is_sharded else "not sharded"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {sharding}")
 
-    num_tokens = plan.rows_per_window * plan.tokens_per_row
+    num_tokens = plan.most_rows_per_step * plan.tokens_per_row
     num_steps = plan.num_steps
     if run.steps_suffix:  # one of several successive runs
         num_steps = plan.last_step - plan.data_starts_after

@@ -45,5 +45,5 @@ def forecast_teacher(shape: ModelShape, arguments: "TrainArguments", layout: Lay
     return TeacherForecast(
         device_bytes=head_bytes + hidden_bytes + (0 if layout.offloads else shard_bytes),
         host_bytes=shard_bytes if layout.offloads else 0,
-        flops_of_step=flops_per_row * plan.rows_per_window / plan.world_size,
+        flops_of_step=flops_per_row * plan.most_rows_per_step / plan.world_size,
     )

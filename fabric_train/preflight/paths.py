@@ -15,6 +15,7 @@ from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.inference.prompt_file import check_prompts
 from fabric_train.model.model_folder import check_model_folder
 from fabric_train.preflight.beginning import choose_beginning
+from fabric_train.preflight.rollout_check import faults_of_rollouts
 from fabric_train.reading.sources import check_name, split_names
 from fabric_train.token_dataset.token_folder import check_token_dataset
 
@@ -28,6 +29,9 @@ def check_paths(arguments: "TrainArguments") -> None:
     Raises:
         InputError: a folder or file is missing or of another kind, or a run would overwrite another one.
     """
+    faults = faults_of_rollouts(arguments)
+    if faults:
+        raise InputError(*faults)
     folder = Path(arguments.save.output_dir)
     check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     beginning = choose_beginning(arguments, folder, damages=None)
@@ -37,8 +41,9 @@ def check_paths(arguments: "TrainArguments") -> None:
     data = arguments.data
     if data.phases is not None and not arguments.evaluation.only_reads:
         yaml_core.load_file(data.phases, "--phases")
-    for _, source in split_names(data.streaming_dataset or [], "--streaming_dataset"):
-        check_name(source, "--streaming_dataset")
+    for option, names in (("--streaming_dataset", data.streaming_dataset), ("--prompts", data.prompts)):
+        for _, source in split_names(names or [], option):
+            check_name(source, option)
     for dataset_dir in data.data_dirs:
         check_token_dataset(dataset_dir)
 

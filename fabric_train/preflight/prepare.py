@@ -1,6 +1,5 @@
 """Check a run before a process group exists: its arguments, and the files and devices that they need."""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -62,7 +61,8 @@ from fabric_train.preflight.phases import (
     stretch_of,
 )
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.steps import plan_steps, rows_at_once, starting_point
+from fabric_train.preflight.steps import plan_steps, rows_of_step, starting_point
+from fabric_train.rollouts.prompts import PromptLengths, Prompts, open_prompts
 from fabric_train.training.components import (
     components_of,
     describe_other_component,
@@ -72,6 +72,7 @@ from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.objective import build_objective
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData
 from fabric_train.training.reference_model import check_reference
+from fabric_train.training.rollout_run import open_run_rewards
 from fabric_train.training.sample_file import read_samples
 from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.step_plan import RunPhase
@@ -220,7 +221,7 @@ def _prepare_stretch(
     model = models.at(stretch.first_step)
 
     # the order of the data, and the step to begin with
-    rows_per_window = math.prod(rows_at_once(arguments, devices.world_size))  # 0 is refused by plan_steps
+    rows_per_window = rows_of_step(arguments, devices.world_size)  # 0 is refused by plan_steps
     saved_order = None
     if saved and not start_from.weights_only:
         saved_order = saved.data
@@ -277,6 +278,7 @@ def _prepare_stretch(
     )
     _check_parts(run)
     check_reference(run)
+    _check_rewards(run)
     run = replace(run, teacher_model=find_teacher_shape(run), teacher_states=use_stored_teacher(run))
 
     # notes for the user, and what `auto` means
@@ -290,6 +292,17 @@ def _prepare_stretch(
     if arguments.planning.checks:
         return run
     return resolve_automatic(run)
+
+
+def _check_rewards(run: PreparedRun) -> None:
+    """Raise an InputError for a reward that cannot be opened, or that needs a column which the prompts lack."""
+    if not isinstance(run.data, Prompts) or not run.arguments.rollouts.rewards or global_rank():
+        return
+    rewards = open_run_rewards(run.arguments)
+    try:
+        rewards.check_columns(run.data.column_names, f"--prompts {run.data.name}")
+    finally:
+        rewards.close()
 
 
 def _extend_to_rows(stored_model: ModelShape, stretch: Stretch, data: TrainingData) -> ModelShape:
@@ -435,6 +448,8 @@ def _open_data(
 ) -> TrainingData:
     """Open the training data, or with ``--eval_only`` the token dataset with the validation rows."""
     data_arguments = arguments.data
+    if data_arguments.prompts is not None:
+        return _open_prompts(arguments, data_arguments.prompts, folder, saved)
     is_streamed = data_arguments.streaming_dataset is not None
     if arguments.evaluation.self_check and is_streamed:
         raise InputError(
@@ -471,6 +486,17 @@ def _open_data(
         if saved_tokenizer.is_dir():
             tokenizer_name = str(saved_tokenizer)
     return open_stream(data_arguments, tokenizer_name, special_text_is_plain, folder / "tokenizer", dataset)
+
+
+def _open_prompts(
+    arguments: "TrainArguments", entries: Sequence[str], folder: Path, saved: TrainerJson | None
+) -> Prompts:
+    """Open the prompts with the tokenizer that the checkpoint's run has used, or the model's."""
+    tokenizer_name = arguments.model.model_name
+    if saved is not None and (saved.checkpoint / "tokenizer").is_dir():
+        tokenizer_name = str(saved.checkpoint / "tokenizer")
+    lengths = PromptLengths(arguments.data.max_length, arguments.rollouts.max_new_tokens)
+    return open_prompts(entries, tokenizer_name, lengths, folder / "tokenizer")
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
@@ -556,7 +582,7 @@ def _data_order(
 ) -> DataOrder | StreamOrder:
     """Return the values that decide the order of the data, as a checkpoint records them."""
     seed = arguments.seed
-    if isinstance(data, TokenDataset):
+    if isinstance(data, TokenDataset | Prompts):
         return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, seed, saved_order)
     if isinstance(data, TokenMixture):
         rows_per_epoch = list(data.rows_per_epoch)

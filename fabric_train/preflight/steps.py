@@ -15,11 +15,13 @@ from fabric_train.data.data_order import SHUFFLED, DataOrder, PhaseRows, StreamO
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
 from fabric_train.optim.learning_rate import num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
+from fabric_train.rollouts.prompts import Prompts
 from fabric_train.training.metrics import are_columns
 from fabric_train.training.prepared_run import StartingPoint, TrainingData
 from fabric_train.training.step_plan import RunPhase, StepPlan
@@ -80,8 +82,8 @@ def plan_steps(
 
     # the data, and the rows of a window
     notes = _check_data(arguments, model, data, world_size)
-    rows_per_micro_batch, accumulation = rows_at_once(arguments, world_size)  # over all ranks
-    rows_per_window = rows_per_micro_batch * accumulation
+    _, accumulation = rows_at_once(arguments, world_size)
+    rows_per_window = rows_of_step(arguments, world_size)
 
     # the rows and windows of an epoch; a stream has no known length
     mixture = None
@@ -128,6 +130,7 @@ def plan_steps(
         data_starts_after=data_starts_after,
         data_ends_after=data_ends_after,
         order_version=order_version,
+        completions_per_prompt=arguments.rollouts.group_size if isinstance(data, Prompts) else None,
     )
 
 
@@ -138,9 +141,13 @@ def _check_data(arguments: "TrainArguments", model: ModelShape, data: TrainingDa
         InputError: the data or the batch size cannot be used; it lists all faults.
     """
     faults: list[str] = []
+    token_data: TokenDataset | TokenMixture | None
     if isinstance(data, Stream):
         token_data = data.held_out  # the token dataset for validation, if there is one
         faults += _faults_of_stream(data, model, arguments.training.max_step)
+    elif isinstance(data, Prompts):
+        token_data = None
+        faults += _faults_of_prompts(data, model)
     else:
         token_data = data
         # with --eval_only, the data are never a stream
@@ -200,9 +207,21 @@ def rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int
     training = arguments.training
     num_data_ranks = world_size // arguments.fsdp.ranks_of_rows
     rows_per_micro_batch = training.micro_batch_size * num_data_ranks
+    if arguments.data.prompts is not None:
+        # at most: completions are packed, so a step has fewer rows than completions
+        num_completions = arguments.rollouts.prompts_per_step * arguments.rollouts.group_size
+        return rows_per_micro_batch, math.ceil(num_completions / rows_per_micro_batch)
     if training.total_batch_size is None:
         return rows_per_micro_batch, training.gradient_accumulation_steps
     return rows_per_micro_batch, training.total_batch_size // rows_per_micro_batch
+
+
+def rows_of_step(arguments: "TrainArguments", world_size: int) -> int:
+    """Return how many rows of the training data an optimizer step takes; of --prompts, prompts."""
+    if arguments.data.prompts is not None:
+        return arguments.rollouts.prompts_per_step
+    rows_per_micro_batch, accumulation = rows_at_once(arguments, world_size)
+    return rows_per_micro_batch * accumulation
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
@@ -217,6 +236,21 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
         faults.append(
             f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, but "
             f"{model.source} has {model.vocab_size} tokens; {resize_advice(model, stream.tokenizer.vocab_size)}"
+        )
+    return faults
+
+
+def _faults_of_prompts(prompts: Prompts, model: ModelShape) -> list[str]:
+    """Return why a model cannot complete prompts."""
+    faults = []
+    row_length = prompts.train.row_length
+    if model.max_positions is not None and row_length > model.max_positions:
+        advice = f"give a smaller --max_length{how_to_extend(model, row_length)}"
+        faults.append(f"--max_length {row_length}: {model.source} has {model.max_positions} positions; {advice}")
+    if prompts.tokenizer.vocab_size > model.vocab_size:
+        faults.append(
+            f"{prompts.tokenizer.name}: its tokenizer has ids up to {prompts.tokenizer.vocab_size - 1}, but "
+            f"{model.source} has {model.vocab_size} tokens; {resize_advice(model, prompts.tokenizer.vocab_size)}"
         )
     return faults
 
@@ -260,9 +294,13 @@ def _notes(arguments: "TrainArguments", num_steps: int, steps_of_epochs: int | N
     if data.validation is None:
         folders = ", ".join(arguments.data.data_dirs)
         cause = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
+        if isinstance(data, Prompts):
+            cause = "--prompts has no validation split"
         notes.append(f"{cause}; nothing will be evaluated")
     if isinstance(data, Stream):
         if data.chat_template:
             notes += data.chat_template.notes
+        notes += data.notes
+    if isinstance(data, Prompts):
         notes += data.notes
     return notes

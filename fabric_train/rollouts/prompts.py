@@ -185,7 +185,7 @@ def open_prompts(
             f"{_OPTION} {' '.join(entries)}: no prompt has at most {lengths.longest_prompt} tokens, the room that "
             f"--max_length {lengths.row_length} leaves beside --max_new_tokens {lengths.max_new_tokens}"
         )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if num_too_long:
         notes = (
             f"{counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "

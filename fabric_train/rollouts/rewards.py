@@ -28,6 +28,7 @@ from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRe
 from fabric_train.rollouts.reward_processes import RewardFailedError, RewardLimits, RewardProcess
 
 _DEFAULT_FUNCTION = "reward"
+_FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py)(:(?P<function>.*))?", re.DOTALL)
 _RESERVED_NAMES = ("error",)  # reward_error is a column of the stored rollouts
 _PARAMETERS = ("completions", "prompts")
 _ALONE_PARTS = 10
@@ -245,7 +246,7 @@ def open_rewards(
     settings = dict(settings or {})
     requests: dict[str, LoadRequest] = {}
     specs_by_name: dict[str, str] = {}
-    faults = []
+    faults: list[str] = []
     for spec in specs:
         try:
             name, request = _load_request(spec, settings, limits)
@@ -297,12 +298,24 @@ def open_rewards(
     return Rewards(rewards, on_error, limits)
 
 
+def name_rewards(specs: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the rewards in ``--rewards``, without opening them."""
+    names = []
+    for spec in specs:
+        match = _FUNCTION_IN_FILE.fullmatch(spec)
+        if match is None:
+            names.append(spec)
+        else:
+            names.append(match["function"] or _DEFAULT_FUNCTION)
+    return tuple(names)
+
+
 def _load_request(
     spec: str, settings: Mapping[str, Mapping[str, Any]], limits: RewardLimits
 ) -> tuple[str, LoadRequest]:
     """Return the name of a reward and the request to load it; InputError if it cannot exist."""
     # a built-in
-    match = re.fullmatch(r"(?P<file>.+\.py)(:(?P<function>.*))?", spec, re.DOTALL)
+    match = _FUNCTION_IN_FILE.fullmatch(spec)
     if match is None:
         if spec not in BUILTIN_REWARDS:
             raise InputError(

@@ -1,10 +1,12 @@
 """Build the parts of a prepared run: model, optimizer, batches, evaluation, checkpoints, loggers."""
 
+from functools import partial
 from pathlib import Path
 
 from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from fabric_train.checkpoint import TrainerJson
 from fabric_train.checkpoint.adapter_base import open_adapted
@@ -26,6 +28,8 @@ from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.ranks import data_ranks, first_text
 from fabric_train.distributed.sharded_parameters import flat_shards
 from fabric_train.distributed.signals import Heartbeat
+from fabric_train.distributed.strategy import ParameterMaterializer
+from fabric_train.model.adapter import materialize
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.generation_settings import add_stop_tokens, read_generation_config
 from fabric_train.model.hf_model import ModelShape
@@ -37,6 +41,7 @@ from fabric_train.model.untrained_rows import note_on_end_of_turn
 from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.kernel_trial import use_triton
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.rollouts.prompts import Prompts
 from fabric_train.training.checkpoint_description import describe_run
 from fabric_train.training.components import component
 from fabric_train.training.evaluation import Validation, select_metrics
@@ -49,6 +54,7 @@ from fabric_train.training.own_time import OwnTime
 from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData, logged_sources
 from fabric_train.training.profiling import ProfiledWindows
+from fabric_train.training.rollout_run import build_rollout_windows
 from fabric_train.training.run_log import log, note, progress, warn
 from fabric_train.training.run_times import TIMES, TimesFile
 from fabric_train.training.step import Stepper
@@ -93,6 +99,8 @@ def set_up_model(fabric: Fabric, run: PreparedRun, *, shows_notes: bool = True) 
 def has_many_lengths(run: PreparedRun) -> bool:
     """Return whether rows have so many lengths that compiled layers must take any length."""
     data = run.data
+    if isinstance(data, Prompts):
+        return True  # packed completions have any length
     row_lengths = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
     if data.validation:
         row_lengths = row_lengths | data.validation.lengths()
@@ -117,6 +125,16 @@ def open_model(run: PreparedRun) -> MetaModel:
     if run.model.is_new:
         return open_new(run.model, dtype, seed)
     return open_pretrained(run.model, dtype)
+
+
+def _open_sampling_copy(fabric: Fabric, run: PreparedRun) -> PreTrainedModel:
+    """Return an unsharded model like the run's on this rank's device, for sampling; its values do not matter."""
+    model = open_model(run).model
+    materialize(model, fabric.device)
+    model.apply(ParameterMaterializer(fabric.device))
+    model.tie_weights()
+    fabric.to_device(model)
+    return model.requires_grad_(False)
 
 
 def set_up_optimizer(
@@ -317,7 +335,7 @@ def build_loop(
     return Loop(
         run=run,
         stepper=stepper,
-        batches=_build_batches(fabric, run, heartbeat),
+        batches=_build_batches(fabric, model, run, heartbeat),
         num_steps=run.last_loop_step,
         checkpoints=checkpoint_manager,
         validation=validation,
@@ -330,17 +348,22 @@ def _build_guard(fabric: Fabric, data: TrainingData) -> StepGuard:
     """Build the guard of a run's steps, which names rows in the way of the run's data."""
     if isinstance(data, Stream):
         return StepGuard(fabric, "the stream", warn)
+    if isinstance(data, Prompts):
+        return StepGuard(fabric, "the completions", warn)
     worst_documents = WorstDocuments(fabric, data).describe
     if isinstance(data, TokenMixture):
         return StepGuard(fabric, "the token datasets", warn, data.row_name, worst_documents)
     return StepGuard(fabric, f"{data.folder / 'train'}", warn, worst=worst_documents)
 
 
-def _build_batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
+def _build_batches(fabric: Fabric, model: _FabricModule, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
     """Build the windows of a run, some of which are traced on this rank if ``--profile`` says so."""
     arguments = run.arguments.logging
     if isinstance(run.data, Stream):
         batches: WindowSource = _build_stream_batches(fabric, run, run.data)
+    elif isinstance(run.data, Prompts):
+        open_copy = partial(_open_sampling_copy, fabric, run)
+        batches = build_rollout_windows(fabric, model, run, run.data, heartbeat, open_copy)
     else:
         batches = _build_row_batches(fabric, run, run.data)
     if arguments.profiled_steps is None:

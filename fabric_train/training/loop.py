@@ -117,9 +117,14 @@ class Loop:
             stopwatch.restart()
             first_steps.restart()
 
-        for window in self._windows(point.state.step, stopwatch):
-            # Take the step. A stop comes before a micro-batch, when only gradients have changed since the last step.
+        windows = self._windows(point.state.step, stopwatch)
+        while True:
+            # Take the step. A stop comes before a micro-batch, when only gradients have changed since the last step, or
+            # while the window is made.
             try:
+                window = next(windows, None)
+                if window is None:
+                    break
                 step = self.stepper.take_step(window)
             except RunStopped:
                 return End(point.state, self._save_unless_saved(point), heartbeat.stop_border.signal)

@@ -9,7 +9,7 @@ Shapes: N targets in a batch, which are the tokens of completions, and R rewards
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning import Fabric
@@ -19,10 +19,14 @@ from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.policy_loss import VALUES, PolicyLoss
 from fabric_train.model.teacher_head import check_head
+from fabric_train.rollouts.rewards import name_rewards
 from fabric_train.training.live_reference import set_up_live_reference
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.teacher import LiveTeacher
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
 
 _COMPLETION_NAMES = ("completions", "completion_tokens", "cut_completions", "flat_groups")
 """The metrics of completions beside the rewards: their number, their mean number of tokens, the share that has the
@@ -149,7 +153,7 @@ class PolicyGradient:
         num_completions = round(sums["completions"])
         num_tokens = round(sums["completion_tokens"])
         if num_completions == 0:
-            return [0 if name == "completions" else None for name in sums]
+            return [0.0 if name == "completions" else None for name in sums]
 
         values: dict[str, float | None] = {}
         for name, total in sums.items():
@@ -157,7 +161,7 @@ class PolicyGradient:
                 values[name] = total / num_completions
             else:
                 values[name] = total / num_tokens
-        values["completions"] = num_completions
+        values["completions"] = float(num_completions)
         values["completion_tokens"] = num_tokens / num_completions
         for name in ("cut_completions", "flat_groups"):
             values[name] = round(sums[name]) / num_completions
@@ -175,3 +179,15 @@ class PolicyGradient:
             lacks_variance=empty,
             rewards=torch.zeros(self._num_rewards, 0, device=device),
         )
+
+
+def build_policy_gradient(arguments: "TrainArguments") -> PolicyGradient:
+    """Build the objective of ``--objective rl``."""
+    rollouts = arguments.rollouts
+    return PolicyGradient(
+        name_rewards(rollouts.rewards or ()),
+        temperature=rollouts.temperature,
+        max_new_tokens=rollouts.max_new_tokens,
+        loss_normalisation=rollouts.loss_normalisation,
+        kl_weight=rollouts.kl_weight,
+    )

@@ -15,6 +15,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.origin import AdapterBase, ReferenceModel, TeacherModel, TrainingStage
 from fabric_train.optim.learning_rate import Schedules
+from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
 from fabric_train.training.early_stopping import EarlyStopping
 from fabric_train.training.sampling import SamplePrompts
@@ -23,7 +24,7 @@ from fabric_train.training.step_plan import StepPlan
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
-TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream
+TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream | Prompts
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fabric_train.checkpoint import TokenLoss, read_trainer_json
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, RunError, first_line
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
 from fabric_train.distributed.memory import reuse_freed_memory
 from fabric_train.distributed.precision import compute_dtype
@@ -25,6 +26,7 @@ from fabric_train.distributed.sharded_parameters import release_parameters
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.pages.markdown import WrittenPage
+from fabric_train.rollouts.prompts import Prompts
 from fabric_train.training import summary
 from fabric_train.training.build_run import build_loop, build_outputs, build_validation, set_up_model, set_up_optimizer
 from fabric_train.training.evaluation import Validation
@@ -120,7 +122,7 @@ def _write_run_folder(run: PreparedRun) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if not run.arguments.evaluation.only_reads:
         write_atomically(run.folder / "config.yaml", to_yaml(run.user_arguments))
-    if isinstance(run.data, Stream):
+    if isinstance(run.data, Stream | Prompts):
         check_no_links_in(run.data.tokenizer_folder)
         run.data.save_tokenizer()
     elif isinstance(run.data, TokenMixture) and not run.arguments.evaluation.only_reads:
@@ -271,7 +273,7 @@ def _self_check(
     fabric: Fabric, model: _FabricModule, optimizer: _FabricOptimizer, objective: Objective, run: PreparedRun
 ) -> int:
     """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
-    assert not isinstance(run.data, Stream)  # preflight refuses it
+    assert isinstance(run.data, TokenDataset | TokenMixture)  # preflight refuses others
     path = run.folder / "self_check.json"
     check_no_link(path)
     progress.info("self check")

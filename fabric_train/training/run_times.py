@@ -31,14 +31,15 @@ TIMES = "times.jsonl"
 _PART_OF_PHASE = {
     StepPhase.LOADING: "starting",
     StepPhase.DATA: "data",
+    StepPhase.ROLLOUT: "rollouts",
     StepPhase.VALIDATION: "evaluation",
     StepPhase.SAMPLING: "evaluation",
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
 """The part to which the seconds of a phase count; all other phases count as training."""
-_PART_NAMES = ("starting", "training", "data", "evaluation", "saving", "ending")
-_REPEATED_PARTS = ("training", "data", "evaluation")
+_PART_NAMES = ("starting", "training", "rollouts", "data", "evaluation", "saving", "ending")
+_REPEATED_PARTS = ("training", "rollouts", "data", "evaluation")
 """The parts that a restart from an earlier step repeats."""
 
 _MAX_NUMBER = 1e15  # a damaged file may have any
@@ -134,6 +135,8 @@ class RunTimes:
 
     training: float
     """Training steps that were not lost."""
+    rollouts: float
+    """Sampling and rewarding completions, for steps that were not lost."""
     data: float
     """Waiting for data."""
     evaluation: float
@@ -143,7 +146,7 @@ class RunTimes:
     restarting: float
     """All later starts, each until its first step is completed."""
     repeated: float
-    """Training, waiting for data and evaluation after the step from which a later start began, which repeated them."""
+    """What was repeated after the step from which a later start began: training, rollouts, waiting, evaluation."""
     idle: float
     """The time between two starts, including what a killed run did after its last line."""
     ending: float
@@ -155,7 +158,7 @@ class RunTimes:
     saves: tuple[float, ...]
     """The time until the checkpoint was complete, for each save."""
     step: float | None
-    """The mean time of a step with its wait for data; None before the second step of a start."""
+    """The mean time of a step with its completions and its wait for data; None before the second step of a start."""
     num_devices: int
 
     @property
@@ -163,6 +166,7 @@ class RunTimes:
         """Return the seconds by what they were spent on, in words."""
         return {
             "training": self.training,
+            "sampling completions": self.rollouts,
             "evaluation": self.evaluation,
             "waiting for data": self.data,
             "saving": self.saving,
@@ -304,12 +308,13 @@ def _sum_attempts(attempts: Sequence[Sequence[TimesLine]]) -> RunTimes:
 
 
 def _mean_step_seconds(attempts: Sequence[Sequence[TimesLine]]) -> float | None:
-    """Return the mean time of a step with its wait for data; each attempt's first step counts as starting."""
+    """Return the mean time of a step with its data; each attempt's first step counts as starting."""
     num_steps = 0
     seconds = 0.0
     for lines in attempts:
         num_steps += max(lines[-1].step - lines[0].step - 1, 0)
         seconds += lines[-1].seconds.get("training", 0.0)
+        seconds += lines[-1].seconds.get("rollouts", 0.0)
         seconds += lines[-1].seconds.get("data", 0.0)
     return seconds / num_steps if num_steps else None
 

@@ -47,6 +47,13 @@ class StepPlan:
     """The last step before a phase with other data; None if there is none."""
     order_version: int = SHUFFLED
     """The version of the order, see ``DataOrder.version``."""
+    completions_per_prompt: int | None = None
+    """The number of completions that are sampled for each row of the data, a prompt; None if rows are not sampled."""
+
+    @property
+    def most_rows_per_step(self) -> int:
+        """The most rows that a step trains on: each completion of a prompt may take a row."""
+        return self.rows_per_window * (self.completions_per_prompt or 1)
 
     @property
     def last_step(self) -> int:

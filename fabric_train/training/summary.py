@@ -62,12 +62,7 @@ def describe_start(run: PreparedRun) -> Group:
 
     # devices, steps and learning rate
     table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")
-    rank_noun = "devices" if plan.num_data_ranks == plan.world_size else "groups of devices"
-    table.add_row(
-        "step",
-        f"{plan.rows_per_window} rows = {plan.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
-        f"(micro-batch × accumulation × {rank_noun}), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
-    )
+    table.add_row("step", _describe_step(plan))
     steps = f"{plan.num_steps:,}"
     if plan.windows_per_epoch and not arguments.data.phases:
         steps += f"; {plan.windows_per_epoch:,} per epoch"
@@ -347,6 +342,21 @@ def _describe_epoch(state: TrainerState, plan: StepPlan) -> str:
     return f"phase {phase} of {len(steps_before)}"
 
 
+def _describe_step(plan: StepPlan) -> str:
+    """Return the rows of a step and how they are split, or the prompts and completions that they are sampled from."""
+    rank_noun = "devices" if plan.num_data_ranks == plan.world_size else "groups of devices"
+    if plan.completions_per_prompt is not None:
+        return (
+            f"{plan.rows_per_window} prompts × {plan.completions_per_prompt} completions, packed into rows of up to "
+            f"{plan.tokens_per_row:,} tokens; {plan.micro_batch_size} rows at a time on each of {plan.num_data_ranks} "
+            f"{rank_noun}"
+        )
+    return (
+        f"{plan.rows_per_window} rows = {plan.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
+        f"(micro-batch × accumulation × {rank_noun}), {plan.rows_per_window * plan.tokens_per_row:,} tokens"
+    )
+
+
 def _describe_start_weights(run: PreparedRun) -> str:
     """Return the checkpoint or the weights that a run starts from, and the step."""
     if run.start.checkpoint:
@@ -363,6 +373,8 @@ def _describe_data(run: PreparedRun) -> str:
     if arguments.streaming_dataset:
         shuffled = f", shuffled among {arguments.shuffle_buffer:,} documents" if arguments.shuffle_buffer else ""
         return f"stream of {', '.join(arguments.streaming_dataset)}{shuffled}, {rows}"
+    if arguments.prompts:
+        return f"{', '.join(arguments.prompts)}: {run.plan.num_rows:,} prompts"
     folders = ", ".join(arguments.data_dirs)
     if run.plan.mixture and arguments.phases:
         return f"{folders}: {sum(run.plan.mixture.num_rows):,} {rows}"

@@ -266,7 +266,7 @@ def test_a_word_without_an_argument_is_refused() -> None:
     for stray in ("stray", "--", "--=3"):
         refused = faults(stray, required=[])
         assert refused[0] == f"{stray!r} does not belong to an argument; write --argument value"
-        assert refused[1:] == ["--train_data_dir or --streaming_dataset is required"]
+        assert refused[1:] == ["--train_data_dir, --streaming_dataset or --prompts is required"]
 
 
 def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
         f"{config}: beta_1: no such argument; did you mean --beta1?",
         "--mirco_batch_size: no such argument; did you mean --micro_batch_size?",
         "--eval_iters: expected a whole number above 0 or null, got '0'",
-        "--train_data_dir or --streaming_dataset is required",
+        "--train_data_dir, --streaming_dataset or --prompts is required",
         "--cpu_offload true needs --parallelism fsdp or fsdp2, not ddp",
         "--warmup_steps 9 is more than --max_step 5",
     ]

@@ -26,7 +26,10 @@ def open_file(entry: str, model: Path, tmp_path: Path, lengths: PromptLengths = 
 
 
 def test_a_prompt_has_one_bos_and_its_other_columns_go_to_the_rewards(tmp_path: Path, tiny_model_dir: Path) -> None:
-    rows = [{"prompt": "To be", "answer": "or not", "level": 3}, {"prompt": "Enter", "answer": "Ghost"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "To be", "answer": "or not", "level": 3},
+        {"prompt": "Enter", "answer": "Ghost"},
+    ]
     prompts = open_file(write_rows(tmp_path / "p.jsonl", rows), tiny_model_dir, tmp_path)
     tokenizer = load_hf_tokenizer(tiny_model_dir)
     first = prompts.train.prompts[0]

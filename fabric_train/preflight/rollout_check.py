@@ -1,0 +1,69 @@
+"""Check the arguments of a run that samples its rows from --prompts, before its data are opened."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
+
+_OBJECTIVES = ("rl", "distill")
+_OPTION = "--prompts"
+
+
+def faults_of_rollouts(arguments: "TrainArguments") -> list[str]:
+    """Return contradictions between --prompts, --objective, and the arguments of completions and rewards."""
+    return list(_find_faults(arguments))
+
+
+def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
+    objective = arguments.preference.objective
+    rollouts = arguments.rollouts
+    if arguments.data.prompts is None:
+        if objective == "rl":
+            yield "--objective rl needs --prompts; give files with a column prompt"
+        yield from _find_unused(arguments)
+        return
+
+    # what the completions are for
+    if objective not in _OBJECTIVES:
+        yield f"{_OPTION} only applies to --objective {' or '.join(_OBJECTIVES)}, not {objective}; leave it out"
+    if objective == "rl" and not rollouts.rewards:
+        yield "--objective rl needs --rewards; give a built-in reward, or FILE.py:NAME for a function"
+    if objective == "distill" and rollouts.rewards:
+        yield "--rewards only applies to --objective rl: distill learns from the teacher alone; leave it out"
+    if arguments.preference.teacher_states is not None:
+        yield f"--teacher_states has no values for completions that {_OPTION} samples; give --teacher"
+    if arguments.preference.distill_on == "all":
+        yield f"--distill_on all does not work with {_OPTION}: only completions are sampled; leave it out"
+
+    # what does not work with rows that are sampled
+    training = arguments.training
+    defaults = type(training)()
+    for name in ("total_batch_size", "gradient_accumulation_steps"):
+        if getattr(training, name) != getattr(defaults, name):
+            yield f"--{name} does not apply to {_OPTION}; give --prompts_per_step and --group_size"
+    for name in ("tensor_parallel_size", "context_parallel_size"):
+        if getattr(arguments.fsdp, name) > 1:
+            yield f"{_OPTION} does not work with --{name}; leave out --{name}"
+    if arguments.device.accelerator == "tpu":
+        yield f"{_OPTION} does not work with --accelerator tpu; use a GPU or the CPU"
+    if arguments.model.precision == "16-mixed":
+        yield f"{_OPTION} does not work with --precision 16-mixed; give bf16-mixed or bf16-true"
+    if not arguments.data.isolate_documents:
+        yield f"{_OPTION} needs isolated documents, because a row has several completions; leave out " + (
+            "--isolate_documents false"
+        )
+    if arguments.model.family:
+        yield f"{_OPTION} does not work with a new model, whose completions are noise; give --model_name"
+    for name in ("eval_only", "self_check"):
+        if getattr(arguments.evaluation, name):
+            yield f"--{name} does not work with {_OPTION}; give a token dataset with --train_data_dir"
+
+
+def _find_unused(arguments: "TrainArguments") -> Iterator[str]:
+    """Yield a fault for each argument of completions and rewards that a run without prompts was given."""
+    defaults = asdict(type(arguments.rollouts)())
+    for name, value in asdict(arguments.rollouts).items():
+        if value != defaults[name]:
+            yield f"--{name} only applies to {_OPTION}; leave out --{name}"

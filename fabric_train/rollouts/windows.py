@@ -1,0 +1,283 @@
+"""Make the windows of a run that samples its rows: prompts → completions → rewards → rows.
+
+A step's completions are sampled with the weights after the step before, rewarded, and stored (``store``). The rows of
+the window are always made from what is stored. So a run that is killed and resumed trains on the same rows.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning import Fabric
+
+from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
+from fabric_train.data.rollout_values import RolloutValues
+from fabric_train.data.step_sampler import Window, WindowOrder, positions
+from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
+from fabric_train.distributed.signals import Heartbeat, StepPhase
+from fabric_train.inference.generate import continuation
+from fabric_train.rollouts.advantages import compute_advantages, groups_without_variance
+from fabric_train.rollouts.prompts import Prompt, Prompts
+from fabric_train.rollouts.rewards import Rewards
+from fabric_train.rollouts.sampler import Completion, Sampler, SampleRequest
+from fabric_train.rollouts.store import (
+    RolloutManifest,
+    RolloutStore,
+    StoredCompletion,
+    StoredRollouts,
+    read_rollouts,
+)
+from fabric_train.token_dataset.rows import plan_rows
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How the windows of a run are made."""
+
+    group_size: int
+    """The number of completions of each prompt."""
+    seed: int
+    advantage: Literal["mean", "group_norm"]
+    """See ``advantages.compute_advantages``."""
+    deciding_values: str
+    """The values of the run that decide its weights, as text; see :meth:`hash_policy`."""
+    sampler_name: str
+
+    def hash_policy(self, step: int, prompts_hash: str) -> str:
+        """Return a hash of what decides a step's completions.
+
+        A run that resumes with the same values has the same weights at a step, bit for bit, and so takes the stored
+        completions. If a value has changed, they are sampled again.
+        """
+        return hashlib.sha256(json.dumps([self.deciding_values, step, prompts_hash]).encode()).hexdigest()
+
+    def seed_of(self, step: int, prompt_index: int, completion: int) -> int:
+        """Return the seed of a completion of a prompt, from 0 to 2³¹ - 1."""
+        sequence = np.random.SeedSequence([self.seed, step, prompt_index, completion])
+        return int(sequence.generate_state(1)[0]) >> 1
+
+
+@dataclass(frozen=True)
+class RolloutWindows:
+    """The ``WindowSource`` of a run with ``--prompts``. All ranks go through the windows together."""
+
+    fabric: Fabric
+    model: Any
+    """The model that ``setup_model`` returned."""
+    prompts: Prompts
+    order: WindowOrder
+    """The prompts of each step, in place of rows."""
+    plan: RolloutPlan
+    sampler: Sampler
+    rewards: Rewards
+    store: RolloutStore
+    tokenizer: Any
+    """transformers' tokenizer, which decodes completions for the rewards."""
+    heartbeat: Heartbeat
+    data_starts_after: int = 0
+    """The run's step after which the order of the prompts begins, see ``StepPlan``."""
+    known_step: int = 0
+    """The step of the checkpoint that the run resumed from."""
+    known_hash: str = ""
+    """The hash of the prompts up to ``known_step``, see ``WindowOrder.rows_hash``."""
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``.
+
+        Raises:
+            RunStopped: The ranks have agreed to stop while completions are sampled.
+        """
+        # the order counts its steps from where it begins
+        order = self.order
+        after_order_step = after_step - self.data_starts_after
+        prompts_hash = ""
+        if after_order_step > 0:
+            prompts_hash = order.rows_hash(after_order_step, self.known_step - self.data_starts_after, self.known_hash)
+        try:
+            for step in range(after_step + 1, last_step + 1):
+                order_step = step - self.data_starts_after
+                prompt_indices = order.rows_of(order_step)
+                prompts_hash = order.rows_hash_after(order_step, prompt_indices, prompts_hash)
+                rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, prompts_hash))
+                rows = pack_rows(rollouts.completions, self.prompts.train.row_length)
+                epoch = order.epoch_of(order_step)
+                yield Window(
+                    step=step,
+                    epoch=epoch,
+                    ends_epoch=order.epoch_of(order_step + 1) > epoch,
+                    rows=np.arange(len(rows)),
+                    micro_batch_size=order.micro_batch_size,
+                    batches=self._make_batches(rows),
+                    rows_hash=prompts_hash,
+                    rows_of_sources=order.mixture.count(prompt_indices) if order.mixture else None,
+                )
+        finally:
+            self.sampler.close()
+            self.rewards.close()
+
+    def _roll_out(self, step: int, prompt_indices: np.ndarray, policy: str) -> StoredRollouts:
+        """Return the stored completions of a step, after sampling them if they are not there."""
+        self.heartbeat.enter(StepPhase.ROLLOUT, step=step)
+        if not self.store.has(step, policy):
+            self._sample(step, prompt_indices, policy)
+        return read_rollouts(self.store.path(step))
+
+    def _sample(self, step: int, prompt_indices: np.ndarray, policy: str) -> None:
+        """Sample, reward and store the completions of this rank's prompts."""
+        self.sampler.update_weights(self.model, step - 1)
+        ranks = data_ranks(self.fabric)
+        groups = range(ranks.rank, len(prompt_indices), ranks.size)
+        group_size = self.plan.group_size
+
+        # Sample.
+        started = time.monotonic()
+        requests = []
+        for group in groups:
+            prompt_index = int(prompt_indices[group])
+            token_ids = self.prompts.train.prompts[prompt_index].token_ids
+            for completion in range(group_size):
+                requests.append(SampleRequest(token_ids, self.plan.seed_of(step, prompt_index, completion)))
+        completions = self.sampler.sample(requests)
+        sampled = time.monotonic()
+
+        # Reward. The lists have an entry for each completion.
+        group_prompts = [self.prompts.train.prompts[prompt_indices[group]] for group in groups]
+        rewarded = self._reward(groups, group_prompts, completions)
+        seconds = torch.tensor([sampled - started, time.monotonic() - sampled], dtype=torch.float64)
+        sampling_seconds, reward_seconds = gather_over_ranks(self.fabric, seconds).amax(dim=0).tolist()
+
+        manifest = RolloutManifest(
+            step=step,
+            policy=policy,
+            reward_names=self.rewards.names,
+            source_names=self.prompts.source_names,
+            sampler=self.plan.sampler_name,
+            num_ranks=ranks.size,
+            sampling_seconds=sampling_seconds,
+            reward_seconds=reward_seconds,
+            sha256=(),
+        )
+        self.store.write(rewarded, manifest)
+
+    def _reward(
+        self, groups: Sequence[int], group_prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[StoredCompletion]:
+        """Return completions with their rewards and advantages; those of a group follow one another."""
+        group_size = self.plan.group_size
+        prompts = [prompt for prompt in group_prompts for _ in range(group_size)]
+        texts = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            texts.append(continuation(self.tokenizer, list(prompt.token_ids), completion.token_ids.tolist()))
+        columns = {name: [prompt.columns[name] for prompt in prompts] for name in self.prompts.column_names}
+        table = self.rewards.compute(texts, [prompt.content for prompt in prompts], columns)
+        totals = table.total.reshape(-1, group_size)
+        advantages = compute_advantages(totals, self.plan.advantage)
+        lacks_variance = groups_without_variance(totals)
+
+        stored = []
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            group = index // group_size
+            stored.append(
+                StoredCompletion(
+                    group=groups[group],
+                    prompt_id=prompt.prompt_id,
+                    source=prompt.source,
+                    text=texts[index],
+                    prompt_token_ids=np.array(prompt.token_ids),
+                    token_ids=completion.token_ids,
+                    log_probabilities=completion.log_probabilities,
+                    finish_reason=completion.finish_reason,
+                    reward=float(table.total[index]),
+                    advantage=float(advantages[group, index % group_size]),
+                    lacks_variance=bool(lacks_variance[group]),
+                    rewards=table.values[:, index],
+                    reward_error=table.errors[index],
+                )
+            )
+        return stored
+
+    def _make_batches(self, rows: Sequence[Sequence[StoredCompletion]]) -> list[Batch]:
+        """Return this rank's micro-batches of a window's rows."""
+        order = self.order
+        num_rewards = len(self.rewards.names)
+        batches = []
+        for batch_index in range(order.num_batches(len(rows))):
+            indices = positions(batch_index, order.micro_batch_size, order.world_size, order.rank)
+            batch = make_batch_of(rows[indices.start : indices.stop], num_rewards)
+            batches.append(batch.pin_memory() if self.fabric.device.type == "cuda" else batch)
+        return batches
+
+
+def pack_rows(completions: Sequence[StoredCompletion], row_length: int) -> list[list[StoredCompletion]]:
+    """Return which completions are in which row, as chats are packed: prompts and completions are whole."""
+    lengths = []
+    for completion in completions:
+        lengths.append(len(completion.prompt_token_ids) + len(completion.token_ids))
+    plan = plan_rows(np.array(lengths), np.arange(len(lengths)), "best_fit", row_length, overlap=0)
+    rows = []
+    for row in range(plan.num_rows):
+        pieces = slice(plan.row_offsets[row], plan.row_offsets[row + 1])
+        rows.append([completions[document] for document in plan.documents(pieces)])
+    return rows
+
+
+def make_batch_of(rows: Sequence[Sequence[StoredCompletion]], num_rewards: int) -> Batch:
+    """Return rows of completions as a batch whose targets are the tokens of the completions.
+
+    Args:
+        rows: The completions in each row, at least one; no rows give the batch of a rank without any.
+        num_rewards: The number of rewards of each completion.
+    """
+    row_ids = []
+    row_labels = []
+    row_starts = []
+    for row in rows:
+        ids: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
+        for completion in row:
+            ids += [completion.prompt_token_ids, completion.token_ids]
+            labels += [np.full(len(completion.prompt_token_ids), IGNORED_LABEL), completion.token_ids]
+        lengths = [len(completion.prompt_token_ids) + len(completion.token_ids) for completion in row]
+        row_ids.append(np.concatenate(ids).astype(np.int64))
+        row_labels.append(np.concatenate(labels).astype(np.int64))
+        row_starts.append(np.cumsum([0, *lengths[:-1]]))
+    batch = pad_rows(row_ids, row_labels, row_starts)
+    completions = [completion for row in rows for completion in row]
+    return replace(batch, pieces=_describe_pieces(completions), rollout=_join_values(completions, num_rewards))
+
+
+def _describe_pieces(completions: Sequence[StoredCompletion]) -> Pieces:
+    """Return the pieces of a batch with these completions, in order."""
+    return Pieces(
+        num_targets=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
+        sources=torch.tensor([completion.source for completion in completions], dtype=torch.int64),
+        num_bytes=torch.full((len(completions),), torch.nan, dtype=torch.float64),
+    )
+
+
+def _join_values(completions: Sequence[StoredCompletion], num_rewards: int) -> RolloutValues:
+    """Return the values of the targets of a batch with these completions, in order."""
+    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
+    log_probabilities = np.concatenate([np.empty(0), *(completion.log_probabilities for completion in completions)])
+    rewards = np.empty((1 + num_rewards, len(completions)))
+    for index, completion in enumerate(completions):
+        rewards[:, index] = [completion.reward, *completion.rewards]
+
+    def of_tokens(values: Sequence[float] | np.ndarray, *, divides: bool = True) -> torch.Tensor:
+        """Return the value of each token's completion, divided by the completion's number of tokens."""
+        divisors = np.maximum(lengths, 1) if divides else 1
+        return torch.from_numpy(np.repeat(np.asarray(values) / divisors, lengths, axis=-1)).float()
+
+    return RolloutValues(
+        log_probabilities=torch.from_numpy(log_probabilities).float(),
+        advantages=of_tokens([completion.advantage for completion in completions], divides=False),
+        completion_shares=of_tokens(np.ones(len(completions))),
+        is_cut=of_tokens([float(completion.finish_reason == "length") for completion in completions]),
+        lacks_variance=of_tokens([float(completion.lacks_variance) for completion in completions]),
+        rewards=of_tokens(rewards),
+    )

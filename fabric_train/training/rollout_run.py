@@ -1,0 +1,104 @@
+"""Build what a run with --prompts needs to sample and reward its rows."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lightning import Fabric
+from lightning.fabric.wrappers import _FabricModule
+
+from fabric_train.distributed.ranks import data_ranks
+from fabric_train.distributed.signals import Heartbeat, StepPhase
+from fabric_train.model.hf_model import load_hf_tokenizer
+from fabric_train.rollouts.process_sampler import ProcessSampler
+from fabric_train.rollouts.prompts import Prompts
+from fabric_train.rollouts.rewards import RewardLimits, Rewards, open_rewards
+from fabric_train.rollouts.sampler import SamplingSettings
+from fabric_train.rollouts.store import RolloutStore
+from fabric_train.rollouts.windows import RolloutPlan, RolloutWindows
+from fabric_train.training.prepared_run import PreparedRun
+
+if TYPE_CHECKING:
+    from fabric_train.arguments import TrainArguments
+
+_DECIDING_GROUPS = ("model", "adapter", "preference", "training", "rollouts")
+"""The groups of arguments whose values decide the weights of a step, and so its completions."""
+_NOT_DECIDING = ("micro_batch_size", "keep_rollouts", "sampler_batch_size", "max_step")
+"""Arguments of these groups that only decide how the work is done."""
+_BEFORE_MICRO_BATCHES = 1 << 20
+"""Subtracted from the index of a batch of completions: its border comes before those of the step's micro-batches."""
+
+
+def build_rollout_windows(
+    fabric: Fabric,
+    model: _FabricModule,
+    run: PreparedRun,
+    prompts: Prompts,
+    heartbeat: Heartbeat,
+    open_copy: Callable[[], Any],
+) -> RolloutWindows:
+    """Build the windows of a run whose rows are sampled; all ranks call this together.
+
+    ``open_copy`` returns a model for sampling, see ``ProcessSampler``.
+    """
+    arguments = run.arguments
+    rollouts = arguments.rollouts
+    settings = SamplingSettings(rollouts.temperature, rollouts.max_new_tokens, prompts.stop_token_ids)
+
+    def enter_batch(index: int) -> None:
+        """Record that this rank samples another batch; the ranks may stop here after a signal."""
+        heartbeat.enter(StepPhase.ROLLOUT, index)
+        heartbeat.stop_border.enter(heartbeat.position.step, index - _BEFORE_MICRO_BATCHES)
+
+    rewards = open_run_rewards(arguments)
+    fabric.barrier()  # rank 0 has written the tokenizer
+    return RolloutWindows(
+        fabric=fabric,
+        model=model,
+        prompts=prompts,
+        order=run.plan.window_order(arguments.data.seed, data_ranks(fabric).rank),
+        plan=RolloutPlan(
+            group_size=rollouts.group_size,
+            seed=arguments.data.seed,
+            advantage=rollouts.advantage,
+            deciding_values=_describe_deciding_values(run, rewards),
+            sampler_name="in_process",
+        ),
+        sampler=ProcessSampler(fabric, settings, rollouts.sampler_batch_size, open_copy, enter_batch),
+        rewards=rewards,
+        store=RolloutStore(run.folder, fabric, rollouts.keep_rollouts),
+        tokenizer=load_hf_tokenizer(prompts.tokenizer_folder),
+        heartbeat=heartbeat,
+        data_starts_after=run.plan.data_starts_after,
+        known_step=run.start.state.step,
+        known_hash=run.start.state.rows_hash or "",
+    )
+
+
+def open_run_rewards(arguments: "TrainArguments") -> Rewards:
+    """Open the rewards of a run, whose processes start now.
+
+    Raises:
+        InputError: A reward does not exist, or has other settings.
+    """
+    rollouts = arguments.rollouts
+    limits = RewardLimits(rollouts.reward_timeout, int(rollouts.reward_memory_gb * 1e9))
+    if not rollouts.rewards:  # distillation needs none
+        return Rewards([], rollouts.on_reward_error, limits)
+    return open_rewards(
+        rollouts.rewards, rollouts.reward_weights, rollouts.reward_settings, rollouts.on_reward_error, limits
+    )
+
+
+def _describe_deciding_values(run: PreparedRun, rewards: Rewards) -> str:
+    """Return the values that decide the weights of a run's steps, as JSON, see ``RolloutPlan.deciding_values``."""
+    values: dict[str, Any] = {
+        "versions": run.versions,
+        "order": asdict(run.order),
+        "reward_files": rewards.sources,
+    }
+    for group in _DECIDING_GROUPS:
+        group_values = asdict(getattr(run.arguments, group))
+        values |= {name: value for name, value in group_values.items() if name not in _NOT_DECIDING}
+    return json.dumps(values, sort_keys=True, default=str)

@@ -1,0 +1,196 @@
+"""Whole runs of --objective rl: the same on any ranks, exact after kills and stops, and they learn."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_train.arguments import TrainArguments, parse
+from fabric_train.cli.errors import STOPPED, InputError
+from fabric_train.preflight.paths import check_paths
+from fabric_train.preflight.prepare import prepare
+from fabric_train.rollouts.store import read_rollouts, step_folder
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.programs import option_words
+from tests.support.run_comparison import differences, metrics
+from tests.support.short_runs import TERMINATE, at_point, saved_steps
+
+pytestmark = pytest.mark.slow
+
+MAX_STEP = 4
+TOLERANCE = 1e-5
+"""Relative, in fp32: sums of a few hundred terms in another order."""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+VOWELS = """
+def vowels(completions, **columns):
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+"""
+SETTINGS = {
+    "objective": "rl",
+    "model_name": "model",
+    "prompts": "add=prompts.jsonl",
+    "rewards": "judge.py:vowels",
+    "accelerator": "cpu",
+    "precision": "32-true",
+    "max_length": 64,
+    "max_new_tokens": 12,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "sampler_batch_size": 3,
+    "max_step": MAX_STEP,
+    "lr": 1e-3,
+    "save_step_interval": 2,
+    "keep_checkpoints": 9,
+    "log_step_interval": 1,
+    "loggers": "csv",
+    "report": "false",
+}
+
+
+@dataclass
+class Reinforcing:
+    """Starts runs in a folder that has the ``model`` and ``prompts.jsonl``."""
+
+    folder: Path
+    runs: ForkedRuns
+
+    def words(self, run: str, **options: Any) -> list[str]:
+        settings = {**SETTINGS, "output_dir": run, **options}
+        return option_words({name: value for name, value in settings.items() if value is not None})
+
+    def start(self, run: str, num_ranks: int = 1, before: str = "", **options: Any) -> ForkedRun:
+        return self.runs.start(self.words(run, **options), num_ranks, cwd=self.folder, before=before)
+
+    def train(self, run: str, num_ranks: int = 1, before: str = "", **options: Any) -> ForkedRun:
+        started = self.start(run, num_ranks, before, **options)
+        started.finish()
+        return started
+
+    def tokens(self, run: str, step: int) -> list[list[int]]:
+        """Return the tokens of each completion of a step."""
+        stored = read_rollouts(step_folder(self.folder / run, step))
+        return [completion.token_ids.tolist() for completion in stored.completions]
+
+    def column(self, run: str, name: str) -> list[float]:
+        return [float(row[name]) for row in metrics(self.folder / run)]
+
+
+@pytest.fixture(scope="module")
+def reinforcing(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path) -> Reinforcing:
+    folder = tmp_path_factory.mktemp("reinforcing")
+    (folder / "model").symlink_to(tiny_model_dir)
+    rows = [{"prompt": f"{number} and", "answer": str(number)} for number in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "judge.py").write_text(VOWELS)
+    reinforcing = Reinforcing(folder, forked_runs)
+    reinforcing.train("whole")
+    return reinforcing
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "fsdp2"])
+def test_two_ranks_sample_and_learn_as_one(reinforcing: Reinforcing, parallelism: str) -> None:
+    reinforcing.train(parallelism, num_ranks=2, parallelism=parallelism, micro_batch_size=2, devices=2)
+    for step in range(1, MAX_STEP + 1):
+        assert reinforcing.tokens(parallelism, step) == reinforcing.tokens("whole", step)
+    for name in ("train_loss", "grad_norm", "train_reward", "train_entropy", "train_completion_tokens"):
+        expected = reinforcing.column("whole", name)
+        assert reinforcing.column(parallelism, name) == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    assert any(reinforcing.column("whole", "train_loss"))
+
+
+@pytest.mark.parametrize(("phase", "index"), [("ROLLOUT", 2), ("COMPUTING", 1), ("OPTIMIZER", 0), ("SAVING", 0)])
+def test_a_killed_run_continues_bit_for_bit(reinforcing: Reinforcing, phase: str, index: int) -> None:
+    step = 2 if phase == "SAVING" else 4
+    run = f"killed-{phase}"
+    killed = reinforcing.start(run, before=at_point(KILL, step, phase, index))
+    assert killed.wait() == [-9]
+    reinforcing.train(run, resume="true")
+    assert differences(reinforcing.folder / run, reinforcing.folder / "whole") == []
+    for step in range(1, MAX_STEP + 1):
+        assert reinforcing.tokens(run, step) == reinforcing.tokens("whole", step)
+
+
+def test_stored_completions_are_not_sampled_again(reinforcing: Reinforcing) -> None:
+    killed = reinforcing.start("reused", before=at_point(KILL, 4, "COMPUTING"))
+    assert killed.wait() == [-9]
+    assert saved_steps(reinforcing.folder / "reused") == [2]
+    fails = "from fabric_train.rollouts.process_sampler import ProcessSampler\ndel ProcessSampler.sample\n"
+    reinforcing.train("reused", resume="true", before=fails)  # steps 3 and 4 are stored
+    assert differences(reinforcing.folder / "reused", reinforcing.folder / "whole") == []
+
+
+def test_other_arguments_sample_again(reinforcing: Reinforcing) -> None:
+    killed = reinforcing.start("changed", before=at_point(KILL, 4, "COMPUTING"))
+    assert killed.wait() == [-9]
+    old_tokens = reinforcing.tokens("changed", 4)
+    reinforcing.train("changed", resume="true", temperature=0.7, allow_changes="true")
+    assert reinforcing.tokens("changed", 4) != old_tokens
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_while_sampling_saves_the_step_before(reinforcing: Reinforcing, num_ranks: int) -> None:
+    run = f"stopped-{num_ranks}"
+    options: dict[str, Any] = {"devices": num_ranks, "parallelism": "ddp" if num_ranks == 2 else "single"}
+    stopped = reinforcing.start(run, num_ranks, at_point(TERMINATE, 4, "ROLLOUT", 1), **options)
+    assert stopped.wait() == [STOPPED] * num_ranks
+    assert saved_steps(reinforcing.folder / run) == [2, 3]
+    reinforcing.train(run, num_ranks, resume="true", **options)
+    assert reinforcing.tokens(run, 4) == reinforcing.tokens("whole", 4)
+
+
+def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
+    reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9, log_step_interval=1)
+    rewards = reinforcing.column("learning", "train_reward")
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+
+
+def test_an_adapter_is_sampled_as_it_is_trained(reinforcing: Reinforcing) -> None:
+    """The sampler's log-probabilities are those of the trainer, so the weights of the correction are 1."""
+    reinforcing.train("lora", adapter="lora", lora_rank=4, lr=1e-2)
+    assert reinforcing.column("lora", "train_sampler_weight") == pytest.approx([1.0] * MAX_STEP, abs=TOLERANCE)
+    reinforcing.train("lora-fsdp2", 2, adapter="lora", lora_rank=4, lr=1e-2, parallelism="fsdp2", devices=2)
+    assert reinforcing.tokens("lora-fsdp2", MAX_STEP) == reinforcing.tokens("lora", MAX_STEP)
+
+
+def test_distillation_learns_on_the_students_own_completions(reinforcing: Reinforcing) -> None:
+    reinforcing.train("gkd", objective="distill", teacher="model", rewards=None, lr=1e-6)
+    assert reinforcing.column("gkd", "train_divergence") == pytest.approx([0.0] * MAX_STEP, abs=1e-6)
+    assert reinforcing.tokens("gkd", 1) == reinforcing.tokens("whole", 1)
+
+
+def check(words: list[str]) -> None:
+    """Check the arguments of a run as the program does before it begins."""
+    arguments = parse(TrainArguments, words, {})
+    check_paths(arguments)
+    prepare(arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"prompts": None, "train_data_dir": "tokens"}, "--objective rl needs --prompts"),
+        ({"rewards": None}, "--objective rl needs --rewards"),
+        ({"objective": "sft"}, "--prompts only applies to --objective rl or distill"),
+        ({"train_data_dir": "tokens"}, "exclude each other"),
+        ({"group_size": 1}, "leaves every advantage at 0"),
+        ({"temperature": 0.001}, "--temperature must be at least 0.01"),
+        ({"total_batch_size": 8}, "give --prompts_per_step"),
+        ({"self_check": "true"}, "--self_check does not work with --prompts"),
+        ({"precision": "16-mixed"}, "16-mixed"),
+        ({"max_new_tokens": 64}, "leaves no room for a prompt"),
+        ({"max_length": 512}, "256 positions"),
+        ({"rewards": "lenght"}, "no built-in reward"),
+        ({"rewards": "regex"}, "needs a column pattern"),
+        ({"rewards": "missing.py:good"}, "no file missing.py"),
+        ({"prompts": "missing.jsonl"}, "missing.jsonl"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_the_run(
+    reinforcing: Reinforcing, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.chdir(reinforcing.folder)
+    with pytest.raises(InputError, match=reason):
+        check(reinforcing.words("refused", **options))
+    assert not (reinforcing.folder / "refused").exists()
