@@ -6,7 +6,7 @@ The ranks hash the pieces of each file with XXH3-128 while they write them.
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -206,7 +206,7 @@ class RankWriter:
         for name, file_writes in groupby(writes, key=lambda write: write.file):
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            hashes[name] = self._write_file(path, list(file_writes))
+            hashes[name] = write_tensors(path, file_writes, lambda: self._is_abandoned)
 
         # files without tensors
         self._folder.mkdir(parents=True, exist_ok=True)  # a rank without tensors has not made it yet
@@ -230,31 +230,41 @@ class RankWriter:
             self._copy_event.synchronize()
         return copies
 
-    def _write_file(self, path: Path, writes: list[Write]) -> list[FilePiece]:
-        """Write the tensors of one file in order of their offsets, and return their hashes."""
-        hasher = PieceHasher()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            for write in writes:
-                offset = write.offset
-                for tensor_chunk in write.data.view(torch.uint8).split(CHUNK_BYTES):
-                    if self._is_abandoned:
-                        raise OSError("the save was abandoned")
-                    chunk = memoryview(tensor_chunk.cpu().numpy())
-                    hasher.update(offset, chunk)
-                    while chunk:  # the system may write only a part of it
-                        num_written = os.pwrite(descriptor, chunk, offset)
-                        chunk = chunk[num_written:]
-                        offset = offset + num_written
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno is None or error.filename:
-                raise
-            # os.pwrite and os.fsync do not name the file
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        finally:
-            os.close(descriptor)
-        return hasher.pieces()
+
+def write_tensors(path: Path, writes: Iterable[Write], is_abandoned: Callable[[], bool]) -> list[FilePiece]:
+    """Write tensors of one file in ascending order of their offsets, and sync it.
+
+    Args:
+        path: The file; its folder exists.
+        writes: The tensors, each of which may be made when it is asked for.
+        is_abandoned: Called before each chunk; True ends the writing with an OSError.
+
+    Returns:
+        The hashes of what was written.
+    """
+    hasher = PieceHasher()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        for write in writes:
+            offset = write.offset
+            for tensor_chunk in write.data.view(torch.uint8).split(CHUNK_BYTES):
+                if is_abandoned():
+                    raise OSError("the save was abandoned")
+                chunk = memoryview(tensor_chunk.cpu().numpy())
+                hasher.update(offset, chunk)
+                while chunk:  # the system may write only a part of it
+                    num_written = os.pwrite(descriptor, chunk, offset)
+                    chunk = chunk[num_written:]
+                    offset = offset + num_written
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno is None or error.filename:
+            raise
+        # os.pwrite and os.fsync do not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+    return hasher.pieces()
 
 
 def write_rank_hashes(

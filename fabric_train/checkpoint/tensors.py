@@ -74,12 +74,16 @@ def local_weights(model: Any) -> list[LocalTensor]:
     With an adapter, these are the parameters that train, under peft's names. Otherwise they are all parameters and
     persistent buffers, with tied weights once.
     """
-    shards = flat_shards(model)
     has_adapter = next(adapted_layers(model), None) is not None
-    if has_adapter:
-        return [_local_parameter(PREFIX + name, parameter, shards) for name, parameter in trained_parameters(model)]
+    if not has_adapter:
+        return local_model_weights(model)
+    shards = flat_shards(model)
+    return [_local_parameter(PREFIX + name, parameter, shards) for name, parameter in trained_parameters(model)]
 
-    # parameters, then buffers
+
+def local_model_weights(model: Any) -> list[LocalTensor]:
+    """Return this rank's part of all parameters and persistent buffers, an adapter's too, with tied weights once."""
+    shards = flat_shards(model)
     weights = []
     for name, parameter in named_parameters(model):
         weights.append(_local_parameter(original_name(name), parameter, shards))

@@ -18,7 +18,7 @@ from fabric_train.checkpoint.adapter_folder import AdapterTensors, is_adapter, r
 from fabric_train.cli.errors import InputError
 from fabric_train.export.hub_format import blocks
 from fabric_train.model import hf_model
-from fabric_train.model.adapter import adapted_layers, is_adapter_parameter
+from fabric_train.model.adapter import adapted_layers, is_adapter_parameter, merge_rows
 from fabric_train.model.load_weights import MetaModel, tied_weight_names
 from fabric_train.model.nf4 import NF4Linear, read_dequantized_rows
 from fabric_train.model.weight_files import StoredTensors, Weights, open_weights
@@ -141,8 +141,9 @@ class MergedTensors:
         base_rows = self._weights.read_block(name, (first_row, 0), (num_rows, row_length)).float()
         lora_a = self._adapter_tensors.read(f"{layer}.lora_A.weight").float()  # [rank, row_length]
         lora_b = self._adapter_tensors.read_block(f"{layer}.lora_B.weight", (first_row, 0), (num_rows, rank)).float()
-        rows = base_rows + (lora_b @ lora_a) * self._adapter.scale
+        magnitudes = None
         if self._adapter.kind == "dora":
             magnitude = self._adapter_tensors.read_block(f"{layer}.lora_magnitude_vector", (first_row,), (num_rows,))
-            rows *= (magnitude.float() / torch.linalg.vector_norm(rows, dim=1))[:, None]
+            magnitudes = magnitude.float()
+        rows = merge_rows(self._adapter, base_rows, lora_a, lora_b, magnitudes)
         return rows[:, first_column : first_column + num_columns]

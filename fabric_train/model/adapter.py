@@ -288,6 +288,31 @@ def materialize(model: nn.Module, device: torch.device) -> list[nn.Parameter]:
     return adapter_parameters
 
 
+def merge_rows(
+    adapter: Adapter,
+    base_rows: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    magnitudes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return rows of a layer's weight with its adapter merged: W + scale · B A, for DoRA scaled to the magnitudes.
+
+    Args:
+        adapter: The settings of the adapter.
+        base_rows: Whole rows of the weight W, fp32 [rows, in].
+        lora_a: The whole matrix A, fp32 [rank, in].
+        lora_b: The same rows of B, fp32 [rows, rank].
+        magnitudes: DoRA's magnitudes of these rows, fp32 [rows]; None for LoRA.
+
+    Returns:
+        fp32 [rows, in]; the bits depend on the number of rows.
+    """
+    rows = base_rows + (lora_b @ lora_a) * adapter.scale
+    if magnitudes is not None:
+        rows *= (magnitudes / torch.linalg.vector_norm(rows, dim=1))[:, None]
+    return rows
+
+
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     """Yield the layers with an adapter, under the names that they had before anything wrapped the model."""
     for name, module in model.named_modules():

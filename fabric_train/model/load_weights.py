@@ -230,13 +230,18 @@ def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, tor
         raise InputError(f"{source}: {len(faulty)} weights do not fit its config.json, such as {faulty[0]}")
 
 
-def tied_weight_names(model: PreTrainedModel) -> set[str]:
-    """Return the names in the state dict that are second names of a parameter, such as a tied ``lm_head.weight``."""
+def tied_weight_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names in the state dict that are second names of a parameter, such as a tied ``lm_head.weight``.
+
+    Returns:
+        The first name of the parameter, by the second name.
+    """
     first_names: dict[int, str] = {}
-    tied = set()
+    tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first_names.setdefault(id(parameter), name) != name:
-            tied.add(name)
+        first_name = first_names.setdefault(id(parameter), name)
+        if first_name != name:
+            tied[name] = first_name
     return tied
 
 

@@ -1,0 +1,212 @@
+"""Write the weights of the model in training into a folder that an engine for inference loads, complete or absent.
+
+All ranks write into one safetensors file in memory (/dev/shm), or in the folder for temporary files if the memory has
+no room. Nothing is gathered; adapters are merged. The folder has the form that ``save_pretrained`` writes, except that
+a head that is tied to the embedding is written apart. vLLM on a CPU computes with a packed copy of the head, and on a
+reload (0.32) it would pack only tensors again that are in the file.
+"""
+
+import copy
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning import Fabric
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fabric_train.checkpoint.files import find_wrong_content, hash_file
+from fabric_train.checkpoint.merged_weights import MergedWeights
+from fabric_train.checkpoint.rank_writer import Write, join_rank_hashes, write_rank_hashes, write_tensors
+from fabric_train.checkpoint.tensors import safetensors_header, select_owned
+from fabric_train.cli.errors import InputError, RunError, describe_os_error
+from fabric_train.distributed.ranks import first_text
+from fabric_train.files.atomic_folder import this_process
+from fabric_train.files.requirements import free_bytes
+from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.load_weights import build_on_meta, tied_weight_names
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "fabric-train-weights-"
+_WEIGHTS = "model.safetensors"
+_CONFIG = "config.json"
+
+
+class WeightFolder:
+    """Writes one version of the weights after the other. All ranks call its methods together."""
+
+    def __init__(self, fabric: Fabric, shape: ModelShape, dtype: torch.dtype) -> None:
+        """Find out which tensors the folder must have, and remove folders that killed runs have left.
+
+        Args:
+            fabric: The run's Fabric; all of its ranks are on this machine.
+            shape: The model in training.
+            dtype: The dtype of the weights in the folder.
+
+        Raises:
+            InputError: the weights cannot be written in the form that other software reads.
+        """
+        self._fabric = fabric
+        self._dtype = dtype
+        meta_model = build_on_meta(shape, dtype)
+        self._tied_names = tied_weight_names(meta_model)
+        self._shapes = _published_shapes(meta_model, shape.source)
+        self._config = copy.deepcopy(shape.config)
+        self._config.tie_word_embeddings = False
+        parent = None
+        if fabric.is_global_zero:
+            _remove_leftovers(_MEMORY)
+            _remove_leftovers(Path(tempfile.gettempdir()))
+            num_elements = sum(size.numel() for size in self._shapes.values())
+            parent = _choose_parent(num_elements * dtype.itemsize)
+        # all ranks write into a folder with the name of rank 0's process in it
+        self._parent: Path | None
+        self._parent, process_name = fabric.broadcast((parent, this_process()))
+        if self._parent is None:
+            raise InputError(
+                f"--sampler vllm writes the weights to {_MEMORY} or {tempfile.gettempdir()}, and neither has room for "
+                "them; free some space, or set TMPDIR to a folder on another disk"
+            )
+        self._root = self._parent / f"{_PREFIX}{process_name}"
+
+    def write(self, model: Any, step: int) -> Path:
+        """Write the weights of the model, and check what was written.
+
+        Args:
+            model: The model that ``setup_model`` returned.
+            step: The step that the weights are from.
+
+        Returns:
+            The complete folder.
+
+        Raises:
+            RunError: some rank could not write its part, or a tensor is missing; raised on all ranks.
+        """
+        target = self._root / f"step-{step:08d}"
+        temporary = self._root / f".step-{step:08d}"
+        fault = None
+        if self._fabric.is_global_zero:
+            fault = _attempt(lambda: self._create(temporary))
+        self._raise_fault(fault)
+
+        # each rank writes its part of the tensors
+        weights = MergedWeights(model, self._dtype, self._fabric.device)
+        self._raise_fault(self._find_difference(weights))
+        self._raise_fault(_attempt(lambda: self._write_part(temporary, weights)))
+
+        # rank 0 joins the hashes, which finds bytes that no rank has written; then each rank reads a share of the file
+        if self._fabric.is_global_zero:
+            fault = _attempt(lambda: join_rank_hashes(temporary))
+        self._raise_fault(fault)
+        rank = self._fabric.global_rank
+        self._raise_fault(find_wrong_content(temporary, rank=rank, num_ranks=self._fabric.world_size))
+        if self._fabric.is_global_zero:
+            temporary.rename(target)
+        return target
+
+    def remove(self) -> None:
+        """Remove everything that was written. One rank may call this alone."""
+        if self._fabric.is_global_zero:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _create(self, temporary: Path) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._root.mkdir(mode=0o700)
+        temporary.mkdir()
+
+    def _write_part(self, folder: Path, weights: MergedWeights) -> None:
+        """Write this rank's part of the tensors, and on rank 0 also the configuration; an OSError if that fails."""
+        # a tied weight a second time, under its second name
+        tensors = list(weights.tensors)
+        tensor_by_name = {tensor.name: tensor for tensor in tensors}
+        for second_name, first_name in self._tied_names.items():
+            tensors.append(replace(tensor_by_name[first_name], name=second_name))
+        entries = [(tensor.name, weights.dtype(tensor), tensor.shape) for tensor in tensors]
+        header, offsets = safetensors_header(entries, {"format": "pt"})
+
+        def convert() -> Iterator[Write]:
+            if self._fabric.is_global_zero:
+                yield Write(_WEIGHTS, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            for tensor in sorted(select_owned(tensors), key=lambda tensor: offsets[tensor.name]):
+                offset = offsets[tensor.name] + tensor.begin * weights.dtype(tensor).itemsize
+                yield Write(_WEIGHTS, offset, weights.read(tensor))
+
+        hashes = {_WEIGHTS: write_tensors(folder / _WEIGHTS, convert(), lambda: False)}
+        if self._fabric.is_global_zero:
+            self._config.save_pretrained(folder)
+            hashes[_CONFIG] = hash_file(folder / _CONFIG)
+        write_rank_hashes(folder, self._fabric.global_rank, hashes)
+
+    def _find_difference(self, weights: MergedWeights) -> str | None:
+        """Return which tensor the model has too many, or too few, or in another shape than its configuration."""
+        trained_shapes = {tensor.name: tensor.shape for tensor in weights.tensors}
+        expected_shapes = {name: shape for name, shape in self._shapes.items() if name not in self._tied_names}
+        for name in sorted(trained_shapes.keys() | expected_shapes.keys()):
+            trained_shape = trained_shapes.get(name)
+            expected_shape = expected_shapes.get(name)
+            if trained_shape != expected_shape:
+                return f"{name} has the shape {trained_shape} in training and {expected_shape} by its configuration"
+        return None
+
+    def _raise_fault(self, fault: str | None) -> None:
+        """Raise the fault of the lowest rank that has one on all ranks."""
+        fault = first_text(self._fabric, fault)
+        if fault is not None:
+            self.remove()
+            raise RunError(f"the weights for the sampler could not be written to {self._root}: {fault}")
+
+
+def _attempt(action: Callable[[], object]) -> str | None:
+    """Run an action; return what the system says if it fails, or None."""
+    try:
+        action()
+    except OSError as error:
+        return describe_os_error(error)
+    return None
+
+
+def _published_shapes(meta_model: PreTrainedModel, source: str) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors of a model on the meta device by their names in files, also of tied weights.
+
+    Raises:
+        InputError: transformers has other names in memory than in files; ``source`` names the model.
+    """
+    shapes = {}
+    for name, tensor in meta_model.state_dict().items():
+        meta_tensor = torch.empty(tensor.shape, device="meta")
+        if list(revert_weight_conversion(meta_model, {name: meta_tensor})) != [name]:
+            raise InputError(
+                f"--sampler vllm: transformers has {name} of {source} under another name in files, which is not "
+                "supported; leave out --sampler to sample in the processes that train"
+            )
+        shapes[name] = tensor.shape
+    return shapes
+
+
+def _choose_parent(num_bytes: int) -> Path | None:
+    """Return the folder in memory, or the one for temporary files; None if neither has room for the weights."""
+    for folder in (_MEMORY, Path(tempfile.gettempdir())):
+        if folder.is_dir() and os.access(folder, os.W_OK) and free_bytes(folder) > num_bytes:
+            return folder
+    return None
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the folders of processes of this machine that have ended without it."""
+    if not parent.is_dir():
+        return
+    pattern = re.compile(re.escape(f"{_PREFIX}{socket.gethostname()}-") + "([1-9][0-9]{0,8})")
+    for folder in parent.iterdir():
+        match = pattern.fullmatch(folder.name)
+        if match is not None and not psutil.pid_exists(int(match[1])):
+            with suppress(OSError):  # another user's
+                shutil.rmtree(folder)
