@@ -18,8 +18,12 @@ PIP_INSTALL = $(PIP) install -qq --no-compile
 STAMP := $(VENV)/installed
 # torch-xla works with one older release of torch, so it has an environment of its own
 XLA := .cache/xla
+# vLLM needs an older transformers, so it has an environment of its own
+VLLM := .cache/vllm
+# the release for CPUs where there is no GPU
+VLLM_REQUIREMENTS := install/vllm-$(if $(shell command -v nvidia-smi),cuda,cpu)-requirements.txt
 
-.PHONY: help install install-xla demo test test-numerics test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-downstream check lint benchmark docs docs-serve clean
+.PHONY: help install install-xla install-vllm demo test test-numerics test-cuda test-cuda-rehearsal test-matrix test-launchers test-xla test-vllm test-downstream check lint benchmark docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -28,6 +32,8 @@ help: ## list the targets
 install: $(STAMP) ## set up .venv with the pinned requirements
 
 install-xla: $(XLA)/installed ## set up .cache/xla for --accelerator tpu: torch-xla with its own torch (8 GB)
+
+install-vllm: $(VLLM)/installed ## set up .cache/vllm for --sampler vllm: vLLM with its own torch and transformers (2 GB; 10 GB with CUDA)
 
 demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes on 2 cores)
 	@$(BIN)/python -m demo
@@ -53,6 +59,10 @@ test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, to
 
 test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare with the CPU (4 minutes)
 	@$(BIN)/python -m pytest -n 0 -m xla
+
+test-vllm: $(STAMP) ## sample with a real vLLM server, of VLLM_PYTHON or .cache/vllm (5 minutes)
+	@$(if $(VLLM_PYTHON),,$(MAKE) --no-print-directory install-vllm)
+	@$(BIN)/python -m pytest -n 0 -m vllm tests/rollouts
 
 test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, vLLM, peft, and compare merges with mergekit (writes docs/downstream.md)
 	@DOWNSTREAM_TABLE=docs/downstream.md $(BIN)/python -m pytest -n 0 -m downstream
@@ -80,7 +90,7 @@ docs-serve: $(VENV)/docs-installed ## show the site on http://localhost:8000 and
 clean: ## remove .venv, downloads, caches and the demo's output
 	@rm -rf $(VENV) .cache demo_run .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
-$(VENV)/python $(XLA)/python: install/create_venv.py
+$(VENV)/python $(XLA)/python $(VLLM)/python: install/create_venv.py
 	@for python in $(CANDIDATES); do \
 	  if "$$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(VERSIONS)".split())' 2>/dev/null; then \
 	    echo "[1/4] $(@D) with $$("$$python" --version)"; \
@@ -107,4 +117,13 @@ $(XLA)/installed: $(XLA)/python install/xla-requirements.txt requirements.txt py
 	@echo '[2/4] torch-xla and its torch (the largest download: minutes)'; $(PIP_INSTALL) -r install/xla-requirements.txt
 	@echo '[3/4] requirements.txt without its torch'; $(PIP_INSTALL) -r <(grep -v '^torch==' requirements.txt)
 	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VLLM)/installed: BIN := $(VLLM)/bin
+$(VLLM)/installed: $(VLLM)/python $(VLLM_REQUIREMENTS)
+	@rm -f $@
+	@echo '[2/4] vLLM, its torch and its transformers (the largest download: minutes)'; $(PIP_INSTALL) -r $(VLLM_REQUIREMENTS)
+	@echo '[3/4] without packages of the index that are built for CUDA, where there is no GPU'
+	@$(if $(findstring cpu,$(VLLM_REQUIREMENTS)),$(PIP) uninstall -qq -y torchvision torchaudio torchcodec)
+	@echo '[4/4] check'; $(BIN)/python -c 'import vllm' 2>/dev/null || { echo 'error: vLLM cannot be imported; see $(BIN)/python -c "import vllm"' >&2; exit 1; }
 	@touch $@

@@ -1,0 +1,246 @@
+"""Start, watch and end one ``vllm serve`` process, which runs in a Python environment of its own.
+
+vLLM needs other versions of torch and transformers than training, so it is never imported here.
+"""
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fabric_train.cli.errors import InputError, RunError
+from fabric_train.rollouts import vllm_supervisor
+from fabric_train.rollouts.vllm_client import VllmClient
+
+DEFAULT_PYTHON = Path(".cache/vllm/bin/python")
+"""Where ``make install-vllm`` creates the environment."""
+_OLDEST = (0, 32)
+"""The oldest version with the endpoints that ``vllm_sampler`` uses."""
+_FIND_VERSION = (
+    "import importlib.metadata as m, importlib.util as u\n"
+    "names = m.packages_distributions().get('vllm', []) if u.find_spec('vllm') else []\n"
+    "print(m.version(names[0]) if names else '')"
+)
+_OF_LAUNCHERS = re.compile(
+    "RANK|LOCAL_RANK|GROUP_RANK|ROLE_.*|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|"
+    "LT_.*|PL_.*|OMP_NUM_THREADS|PYTHON.*|VIRTUAL_ENV"
+)
+"""Variables of this run's processes that vLLM or its Python would take for its own."""
+_POLL_SECONDS = 0.25
+_PROGRESS_SECONDS = 10.0
+_STOP_SECONDS = 20.0
+_LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^\]]*\] )?")
+_ERROR = re.compile(r"\b\w*(Error|Exception): \S|\berror: ")
+_POINTS_ELSEWHERE = re.compile("root cause|stack trace above|Engine core initialization failed|EngineDeadError")
+
+_progress = logging.getLogger("fabric_train.progress")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How to start a vLLM server."""
+
+    python: Path
+    """Python of the environment with vLLM."""
+    log: Path
+    """The file that the server's output is appended to."""
+    dtype: str
+    """The dtype that vLLM computes in: float32, bfloat16 or float16."""
+    max_length: int
+    """The largest number of tokens of a prompt and its completion."""
+    start_seconds: float = 1800.0
+    """How long the server may take to start."""
+    devices: tuple[str, ...] | None = None
+    """The GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: those that this process sees."""
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    memory_share: float | None = None
+    """The share of a GPU's memory that the server may use; None leaves it to vLLM."""
+    compiles: bool = True
+    """Whether the server compiles the model, which takes minutes on a CPU."""
+    sleeps: bool = False
+    """Whether the server must be able to free the GPUs while the model trains."""
+
+
+class VllmServer:
+    """A server process. One rank starts it, in its main thread: the server ends when that thread ends."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_asleep = False
+        self._log_start = 0  # of the current process, in bytes
+        # Linux limits the path of a socket to 107 bytes, so it is not in the folder of the run
+        self._socket_dir = Path(tempfile.mkdtemp(prefix="fabric-train-vllm-"))
+        self.client = VllmClient(self._socket_dir / "socket")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, model_dir: Path) -> None:
+        """Start the server with the weights in a folder, and wait until it answers.
+
+        Raises:
+            RunError: it has ended, or does not answer in time.
+        """
+        self.stop()
+        settings = self._settings
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid())]
+        with settings.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                supervisor + self._command(model_dir),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                cwd=self._socket_dir,
+                start_new_session=True,  # Ctrl-C reaches only the run, which ends the server
+            )
+        started = time.monotonic()
+        shown = started
+        while not self.client.is_healthy():
+            now = time.monotonic()
+            if not self.is_running:
+                raise RunError(f"vLLM ended while it was starting: {self.describe_end()}")
+            if now - started > settings.start_seconds:
+                reason = self.describe_end()
+                self.stop()
+                raise RunError(f"vLLM did not start within {settings.start_seconds:g} s: {reason}")
+            if now - shown > _PROGRESS_SECONDS:
+                shown = now
+                _progress.info("starting vLLM, %.0f s", now - started)
+            time.sleep(_POLL_SECONDS)
+
+    def reload(self, model_dir: Path) -> None:
+        """Load other weights of the same model from a folder, which is not needed afterwards.
+
+        Raises:
+            RunError: the server has failed.
+        """
+        content = {"method": "reload_weights", "kwargs": {"weights_path": str(model_dir)}}
+        self.client.post("/collective_rpc", content)
+        # its keys and values are those of the weights before
+        if self.client.post("/reset_prefix_cache") != {"success": True}:
+            raise RunError("vLLM did not empty its prefix cache: completions would mix two versions of the weights")
+
+    def sleep(self) -> None:
+        """Free the GPUs, if they are the run's own. The weights stay in host memory: at level 2 they would be lost."""
+        if self._settings.sleeps and not self._is_asleep:
+            self.client.post("/sleep?level=1")
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """End the sleep, with an empty prefix cache."""
+        if self._is_asleep:
+            self.client.post("/wake_up")
+            self._is_asleep = False
+
+    def describe_end(self) -> str:
+        """Return the last error in the server's log, or else its last line, and where the log is."""
+        with self._settings.log.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode(errors="replace")
+        return f"{last_error(text)} (log: {self._settings.log})"
+
+    def stop(self) -> None:
+        """End the server and all of its processes; do nothing if none runs."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        self._is_asleep = False
+        self.client.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End the server, and remove its socket."""
+        self.stop()
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    def _command(self, model_dir: Path) -> list[str]:
+        settings = self._settings
+        command = [
+            *(str(settings.python), "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir)),
+            *("--uds", str(self.client.path)),
+            *("--dtype", settings.dtype),
+            *("--max-model-len", str(settings.max_length)),
+            "--tokens-only",
+            # the log-probabilities of the distribution that tokens are drawn from, so after the temperature
+            *("--logprobs-mode", "processed_logprobs"),
+            # not the model's own top_p and top_k
+            *("--generation-config", "vllm"),
+            "--disable-uvicorn-access-log",
+        ]
+        if not settings.compiles:
+            command.append("--enforce-eager")
+        if settings.tensor_parallel_size > 1:
+            command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
+        if settings.data_parallel_size > 1:
+            command += ["--data-parallel-size", str(settings.data_parallel_size)]
+        if settings.memory_share is not None:
+            command += ["--gpu-memory-utilization", str(settings.memory_share)]
+        if settings.sleeps:
+            command.append("--enable-sleep-mode")
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+        binaries = str(self._settings.python.absolute().parent)  # vLLM starts compilers of its environment
+        environment["PATH"] = os.pathsep.join([binaries, environment.get("PATH", os.defpath)])
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # for the endpoints that load other weights
+        environment["VLLM_NO_USAGE_STATS"] = "1"
+        environment["HF_HUB_OFFLINE"] = "1"
+        environment["PYTHONUNBUFFERED"] = "1"
+        if self._settings.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._settings.devices)
+        return environment
+
+
+def check_environment(python: Path) -> str:
+    """Return the version of vLLM that a Python has.
+
+    Raises:
+        InputError: there is no such Python, or it has no vLLM, or an old one.
+    """
+    oldest = ".".join(map(str, _OLDEST))
+    how_to = "make install-vllm creates an environment with vLLM, see docs/rl.md"
+    if not python.is_file() or not os.access(python, os.X_OK):
+        raise InputError(f"--vllm_python {python}: there is no such program; {how_to}")
+    try:
+        ended = subprocess.run(
+            [str(python), "-I", "-c", _FIND_VERSION], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        raise InputError(f"--vllm_python {python} is no Python; give the Python of an environment with vLLM") from None
+    version = ended.stdout.strip()
+    if not version:
+        raise InputError(f"--vllm_python {python}: this environment has no vLLM; {how_to}")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST:
+        raise InputError(f"--vllm_python {python} has vLLM {version}, which is too old; install {oldest} or newer")
+    return version
+
+
+def last_error(log: str) -> str:
+    """Return the last line of a log that says what failed, without what vLLM puts in front of it."""
+    lines: Sequence[str] = [_LOG_PREFIX.sub("", line).strip() for line in log.splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if _ERROR.search(line) and not _POINTS_ELSEWHERE.search(line)]
+    if errors:
+        return errors[-1]
+    return lines[-1] if lines else "it wrote no log"

@@ -1,0 +1,55 @@
+"""Run a command in a session of its own, and end all of its processes when the process that started this one ends.
+
+vLLM's engine is a process of its own. It stays, and keeps its memory, if the server that started it is killed.
+
+``vllm_server`` starts this file by its path with ``python -I``: it uses the standard library alone, and starts in
+milliseconds. Its arguments are the id of the process that starts it, and the command.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_END_SECONDS = 10  # for vLLM to free its shared memory
+
+
+def main() -> NoReturn:
+    """Run the command and exit with its code; SIGTERM ends it."""
+    parent_pid = int(sys.argv[1])
+    command = sys.argv[2:]
+    signal.signal(signal.SIGTERM, _exit)
+    _end_with_parent()
+    if os.getppid() != parent_pid:  # it has ended before this process asked for the signal
+        sys.exit(1)
+
+    server = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
+    try:
+        code = server.wait()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_END_SECONDS)
+        with suppress(ProcessLookupError):  # processes of the session that the server has left
+            os.killpg(server.pid, signal.SIGKILL)
+    sys.exit(code)
+
+
+def _end_with_parent() -> None:
+    """Make the system send SIGTERM to this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _exit(_signal_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The process around a vLLM server: its end with the run, its environment, and what its log says. No vLLM is needed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fabric_train.cli.errors import InputError, RunError
+from fabric_train.rollouts import vllm_supervisor
+from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment, last_error
+
+GRANDCHILD = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
+SLEEP = "import time; time.sleep(600)"
+
+
+def wait_until(is_true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_killed_run_leaves_no_process_of_the_server() -> None:
+    """The run, the supervisor, the server, and the server's engine."""
+    server = [sys.executable, "-c", GRANDCHILD.format(sleep=SLEEP)]
+    run = (
+        "import os, subprocess, sys\n"
+        f"command = [sys.executable, '-I', {vllm_supervisor.__file__!r}, str(os.getpid())]\n"
+        f"subprocess.Popen(command + {server!r}).wait()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", run])
+    running = psutil.Process(process.pid)
+    assert wait_until(lambda: len(running.children(recursive=True)) == 3)
+    descendants = running.children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(descendants, timeout=20)
+    assert not alive
+
+
+def test_an_engine_ends_when_its_server_is_killed() -> None:
+    server = [sys.executable, "-c", GRANDCHILD.format(sleep=SLEEP)]
+    supervisor = subprocess.Popen([sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), *server])
+    running = psutil.Process(supervisor.pid)
+    assert wait_until(lambda: len(running.children(recursive=True)) == 2)
+    server_process, engine = running.children(recursive=True)
+    server_process.kill()
+    assert supervisor.wait(20) != 0
+    _, alive = psutil.wait_procs([engine], timeout=20)
+    assert not alive
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_last_error(tmp_path: Path) -> None:
+    """This environment has no vLLM."""
+    settings = ServerSettings(Path(sys.executable), tmp_path / "vllm.log", "float32", max_length=64)
+    server = VllmServer(settings)
+    with pytest.raises(RunError, match=r"vLLM ended while it was starting: .*No module named.*\(log: .*vllm\.log\)"):
+        server.start(tmp_path)
+    server.close()
+    assert not server.client.path.parent.exists()
+
+
+def test_a_server_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'loading'; exec sleep 600\n")
+    python.chmod(0o755)
+    server = VllmServer(ServerSettings(python, tmp_path / "vllm.log", "float32", max_length=64, start_seconds=0.5))
+    with pytest.raises(RunError, match=r"vLLM did not start within 0\.5 s: loading"):
+        server.start(tmp_path)
+    assert not server.is_running
+    server.close()
+
+
+def test_an_environment_without_vllm_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--vllm_python .*missing: there is no such program; make install-vllm"):
+        check_environment(tmp_path / "missing")
+    with pytest.raises(InputError, match="this environment has no vLLM"):
+        check_environment(Path(sys.executable))
+    (tmp_path / "other").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "other").chmod(0o755)
+    with pytest.raises(InputError, match="is no Python"):
+        check_environment(tmp_path / "other")
+    (tmp_path / "old").write_text("#!/bin/sh\necho 0.19.1\n")
+    (tmp_path / "old").chmod(0o755)
+    with pytest.raises(InputError, match=r"has vLLM 0\.19\.1, which is too old; install 0\.32 or newer"):
+        check_environment(tmp_path / "old")
+
+
+def test_the_server_gets_no_variables_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "LT_DEVICES", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "PYTHONPATH"):
+        monkeypatch.setenv(name, "1")
+    server = VllmServer(ServerSettings(Path("/opt/v/bin/python"), tmp_path / "log", "float32", 64, devices=("4", "5")))
+    environment = server._environment()
+    server.close()
+    assert environment.keys().isdisjoint({"RANK", "MASTER_ADDR", "LT_DEVICES", "TORCHELASTIC_RUN_ID", "PYTHONPATH"})
+    assert "OMP_NUM_THREADS" not in environment
+    assert environment["PATH"].startswith("/opt/v/bin:")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_the_last_error_is_the_cause_and_not_what_points_to_it() -> None:
+    log = (
+        "(EngineCore pid=7) INFO 11-29 00:38:05 [core.py:1] loading\n"
+        "(EngineCore pid=7) ERROR 11-29 00:38:06 [core.py:2] ValueError: No available memory for the cache blocks.\n"
+        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n\n"
+    )
+    assert last_error(log) == "ValueError: No available memory for the cache blocks."
+    assert last_error("one\ntwo\n") == "two"
+    assert last_error("") == "it wrote no log"
