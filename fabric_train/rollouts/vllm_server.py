@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^\]]*\] )?")
-_ERROR = re.compile(r"\b\w*(Error|Exception): \S|\berror: ")
+_ERROR = re.compile(r"\b\w*(Error|Exception): \S|\berror[:,] \S")
 _POINTS_ELSEWHERE = re.compile("root cause|stack trace above|Engine core initialization failed|EngineDeadError")
 
 _progress = logging.getLogger("fabric_train.progress")

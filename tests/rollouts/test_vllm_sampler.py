@@ -47,40 +47,48 @@ CONFIG = LlamaConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _small_cache() -> Iterator[None]:
     """Give vLLM one GB for keys and values; its default on a CPU is a share of the machine's memory."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     if not PYTHON.exists():
         pytest.fail(f"there is no {os.path.relpath(PYTHON, ROOT)}: make install-vllm", pytrace=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fabric() -> Fabric:
     return Fabric(accelerator="cpu", devices=1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(fabric: Fabric) -> Any:
     return fabric.setup_module(random_llama(CONFIG))
 
 
-@pytest.fixture
-def shape(tmp_path: Path, model: Any) -> ModelShape:
-    model.module.save_pretrained(tmp_path / "model")
-    return read_shape(str(tmp_path / "model"))
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory, model: Any) -> ModelShape:
+    folder = tmp_path_factory.mktemp("model")
+    model.module.save_pretrained(folder)
+    return read_shape(str(folder))
 
 
-def open_sampler(fabric: Fabric, shape: ModelShape, tmp_path: Path, **options: Any) -> VllmSampler:
+def open_sampler(fabric: Fabric, shape: ModelShape, run_dir: Path, **options: Any) -> VllmSampler:
     arguments = {"max_prompt_length": 64, "probe_ids": PROMPT, "dtype": torch.float32, "python": PYTHON, **options}
-    return open_vllm_sampler(fabric, shape, SETTINGS, run_dir=tmp_path / "run", **arguments)
+    return open_vllm_sampler(fabric, shape, SETTINGS, run_dir=run_dir, **arguments)
 
 
-@pytest.fixture
-def sampler(fabric: Fabric, shape: ModelShape, tmp_path: Path) -> Iterator[VllmSampler]:
-    sampler = open_sampler(fabric, shape, tmp_path)
+@pytest.fixture(scope="module")
+def sampler(fabric: Fabric, shape: ModelShape, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
+    """The sampler of all tests in this file: a server takes half a minute to start."""
+    sampler = open_sampler(fabric, shape, tmp_path_factory.mktemp("run"))
     yield sampler
+    processes = vllm_processes()
+    assert processes
     sampler.close()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
 
 
 def requests(number: int) -> list[SampleRequest]:
@@ -118,10 +126,10 @@ def train(model: Any, amount: float) -> None:
             parameter *= 1 + amount * torch.randn(parameter.shape, generator=generator)
 
 
-def vllm_processes(tmp_path: Path) -> list[psutil.Process]:
-    """Return the processes that this one has started, and theirs, for a vLLM server."""
+def vllm_processes() -> list[psutil.Process]:
+    """Return the processes of vLLM's engine, which the server of this process has started."""
     descendants = psutil.Process().children(recursive=True)
-    return [process for process in descendants if process.name().startswith(("VLLM", "python"))]
+    return [process for process in descendants if process.name().startswith("VLLM")]
 
 
 def test_every_version_of_the_weights_is_the_one_that_samples(sampler: VllmSampler, model: Any, tmp_path: Path) -> None:
@@ -141,30 +149,12 @@ def test_every_version_of_the_weights_is_the_one_that_samples(sampler: VllmSampl
             assert reasons == {"stop", "length"}
     assert len(set(first)) == 3
     assert not list(Path("/dev/shm").glob(f"fabric-train-weights-*-{os.getpid()}"))
-    processes = vllm_processes(tmp_path)
-    assert len(processes) >= 2
-    sampler.close()
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert not alive
 
 
-def test_a_server_that_is_killed_is_started_again_and_samples_what_is_missing(
-    sampler: VllmSampler, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_weights_that_do_not_arrive_stop_the_step(
+    sampler: VllmSampler, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler.update_weights(model, 0)
-    engines = [process for process in vllm_processes(tmp_path) if process.name().startswith("VLLM")]
-    for engine in engines:
-        engine.kill()
-    psutil.wait_procs(engines, timeout=30)
-    sent = requests(8)
-    check_completions(model, sent, sampler.sample(sent))
-    printed = capsys.readouterr().err
-    assert "vLLM is started again, and samples what is missing" in printed
-
-
-def test_weights_that_do_not_arrive_stop_the_step(sampler: VllmSampler, model: Any) -> None:
     """The model changes between the transfer and the comparison."""
-    sampler.update_weights(model, 0)
     write = sampler._folder.write
 
     def write_and_train(model: Any, step: int) -> Path:
@@ -172,11 +162,26 @@ def test_weights_that_do_not_arrive_stop_the_step(sampler: VllmSampler, model: A
         train(model, 0.1)
         return written
 
-    sampler._folder.write = write_and_train  # type: ignore[method-assign]
+    monkeypatch.setattr(sampler._folder, "write", write_and_train)
     with pytest.raises(
         RunError, match="vLLM does not have the weights of step 1: its log-probabilities of a text differ"
     ):
         sampler.update_weights(model, 1)
+
+
+def test_a_server_that_is_killed_is_started_again_and_samples_what_is_missing(
+    sampler: VllmSampler, model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampler.update_weights(model, 0)
+    engines = vllm_processes()
+    assert engines
+    for engine in engines:
+        engine.kill()
+    psutil.wait_procs(engines, timeout=30)
+    sent = requests(8)
+    check_completions(model, sent, sampler.sample(sent))
+    printed = capsys.readouterr().err
+    assert "vLLM is started again, and samples what is missing" in printed
 
 
 def test_a_server_that_refuses_its_arguments_is_reported_with_its_error(

@@ -113,5 +113,11 @@ def test_the_last_error_is_the_cause_and_not_what_points_to_it() -> None:
         "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n\n"
     )
     assert last_error(log) == "ValueError: No available memory for the cache blocks."
+    of_pydantic = (
+        "(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "(APIServer pid=6)   Value error, max_model_len (1024) is too large. [type=value_error]\n"
+        "(APIServer pid=6)     For further information visit a page\n"
+    )
+    assert last_error(of_pydantic) == "Value error, max_model_len (1024) is too large. [type=value_error]"
     assert last_error("one\ntwo\n") == "two"
     assert last_error("") == "it wrote no log"
