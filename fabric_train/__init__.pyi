@@ -148,6 +148,7 @@ def train(
     reward_timeout: float = 10.0,
     reward_memory_gb: float = 4.0,
     advantage: Literal["mean", "group_norm"] = "mean",
+    refill: bool = False,
     loss_normalisation: Literal["tokens", "constant"] = "tokens",
     kl_weight: float = 0.0,
     sampler_batch_size: int = 64,

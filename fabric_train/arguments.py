@@ -623,6 +623,10 @@ class RolloutArguments:
     """Advantage of a completion: its reward minus the mean of its group (mean), or that divided by the group's standard
     deviation as well, as in GRPO (group_norm).
     """
+    refill: bool = False
+    """Replace prompts whose completions all have the same reward, from which nothing is learned, by further ones; up to
+    four times in a step.
+    """
     loss_normalisation: Literal["tokens", "constant"] = "tokens"
     """Divide the loss of a step by its completion tokens, or by the constant --max_new_tokens times its completions."""
     kl_weight: NonNegativeFloat = 0.0

@@ -50,7 +50,7 @@ _DECIDE_THE_LOSSES = (
     *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
     *("teacher_weights", "divergence", "jsd_beta", "distill_temperature", "distill_on"),
     *("group_size", "max_new_tokens", "temperature", "rewards", "reward_weights", "reward_settings"),
-    *("on_reward_error", "advantage", "loss_normalisation", "kl_weight"),
+    *("on_reward_error", "advantage", "refill", "loss_normalisation", "kl_weight"),
 )
 _DEFAULTS_OF_EARLIER_VERSIONS = dict.fromkeys(("train_only", "freeze", "lr_of", *_ROPE))
 """The values of arguments that checkpoints of earlier versions lack."""

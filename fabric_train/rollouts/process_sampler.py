@@ -38,7 +38,7 @@ class ProcessSampler:
         settings: SamplingSettings,
         batch_size: int,
         open_copy: Callable[[], Any],
-        on_batch: Callable[[int], None],
+        on_batch: Callable[[], None],
     ) -> None:
         """Set up the sampler.
 
@@ -48,7 +48,7 @@ class ProcessSampler:
             batch_size: The most completions that are sampled at once.
             open_copy: Returns another model with the same parameters and buffers, on this rank's device, whose values
                 do not matter; called once, and only if the model in training is sharded.
-            on_batch: Called with the index of each batch before it is sampled, equally often on all ranks.
+            on_batch: Called before each batch is sampled, equally often on all ranks.
         """
         self._fabric = fabric
         self._settings = settings
@@ -75,7 +75,7 @@ class ProcessSampler:
         completions: dict[int, Completion] = {}
         with _for_sampling(self._model):
             for batch_index in range(math.ceil(most_requests / self._batch_size)):
-                self._on_batch(batch_index)
+                self._on_batch()
                 start = batch_index * self._batch_size
                 indices = order[start : start + self._batch_size]
                 if indices:

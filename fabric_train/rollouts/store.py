@@ -92,6 +92,8 @@ class RolloutManifest:
     """The time for the rewards, on the slowest rank."""
     sha256: tuple[str, ...]
     """The SHA-256 of each rank's file."""
+    num_replaced: int = 0
+    """The number of prompts that were replaced, because all their completions had the same reward."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the window are always made from what is stored. So a run that is killed and resu
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,6 +34,11 @@ from fabric_train.rollouts.store import (
 )
 from fabric_train.token_dataset.rows import plan_rows
 
+_MOST_REFILLS = 4
+"""How often the prompts of a step may be replaced."""
+_FURTHER_PROMPTS = 1
+"""The number of the random stream that orders the prompts which may replace others."""
+
 
 @dataclass(frozen=True)
 class RolloutPlan:
@@ -44,6 +49,8 @@ class RolloutPlan:
     seed: int
     advantage: Literal["mean", "group_norm"]
     """See ``advantages.compute_advantages``."""
+    refills: bool
+    """Whether prompts whose completions all have the same reward are replaced by further ones."""
     deciding_values: str
     """The values of the run that decide its weights, as text; see :meth:`hash_policy`."""
     sampler_name: str
@@ -60,6 +67,14 @@ class RolloutPlan:
         """Return the seed of a completion of a prompt, from 0 to 2³¹ - 1."""
         sequence = np.random.SeedSequence([self.seed, step, prompt_index, completion])
         return int(sequence.generate_state(1)[0]) >> 1
+
+    def further_prompts(self, step: int, num_prompts: int, used: np.ndarray) -> np.ndarray:
+        """Return the prompts that may replace those of a step, in the order in which they are taken, int64.
+
+        It is a function of the seed and the step. ``used`` are the prompts of the step.
+        """
+        shuffled = np.random.default_rng([self.seed, step, _FURTHER_PROMPTS]).permutation(num_prompts)
+        return shuffled[~np.isin(shuffled, used)]
 
 
 @dataclass(frozen=True)
@@ -131,26 +146,25 @@ class RolloutWindows:
         """Sample, reward and store the completions of this rank's prompts."""
         self.sampler.update_weights(self.model, step - 1)
         ranks = data_ranks(self.fabric)
-        groups = range(ranks.rank, len(prompt_indices), ranks.size)
-        group_size = self.plan.group_size
+        further_prompts = self.plan.further_prompts(step, len(self.prompts.train), prompt_indices)
+        pending = {group: int(prompt_indices[group]) for group in range(ranks.rank, len(prompt_indices), ranks.size)}
+        stored: dict[int, list[StoredCompletion]] = {}
+        seconds = torch.zeros(2, dtype=torch.float64)
+        num_replaced = 0
+        for attempt in range(1 + _MOST_REFILLS):
+            stored |= self._complete(step, pending, seconds)
+            if not self.plan.refills or attempt == _MOST_REFILLS:
+                break
+            # Every rank knows the groups of all ranks that are to be replaced, so all take the same prompts for them.
+            flat_groups = self._find_flat_groups(pending, stored, len(prompt_indices))[: len(further_prompts)]
+            if not len(flat_groups):
+                break
+            replacements = dict(zip(flat_groups.tolist(), further_prompts.tolist(), strict=False))
+            further_prompts = further_prompts[len(flat_groups) :]
+            num_replaced += len(flat_groups)
+            pending = {group: replacements[group] for group in pending if group in replacements}
 
-        # Sample.
-        started = time.monotonic()
-        requests = []
-        for group in groups:
-            prompt_index = int(prompt_indices[group])
-            token_ids = self.prompts.train.prompts[prompt_index].token_ids
-            for completion in range(group_size):
-                requests.append(SampleRequest(token_ids, self.plan.seed_of(step, prompt_index, completion)))
-        completions = self.sampler.sample(requests)
-        sampled = time.monotonic()
-
-        # Reward. The lists have an entry for each completion.
-        group_prompts = [self.prompts.train.prompts[prompt_indices[group]] for group in groups]
-        rewarded = self._reward(groups, group_prompts, completions)
-        seconds = torch.tensor([sampled - started, time.monotonic() - sampled], dtype=torch.float64)
         sampling_seconds, reward_seconds = gather_over_ranks(self.fabric, seconds).amax(dim=0).tolist()
-
         manifest = RolloutManifest(
             step=step,
             policy=policy,
@@ -161,8 +175,56 @@ class RolloutWindows:
             sampling_seconds=sampling_seconds,
             reward_seconds=reward_seconds,
             sha256=(),
+            num_replaced=num_replaced,
         )
-        self.store.write(rewarded, manifest)
+        completions = [completion for group in sorted(stored) for completion in stored[group]]
+        self.store.write(completions, manifest)
+
+    def _complete(
+        self, step: int, prompt_of_group: dict[int, int], seconds: torch.Tensor
+    ) -> dict[int, list[StoredCompletion]]:
+        """Sample and reward the completions of some groups of this rank; all ranks call this together.
+
+        Args:
+            step: The step.
+            prompt_of_group: The index of each group's prompt.
+            seconds: The seconds for sampling and for rewards, to which this call adds its own, fp64 [2].
+
+        Returns:
+            The completions of each group.
+        """
+        started = time.monotonic()
+        requests = []
+        for prompt_index in prompt_of_group.values():
+            token_ids = self.prompts.train.prompts[prompt_index].token_ids
+            for completion in range(self.plan.group_size):
+                requests.append(SampleRequest(token_ids, self.plan.seed_of(step, prompt_index, completion)))
+        completions = self.sampler.sample(requests)
+        sampled = time.monotonic()
+        groups = list(prompt_of_group)
+        group_prompts = [self.prompts.train.prompts[prompt_index] for prompt_index in prompt_of_group.values()]
+        rewarded = self._reward(groups, group_prompts, completions)
+        seconds += torch.tensor([sampled - started, time.monotonic() - sampled], dtype=torch.float64)
+
+        of_groups: dict[int, list[StoredCompletion]] = {group: [] for group in groups}
+        for completion in rewarded:
+            of_groups[completion.group].append(completion)
+        return of_groups
+
+    def _find_flat_groups(
+        self, sampled: Collection[int], stored: Mapping[int, list[StoredCompletion]], num_groups: int
+    ) -> np.ndarray:
+        """Return the groups of all ranks whose completions have the same reward, ascending, int64.
+
+        Args:
+            sampled: The groups of this rank that were sampled last; others are not looked at again.
+            stored: The completions of this rank's groups.
+            num_groups: The number of groups of all ranks.
+        """
+        is_flat = torch.zeros(num_groups, dtype=torch.int64)
+        for group in sampled:
+            is_flat[group] = int(stored[group][0].lacks_variance)
+        return np.flatnonzero(gather_over_ranks(self.fabric, is_flat).sum(dim=0).cpu().numpy())
 
     def _reward(
         self, groups: Sequence[int], group_prompts: Sequence[Prompt], completions: Sequence[Completion]

@@ -46,8 +46,9 @@ def build_rollout_windows(
     rollouts = arguments.rollouts
     settings = SamplingSettings(rollouts.temperature, rollouts.max_new_tokens, prompts.stop_token_ids)
 
-    def enter_batch(index: int) -> None:
+    def enter_batch() -> None:
         """Record that this rank samples another batch; the ranks may stop here after a signal."""
+        index = heartbeat.position.index + 1
         heartbeat.enter(StepPhase.ROLLOUT, index)
         heartbeat.stop_border.enter(heartbeat.position.step, index - _BEFORE_MICRO_BATCHES)
 
@@ -62,6 +63,7 @@ def build_rollout_windows(
             group_size=rollouts.group_size,
             seed=arguments.data.seed,
             advantage=rollouts.advantage,
+            refills=rollouts.refill,
             deciding_values=_describe_deciding_values(run, rewards),
             sampler_name="in_process",
         ),

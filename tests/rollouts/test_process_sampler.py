@@ -28,7 +28,7 @@ def sample(
     model: Any, requests: Sequence[SampleRequest], settings: SamplingSettings, batch_size: int = 8
 ) -> list[Completion]:
     fabric = Fabric(accelerator="cpu", devices=1)
-    sampler = ProcessSampler(fabric, settings, batch_size, open_copy=lambda: None, on_batch=lambda _: None)
+    sampler = ProcessSampler(fabric, settings, batch_size, open_copy=lambda: None, on_batch=lambda: None)
     sampler.update_weights(model, 0)
     return sampler.sample(requests)
 

@@ -11,7 +11,7 @@ from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import STOPPED, InputError
 from fabric_train.preflight.paths import check_paths
 from fabric_train.preflight.prepare import prepare
-from fabric_train.rollouts.store import read_rollouts, step_folder
+from fabric_train.rollouts.store import read_manifest, read_rollouts, step_folder
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.programs import option_words
 from tests.support.run_comparison import differences, metrics
@@ -26,6 +26,10 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 VOWELS = """
 def vowels(completions, **columns):
     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+def vowels_of_odd_prompts(completions, answer, **columns):
+    odd = [int(number) % 2 for number in answer]
+    return [value if is_odd else 0 for value, is_odd in zip(vowels(completions), odd)]
 """
 SETTINGS = {
     "objective": "rl",
@@ -144,6 +148,19 @@ def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
     reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9, log_step_interval=1)
     rewards = reinforcing.column("learning", "train_reward")
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+
+
+def test_prompts_without_variance_are_replaced_by_the_same_ones_on_any_ranks(reinforcing: Reinforcing) -> None:
+    options: dict[str, Any] = {"rewards": "judge.py:vowels_of_odd_prompts", "max_step": 2}
+    reinforcing.train("flat", **options)
+    assert max(reinforcing.column("flat", "train_flat_groups")) > 0  # every second prompt
+    reinforcing.train("refilled", refill="true", **options)
+    assert reinforcing.column("refilled", "train_flat_groups") == [0.0, 0.0]
+    manifests = [read_manifest(step_folder(reinforcing.folder / "refilled", step)) for step in (1, 2)]
+    assert all(manifest.num_replaced for manifest in manifests)
+    reinforcing.train("refilled-2", 2, refill="true", devices=2, parallelism="ddp", **options)
+    for step in (1, 2):
+        assert reinforcing.tokens("refilled-2", step) == reinforcing.tokens("refilled", step)
 
 
 def test_an_adapter_is_sampled_as_it_is_trained(reinforcing: Reinforcing) -> None:

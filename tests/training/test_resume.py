@@ -291,7 +291,7 @@ def test_every_argument_that_decides_the_losses_is_compared() -> None:
         *("dpop_lambda", "kto_desirable_weight", "kto_undesirable_weight"),
         *("teacher_weights", "divergence", "jsd_beta", "distill_temperature", "distill_on"),
         *("group_size", "max_new_tokens", "temperature", "rewards", "reward_weights", "reward_settings"),
-        *("on_reward_error", "advantage", "loss_normalisation", "kl_weight"),
+        *("on_reward_error", "advantage", "refill", "loss_normalisation", "kl_weight"),
         *("muon_lr", "muon_momentum", "muon_adjust_lr"),
     }
     here = dict.fromkeys(flatten(arguments), 2)
