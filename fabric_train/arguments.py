@@ -25,6 +25,7 @@ from fabric_train.cli.argument_types import (
     RowLength,
     Seconds,
     TeacherWeights,
+    Temperature,
     UnitInterval,
     given_twice,
     parse_size,
@@ -77,8 +78,6 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
-LOWEST_TEMPERATURE = 0.01
-"""The lowest ``--distill_temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill", "rl")
 """The objectives that train on tokens, not on pairs of answers."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
@@ -527,7 +526,7 @@ class PreferenceArguments:
     """With --divergence jsd: the teacher's share of the mixture; near 0 it behaves like forward_kl, near 1 like
     reverse_kl.
     """
-    distill_temperature: PositiveFloat = 1.0
+    distill_temperature: Temperature = 1.0
     """With distill: both models' logits are divided by it; above 1, unlikely tokens count more."""
     distill_on: Literal["supervised", "all"] = "supervised"
     """With distill: learn the teacher's distributions of the supervised tokens, or of all tokens, including prompts.
@@ -556,10 +555,6 @@ class PreferenceArguments:
             faults.append("--label_smoothing must be below 0.5")
         if self.objective == "distill":
             faults += self._faults_of_teacher()
-        if self.distill_temperature < LOWEST_TEMPERATURE:
-            faults.append(
-                f"--distill_temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it"
-            )
         if self.jsd_beta in (0, 1):
             faults.append("--jsd_beta must be between 0 and 1; give --divergence forward_kl for 0, or reverse_kl for 1")
         if self.jsd_beta != 0.5 and self.divergence != "jsd":

@@ -81,6 +81,8 @@ TokenCount = Annotated[int, NumberRange("a whole number above 0, such as 200k, 5
 """The tokens of a corpus, which are counted in thousands, millions and billions."""
 PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
 NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
+Temperature = Annotated[float, NumberRange("a number, 0.01 or more", 0.01, 1e9)]
+"""A divisor of logits. With a lower one, differences of logits overflow."""
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
 PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]

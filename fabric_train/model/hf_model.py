@@ -317,4 +317,6 @@ def load_hf_tokenizer(source: Path | str) -> Any:
     except Exception as error:  # damage ends in any exception, some of them of the Rust library
         raise_if_limit_reached(error)
         reason = first_line(error).rstrip(".")
+        if folder.is_dir() and not any(folder.glob("tokenizer*")):
+            reason = "the folder has no tokenizer.json"
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_FETCH_OR_REPLACE}") from error

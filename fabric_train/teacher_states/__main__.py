@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from fabric_train.cli.argument_types import PositiveFloat, PositiveInt, RowLength, TeacherWeights
+from fabric_train.cli.argument_types import PositiveInt, RowLength, TeacherWeights, Temperature
 from fabric_train.cli.errors import run_program
 from fabric_train.cli.parser import parse_arguments
 
@@ -31,7 +31,7 @@ class TeachArguments:
     """Store the log-probabilities of this number of the likeliest tokens, and of all others together; default: 64."""
     hidden: bool = False
     """Store the teacher's last hidden states in bfloat16 and its head instead, which give the full distributions."""
-    distill_temperature: PositiveFloat = 1.0
+    distill_temperature: Temperature = 1.0
     """Temperature of the stored distributions, which must be that of the training. Not with --hidden true, which fits
     any temperature.
     """

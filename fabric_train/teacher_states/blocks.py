@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fabric_train.cli.errors import RunError, first_line, raise_if_limit_reached
 from fabric_train.data.teacher_states import HiddenStates, TeacherStates, TopStates
@@ -62,7 +62,8 @@ def write_block(file: Path, content: BlockContent) -> None:
 
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_name(f".{file.name}.new")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+    # not save_file, which hides a full disk in an error of its own
+    temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     fsync(temporary)
     temporary.replace(file)
     fsync(file.parent)

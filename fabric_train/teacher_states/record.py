@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_file_name, write_atomically
 from fabric_train.files.typed_json import read_json
@@ -48,14 +50,14 @@ class StatesContent:
     dtype: str
     """The dtype of the teacher's weights and matrix products, such as bfloat16."""
     attention: str
-    top_k: int | None
+    top_k: PositiveInt | None
     """The number of likeliest tokens; None for hidden states."""
     temperature: float
     """The temperature of the distributions; 1 for hidden states, from which any follows."""
     hidden_size: int
-    rows_per_batch: int
+    rows_per_batch: PositiveInt
     """The rows of a forward pass, which decide the last digits."""
-    rows_per_block: int
+    rows_per_block: PositiveInt
     teacher_weights: str = "16bit"
     """How the teacher's decoder layers were held, as ``--teacher_weights`` says."""
 
@@ -124,16 +126,16 @@ def _show_value(value: object) -> str:
 class StatesSplit:
     """The size of a split."""
 
-    num_rows: int
-    num_targets: int
+    num_rows: NonNegativeInt
+    num_targets: NonNegativeInt
 
 
 @dataclass(frozen=True)
 class StatesShard:
     """Which of how many shards a folder has; 1 of 1 without ``--shard``."""
 
-    number: int = 1
-    count: int = 1
+    number: PositiveInt = 1
+    count: PositiveInt = 1
 
     @property
     def folder_name(self) -> str:
@@ -199,6 +201,9 @@ def read_record(folder: Path, file_name: str = FILE_NAME) -> StatesRecord:
         raise InputError(f"{file} has format {record.format}, but this version reads {_FORMAT}; {TEACH_AGAIN}")
     for name in record.splits:
         check_file_name(name, file)
+    named_ids = record.content.named_ids
+    if any(not 0 <= gap < named_ids.end for gap in named_ids.gaps):
+        raise InputError(f"{file}: damaged (an id without a token is not below {named_ids.end}); {TEACH_AGAIN}")
     return record
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from fabric_train.cli.errors import InputError
 from fabric_train.model.divergence_loss import TeacherHead
@@ -53,7 +53,7 @@ def write_head(folder: Path, head: TeacherHead) -> None:
     tensors = {"weight": head.weight.contiguous().cpu()}
     if head.bias is not None:
         tensors["bias"] = head.bias.cpu()
-    save_file(tensors, folder / HEAD)
+    (folder / HEAD).write_bytes(save(tensors))  # not save_file, which hides a full disk in an error of its own
 
 
 def open_states(folder: Path) -> StoredStates:

@@ -19,7 +19,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.divergence_loss import FullRows, TeacherHead, TopRows
 from fabric_train.model.teacher_head import check_head
-from fabric_train.teacher_states.record import StatesContent, StatesDifference, find_difference
+from fabric_train.teacher_states.record import TEACH_AGAIN, StatesContent, StatesDifference, find_difference
 from fabric_train.teacher_states.stored import StoredStates, open_states
 from fabric_train.teacher_states.vocabulary import check_rows_of_head, hash_tokens
 from fabric_train.training.prepared_run import PreparedRun
@@ -90,9 +90,14 @@ def use_stored_teacher(run: PreparedRun) -> StoredStates | None:
     for dataset in data.parts:
         states = _find_states(dataset, all_states)
         _check_content(run, states, tokenizer_hash)
-        dataset.train.use_teacher(states.reader("train"))
+        splits = {"train": dataset.train}
         if dataset.validation is not None:
-            dataset.validation.use_teacher(states.reader("validation"))
+            splits["validation"] = dataset.validation
+        for name, rows in splits.items():
+            size = states.record.splits.get(name)
+            if size is None or size.num_rows != len(rows):
+                raise InputError(f"{states.folder}: damaged (it lacks values of {name} rows); {TEACH_AGAIN}")
+            rows.use_teacher(states.reader(name))
     first = all_states[0]
     check_rows_of_head(run.model.vocab_size, first.record.content.named_ids, f"--model_name {run.model.source}")
     return first

@@ -1,6 +1,7 @@
 """A teacher's values are stored once, exactly, in any cut, and read only for the rows that they belong to."""
 
 import csv
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Lfm2Config, Lfm2ForCau
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError, RunError
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.batch import Batch, find_targets
 from fabric_train.data.joined_rows import JoinedRows
 from fabric_train.data.teacher_states import HiddenStates, TopStates
@@ -24,13 +26,15 @@ from fabric_train.model.divergences import DIVERGENCES
 from fabric_train.preflight.prepare import prepare
 from fabric_train.teacher_states import teach as teach_module
 from fabric_train.teacher_states.__main__ import TeachArguments
-from fabric_train.teacher_states.blocks import BlockContent
+from fabric_train.teacher_states.blocks import BlockContent, write_block
 from fabric_train.teacher_states.record import FILE_NAME
 from fabric_train.teacher_states.stored import open_states
 from fabric_train.teacher_states.teach import teach
 from fabric_train.teacher_states.teacher import LoadedTeacher, describe_teacher, top_states
+from tests.support.bad_input_folder import edit_json
 from tests.support.forked_runs import ForkedRuns, start_forked_runs
 from tests.support.plain_distillation import write_adapter
+from tests.support.programs import option_words
 from tests.support.short_runs import argv, at_point, metrics
 from tests.support.tiny_model import random_llama, write_tiny_model
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
@@ -279,6 +283,35 @@ def test_shards_are_the_blocks_of_one_run(folder: Path) -> None:
         open_states(folder / "shards")
 
 
+@pytest.mark.parametrize(
+    ("record", "value", "message"),
+    [
+        ("content", {"rows_per_block": 0}, r"damaged \(content.rows_per_block: Input should be greater than 0"),
+        ("content", {"named_ids": {"end": NUM_IDS, "gaps": [NUM_IDS]}}, "an id without a token is not below 327"),
+        ("shard", {"count": 0}, r"damaged \(shard.count: Input should be greater than 0"),
+        ("splits", {"train": {"num_rows": 2, "num_targets": 2}}, "it lacks values of train rows"),
+    ],
+)
+def test_a_damaged_record_is_refused(folder: Path, tmp_path: Path, record: str, value: object, message: str) -> None:
+    states = Path(shutil.copytree(stored(folder, "top", top_k=8), tmp_path / "states"))
+    edit_json(states / FILE_NAME, lambda content: content[record].update(value))
+    words = argv(folder / "student", folder / "tokens", tmp_path / "run", objective="distill", teacher_states=states)
+    with pytest.raises(InputError, match=message):
+        prepare(parse(TrainArguments, words, {}))
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    content = BlockContent([1], [1000], HiddenStates(torch.zeros(1000, 4, dtype=torch.int16)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):  # what a full disk gives, but for the number
+            write_block(tmp_path / "train" / "000000.safetensors", content)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.rglob("0*.safetensors"))
+
+
 def test_a_mixture_reads_each_row_from_its_own_values(folder: Path) -> None:
     datasets = [open_dataset(str(folder / name)) for name in ("tokens", "others")]
     for dataset, name in zip(datasets, ("tokens", "others"), strict=True):
@@ -350,6 +383,18 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
     with pytest.raises(InputError, match=message):
         teach(arguments_of(folder, "refused", **options), BLOCK_BYTES)
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_teacher_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "teacher", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(InputError, match=r"bare: its tokenizer cannot be loaded: the folder has no tokenizer\.json;"):
+        teach(arguments_of(folder, "refused", teacher=str(tmp_path / "bare")))
+
+
+def test_a_temperature_that_overflows_is_refused() -> None:
+    words = option_words({"teacher": "t", "train_data_dir": "d", "output_dir": "o", "distill_temperature": 1e-30})
+    with pytest.raises(InputError, match=r"--distill_temperature: expected a number, 0\.01 or more"):
+        parse_arguments(TeachArguments, words)
 
 
 def test_a_teacher_that_does_not_fit_the_rows_is_refused(folder: Path, tmp_path: Path) -> None:

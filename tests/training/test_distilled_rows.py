@@ -224,7 +224,7 @@ def test_loss_and_gradients_equal_plain_pytorch(case: Case) -> None:
         case.sft_weight,
         batch.is_supervised,
     )
-    bytes_per_token = len(student.weight) * (4 + token_loss.bytes_per_logit)  # logits in fp32
+    bytes_per_token = len(student.weight) * (8 + token_loss.bytes_per_logit)  # and logits, log-probabilities in fp32
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lm_head_loss._CHUNK_BYTES, "cpu", case.tokens_per_chunk * bytes_per_token)
         total, values = summed_token_loss(student.hidden, student.weight, student.bias, targets.positions, token_loss)
