@@ -78,6 +78,8 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
+LOWEST_TEMPERATURE = 0.01
+"""The lowest ``--temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill", "rl")
 """The objectives that train on tokens, not on pairs of answers."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")

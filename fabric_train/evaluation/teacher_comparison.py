@@ -164,8 +164,8 @@ class _Scorer:
         for compared, loaded in ((model, loaded_model), (self._teacher, self._loaded_teacher)):
             if not has_loss_in_head(loaded):
                 raise InputError(
-                    f"{compared.name}: it does not fit on one device, or changes the output of its head, for example "
-                    "by a cap on the logits; leave out --teacher"
+                    f"{compared.name}: it does not fit on one device, is an adapter of peft (merge it first), or "
+                    "changes the output of its head, for example by a cap on the logits; leave out --teacher"
                 )
         return loaded_model
 

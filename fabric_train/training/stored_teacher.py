@@ -83,6 +83,8 @@ def use_stored_teacher(run: PreparedRun) -> StoredStates | None:
     data = run.data
     if isinstance(data, Stream):
         raise InputError(f"{_OPTION} does not work with --streaming_dataset; tokenize it and give --train_data_dir")
+    if run.arguments.evaluation.self_check:
+        raise InputError(f"{_OPTION} has no values for the shortened rows of --self_check true; give --teacher instead")
     check_head(run.model, f"--model_name {run.model.source}")
     tokenizer_hash = hash_tokens(open_run_tokenizer(run))
     all_states = [open_states(Path(folder).expanduser()) for folder in folders]

@@ -553,6 +553,7 @@ def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
         ({"distill_on": "all"}, "another --distill_on: supervised, but the run has all"),
         ({"precision": "bf16-true"}, "another dtype: float32, but the run has bfloat16"),
         ({"train_data_dir": "others"}, "no values for the rows of"),
+        ({"self_check": "true"}, "no values for the shortened rows of --self_check true"),
         ({"teacher": "teacher"}, "--teacher and --teacher_states exclude each other"),
     ],
 )
