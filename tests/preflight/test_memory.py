@@ -116,6 +116,9 @@ def test_a_mask_costs_itself_and_copies_of_the_heads(llama: ModelShape) -> None:
 
 MEASURED_COMPILED = [("llama-3.2-1b", 4, 32_369_103_872), ("llama-3-8b", 1, 86_297_837_568)]
 """Preset, rows at once and peak bytes on an H200: benchmarks/results/gpu-first-hour-2026-11-22-nvidia-h200.json."""
+SAVED_BY_SLICES = (1 << 30) * 4 // 6 - (64 << 20)
+"""What the loss needs less since it was measured. Of a chunk of 1 GiB, 4 of 6 bytes were log-probabilities, which are
+now computed in slices of 64 MiB."""
 
 
 @pytest.mark.parametrize(("preset", "num_rows", "measured"), MEASURED_COMPILED)
@@ -124,7 +127,7 @@ def test_compiled_layers_take_what_an_h200_measured(preset: str, num_rows: int, 
     shape = new_shape(model.model, model.fsdp.auto_wrap_policy)
     options = ["--parallelism", "single", "--micro_batch_size", str(num_rows), "--compile", "true"]
     planned = wanted(shape, 1, 141, *options, rows=4 * num_rows).forecast()
-    assert planned.budget.most.total == pytest.approx(measured, rel=0.02)
+    assert planned.budget.most.total == pytest.approx(measured - SAVED_BY_SLICES, rel=0.02)
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.4])
