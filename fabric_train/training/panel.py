@@ -275,6 +275,8 @@ class Panel:
             slowest_rank = f"{name}, {_format_value(metrics.rank_lag, '+.3f')} s per step"
         facts = [
             _Fact("now", moment.position),
+            _Fact("reward", _format_value(metrics.extra.get("train_reward"), ".3f")),
+            _Fact("completion tokens", _format_value(metrics.extra.get("train_completion_tokens"), ",.0f")),
             _Fact("tokens/s", _format_value(metrics.tokens_per_second, ",.0f")),
             _Fact("learning rate", _format_value(metrics.learning_rate, ".2e")),
             _Fact("gradient norm", _format_value(metrics.grad_norm, ".3f")),
@@ -494,6 +496,8 @@ def _short_values(metrics: Metrics) -> list[str]:
     """Return the measured values with short names, the most important ones first."""
     values = [
         ("loss", metrics.train_loss, "{:.4f}"),
+        ("reward", metrics.extra.get("train_reward"), "{:.3f}"),
+        ("length", metrics.extra.get("train_completion_tokens"), "{:.0f}"),
         ("lr", metrics.learning_rate, "{:.2e}"),
         ("grad", metrics.grad_norm, "{:.3f}"),
         ("tok/s", metrics.tokens_per_second, "{:,.0f}"),

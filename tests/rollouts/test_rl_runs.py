@@ -145,9 +145,10 @@ def test_a_signal_while_sampling_saves_the_step_before(reinforcing: Reinforcing,
 
 
 def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
-    reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9, log_step_interval=1)
+    learning = reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9, log_step_interval=1)
     rewards = reinforcing.column("learning", "train_reward")
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+    assert any(f" reward {rewards[-1]:.3f} " in line for line in learning.lines())
 
 
 def test_prompts_without_variance_are_replaced_by_the_same_ones_on_any_ranks(reinforcing: Reinforcing) -> None:
