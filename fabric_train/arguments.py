@@ -139,7 +139,7 @@ class DataArguments:
     """How much of each --train_data_dir an epoch reads: 1 reads every row once, 2 twice, and 0.15 reads 15 % of the
     rows, a different 15 % in the next epoch. Default: 1. By name: FOLDER=1, or FOLDER:SOURCE=0.15 for a source in a
     folder; 0 leaves it out. With --streaming_dataset: how much of each source a pass reads, also by name; this mixes
-    the documents.
+    the documents. With --prompts: how many of each source's prompts an epoch takes.
     """
     token_shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
     """Instead of --shares: each source's share of the tokens in every step, such as 0.7 0.2 0.1, or by name. An epoch
@@ -223,9 +223,9 @@ class DataArguments:
             faults.append("--prompts is empty; give files or hub names")
         if self.data_dirs:
             faults.append("--prompts and --train_data_dir exclude each other; leave out one of them")
-        for name in _MIXTURE_ARGUMENTS:
+        for name in ("token_shares", "phases"):
             if getattr(self, name) is not None:
-                faults.append(f"--{name} does not work with --prompts, which are all read once per epoch; leave it out")
+                faults.append(f"--{name} does not work with --prompts; give --shares, or leave out --{name}")
         return faults
 
     @property
@@ -234,7 +234,7 @@ class DataArguments:
         if len(self.data_dirs) > 1:
             return True
         has_shares = any(getattr(self, name) is not None for name in _MIXTURE_ARGUMENTS)
-        return has_shares and self.streaming_dataset is None
+        return has_shares and self.streaming_dataset is None and self.prompts is None
 
     @property
     def shares_of_epochs(self) -> Shares:
@@ -274,6 +274,9 @@ class DataArguments:
             return []
         num_sources = len(self.data_dirs)
         sources = "folders of --train_data_dir"
+        if self.prompts is not None:
+            num_sources = len(self.prompts)
+            sources = "sources of --prompts"
         if self.streaming_dataset is not None:
             num_sources = len(self.streaming_dataset)
             sources = "sources of --streaming_dataset"

@@ -496,7 +496,9 @@ def _open_prompts(
     if saved is not None and (saved.checkpoint / "tokenizer").is_dir():
         tokenizer_name = str(saved.checkpoint / "tokenizer")
     lengths = PromptLengths(arguments.data.max_length, arguments.rollouts.max_new_tokens)
-    return open_prompts(entries, tokenizer_name, lengths, folder / "tokenizer")
+    return open_prompts(
+        entries, tokenizer_name, lengths, folder / "tokenizer", Shares("--shares", arguments.data.shares)
+    )
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
@@ -582,21 +584,21 @@ def _data_order(
 ) -> DataOrder | StreamOrder:
     """Return the values that decide the order of the data, as a checkpoint records them."""
     seed = arguments.seed
-    if isinstance(data, TokenDataset | Prompts):
-        return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, seed, saved_order)
-    if isinstance(data, TokenMixture):
-        rows_per_epoch = list(data.rows_per_epoch)
-        num_rows = sum(rows_per_epoch)
+    rows_per_epoch = data.rows_per_epoch if isinstance(data, TokenMixture | Prompts) else None
+    if isinstance(data, TokenMixture | Prompts) and rows_per_epoch is not None:
         phase_rows = tuple(PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
         return DataOrder(
             fingerprint=data.fingerprint,
-            num_rows=num_rows,
+            num_rows=sum(rows_per_epoch),
             rows_per_window=rows_per_window,
             seed=seed,
             version=Mixture.VERSION,
-            rows_per_epoch=rows_per_epoch,
+            rows_per_epoch=list(rows_per_epoch),
             phases=phase_rows,
         )
+    if isinstance(data, TokenDataset | Prompts):
+        return DataOrder.for_dataset(data.fingerprint, len(data.train), rows_per_window, seed, saved_order)
+    assert isinstance(data, Stream)  # a mixture has rows per epoch
 
     # a stream, whose seed counts only if it mixes or shuffles
     identities_by_source = data.documents.identities()

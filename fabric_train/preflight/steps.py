@@ -90,11 +90,12 @@ def plan_steps(
     num_rows = None
     windows_per_epoch = None
     steps_of_epochs = None
-    if isinstance(data, TokenMixture):
-        num_rows = sum(data.rows_per_epoch)
+    rows_per_epoch = data.rows_per_epoch if isinstance(data, TokenMixture | Prompts) else None
+    if isinstance(data, TokenMixture | Prompts) and rows_per_epoch is not None:
+        num_rows = sum(rows_per_epoch)
         mixture = order_of_mixture(
             data,
-            data.rows_per_epoch,
+            rows_per_epoch,
             rows_per_window,
             seed=arguments.data.seed,
             phases=phases,
@@ -185,7 +186,7 @@ def _faults_of_batch_size(arguments: "TrainArguments", world_size: int) -> list[
 
 
 def order_of_mixture(
-    data: TokenMixture,
+    data: TokenMixture | Prompts,
     rows_per_epoch: Sequence[int],
     rows_per_window: int,
     seed: int,

@@ -12,6 +12,8 @@ import numpy as np
 
 from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError, naming_option
+from fabric_train.cli.shares import Shares
+from fabric_train.data.mixture import rows_of_shares
 from fabric_train.inference.prompt_file import Prompt as EncodedContent
 from fabric_train.inference.prompts import PromptEncoder
 from fabric_train.model.hf_model import load_hf_tokenizer
@@ -61,6 +63,14 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
+class PromptSource:
+    """The prompts with one name."""
+
+    name: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Prompts:
     """The training data of a run that samples its rows: prompts, whose completions become the rows of each step.
 
@@ -77,6 +87,10 @@ class Prompts:
     """The tokens that end a completion."""
     notes: tuple[str, ...]
     """Notes for the user on prompts that are left out."""
+    sources: tuple[PromptSource, ...]
+    """The sources in the order of their prompts."""
+    rows_per_epoch: tuple[int, ...] | None
+    """How many prompts of each source an epoch takes; None if it takes every prompt once, in an order of all."""
     parts = ()
     validation = None
     manifest = None
@@ -130,7 +144,7 @@ class PromptLengths:
 
 
 def open_prompts(
-    entries: Sequence[str], tokenizer_name: str, lengths: PromptLengths, tokenizer_folder: Path
+    entries: Sequence[str], tokenizer_name: str, lengths: PromptLengths, tokenizer_folder: Path, shares: Shares
 ) -> Prompts:
     """Read and encode all prompts.
 
@@ -139,6 +153,7 @@ def open_prompts(
         tokenizer_name: A folder or a hub name.
         lengths: The room for a prompt. Longer ones are left out, which a note says.
         tokenizer_folder: Where the run will store the tokenizer.
+        shares: How much of each entry an epoch reads.
 
     Raises:
         InputError: A source or the tokenizer cannot be read, a row has no prompt, or no prompt is short enough.
@@ -191,6 +206,11 @@ def open_prompts(
             f"{counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
             f"{lengths.longest_prompt} tokens (--max_length less --max_new_tokens) will not be used",
         )
+    prompts.sort(key=lambda prompt: prompt.source)  # stable; sources with the same name are one
+    sources = []
+    for source_index, name in enumerate(source_names):
+        num_rows = sum(prompt.source == source_index for prompt in prompts)
+        sources.append(PromptSource(name, num_rows))
     stop_token_ids = tuple(sorted({tokenizer.eos_token_id, *encoder.end_ids}))
     return Prompts(
         train=PromptRows(tuple(prompts), lengths.row_length),
@@ -200,7 +220,42 @@ def open_prompts(
         tokenizer_folder=tokenizer_folder,
         stop_token_ids=stop_token_ids,
         notes=notes,
+        sources=tuple(sources),
+        rows_per_epoch=_rows_per_epoch(shares, sources),
     )
+
+
+def _rows_per_epoch(shares: Shares, sources: Sequence[PromptSource]) -> tuple[int, ...] | None:
+    """Return how many prompts of each source an epoch takes; None without shares.
+
+    Raises:
+        InputError: A name is not that of a source, a source has no share, or an epoch would take no prompt of one.
+    """
+    if shares.values is None:
+        return None
+    names = [source.name for source in sources]
+    share_by_name = shares.by_name()
+    if share_by_name is None:
+        if len(shares.values) != len(sources):
+            raise InputError(
+                f"{shares.option} has {len(shares.values)} numbers for {len(sources)} sources of {_OPTION}; give one "
+                "for each"
+            )
+        share_by_name = dict(zip(names, map(float, shares.values), strict=True))
+    faults = [f"{shares.option}: {name} is no source of {_OPTION}" for name in share_by_name if name not in names]
+    faults += [f"{shares.option} has no number for {name}" for name in names if name not in share_by_name]
+    if faults:
+        raise InputError(*faults)
+    taken = rows_of_shares([source.num_rows for source in sources], [share_by_name[name] for name in names])
+    for source, num_taken in zip(sources, taken, strict=True):
+        if share_by_name[source.name] and not num_taken:
+            faults.append(
+                f"{shares.option} reads none of the {source.num_rows:,} prompts of {source.name} in an epoch; give it "
+                "a larger share, or leave it out"
+            )
+    if faults:
+        raise InputError(*faults)
+    return tuple(taken)
 
 
 def _read_rows(source: Source) -> Iterator[tuple[str, int, Row]]:

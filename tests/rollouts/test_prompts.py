@@ -10,10 +10,12 @@ import pytest
 from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import Shares
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.rollouts.prompts import PromptLengths, Prompts, open_prompts
 
 LENGTHS = PromptLengths(row_length=64, max_new_tokens=16)
+NO_SHARES = Shares("--shares", None)
 
 
 def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> str:
@@ -22,7 +24,7 @@ def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def open_file(entry: str, model: Path, tmp_path: Path, lengths: PromptLengths = LENGTHS) -> Prompts:
-    return open_prompts([entry], str(model), lengths, tmp_path / "tokenizer")
+    return open_prompts([entry], str(model), lengths, tmp_path / "tokenizer", NO_SHARES)
 
 
 def test_a_prompt_has_one_bos_and_its_other_columns_go_to_the_rewards(tmp_path: Path, tiny_model_dir: Path) -> None:

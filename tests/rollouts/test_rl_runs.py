@@ -87,6 +87,9 @@ def reinforcing(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRun
     (folder / "model").symlink_to(tiny_model_dir)
     rows = [{"prompt": f"{number} and", "answer": str(number)} for number in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "other.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {row['answer']}"}) + "\n" for row in rows[:6])
+    )
     (folder / "judge.py").write_text(VOWELS)
     reinforcing = Reinforcing(folder, forked_runs)
     reinforcing.train("whole")
@@ -145,10 +148,29 @@ def test_a_signal_while_sampling_saves_the_step_before(reinforcing: Reinforcing,
 
 
 def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
-    learning = reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9, log_step_interval=1)
+    learning = reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9)
     rewards = reinforcing.column("learning", "train_reward")
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
     assert any(f" reward {rewards[-1]:.3f} " in line for line in learning.lines())
+
+
+def test_shares_decide_how_often_a_step_reads_a_source(reinforcing: Reinforcing) -> None:
+    options: dict[str, Any] = {
+        "prompts": ["add=prompts.jsonl", "say=other.jsonl"],
+        "shares": ["add=0.5", "say=1.5"],
+        "max_step": 3,
+        "save_step_interval": 1,
+    }
+    killed = reinforcing.start("shares", before=at_point(KILL, 3, "COMPUTING"), **options)
+    assert killed.wait() == [-9]
+    reinforcing.train("shares", resume="true", **options)
+    sources = []
+    for step in (1, 2, 3):
+        stored = read_rollouts(step_folder(reinforcing.folder / "shares", step))
+        sources += [completion.source for completion in stored.completions]
+    assert sources.count(0) == 3 * 4  # an epoch of three steps takes 6 of the 12 prompts of the first source
+    assert sources.count(1) == 6 * 4
+    assert reinforcing.column("shares", "train_reward/say") != reinforcing.column("shares", "train_reward/add")
 
 
 def test_prompts_without_variance_are_replaced_by_the_same_ones_on_any_ranks(reinforcing: Reinforcing) -> None:
