@@ -165,10 +165,10 @@ def open_prompts(
         )
     names_and_locations = split_names(list(entries), _OPTION)
     locations = [location for _, location in names_and_locations]
-    sources = open_sources(locations, _OPTION, stream=False, downloads=tokenizer_folder)
+    opened_sources = open_sources(locations, _OPTION, stream=False, downloads=tokenizer_folder)
     with naming_option("--model_name", instead_of="--tokenizer_name"):
         tokenizer = load_tokenizer(tokenizer_name)
-    rows_of_sources = [list(_read_rows(source)) for source in sources]
+    rows_of_sources = [list(_read_rows(source)) for source in opened_sources]
     encoder = _open_encoder(tokenizer_name, rows_of_sources)
     source_names = tuple(dict.fromkeys(name for name, _ in names_and_locations))
 
@@ -241,7 +241,7 @@ def _rows_per_epoch(shares: Shares, sources: Sequence[PromptSource]) -> tuple[in
                 f"{shares.option} has {len(shares.values)} numbers for {len(sources)} sources of {_OPTION}; give one "
                 "for each"
             )
-        share_by_name = dict(zip(names, map(float, shares.values), strict=True))
+        share_by_name = {name: float(str(value)) for name, value in zip(names, shares.values, strict=True)}
     faults = [f"{shares.option}: {name} is no source of {_OPTION}" for name in share_by_name if name not in names]
     faults += [f"{shares.option} has no number for {name}" for name in names if name not in share_by_name]
     if faults:

@@ -207,8 +207,8 @@ class RolloutWindows:
         seconds += torch.tensor([sampled - started, time.monotonic() - sampled], dtype=torch.float64)
 
         of_groups: dict[int, list[StoredCompletion]] = {group: [] for group in groups}
-        for completion in rewarded:
-            of_groups[completion.group].append(completion)
+        for stored in rewarded:
+            of_groups[stored.group].append(stored)
         return of_groups
 
     def _find_flat_groups(

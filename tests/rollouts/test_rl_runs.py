@@ -87,9 +87,8 @@ def reinforcing(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRun
     (folder / "model").symlink_to(tiny_model_dir)
     rows = [{"prompt": f"{number} and", "answer": str(number)} for number in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "other.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"say {row['answer']}"}) + "\n" for row in rows[:6])
-    )
+    others = [{"prompt": f"say {number}"} for number in range(6)]
+    (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     (folder / "judge.py").write_text(VOWELS)
     reinforcing = Reinforcing(folder, forked_runs)
     reinforcing.train("whole")
@@ -157,7 +156,7 @@ def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
 def test_shares_decide_how_often_a_step_reads_a_source(reinforcing: Reinforcing) -> None:
     options: dict[str, Any] = {
         "prompts": ["add=prompts.jsonl", "say=other.jsonl"],
-        "shares": ["add=0.5", "say=1.5"],
+        "shares": ["add=0.5", "say=1"],
         "max_step": 3,
         "save_step_interval": 1,
     }
@@ -168,7 +167,7 @@ def test_shares_decide_how_often_a_step_reads_a_source(reinforcing: Reinforcing)
     for step in (1, 2, 3):
         stored = read_rollouts(step_folder(reinforcing.folder / "shares", step))
         sources += [completion.source for completion in stored.completions]
-    assert sources.count(0) == 3 * 4  # an epoch of three steps takes 6 of the 12 prompts of the first source
+    assert sources.count(0) == 6 * 4  # an epoch of three steps takes half of the 12 prompts of the first source
     assert sources.count(1) == 6 * 4
     assert reinforcing.column("shares", "train_reward/say") != reinforcing.column("shares", "train_reward/add")
 
