@@ -95,7 +95,7 @@ class VllmServer:
         self.stop()
         settings = self._settings
         settings.log.parent.mkdir(parents=True, exist_ok=True)
-        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid())]
+        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), str(self._socket_dir)]
         with settings.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(

@@ -3,26 +3,31 @@
 vLLM's engine is a process of its own. It stays, and keeps its memory, if the server that started it is killed.
 
 ``vllm_server`` starts this file by its path with ``python -I``: it uses the standard library alone, and starts in
-milliseconds. Its arguments are the id of the process that starts it, and the command.
+milliseconds. Its arguments are the id of the process that starts it, a folder to remove if that process has ended, and
+the command.
 """
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
-_END_SECONDS = 10  # for vLLM to free its shared memory
+_END_SECONDS = 10  # for the server
+_LEFT_SECONDS = 5  # for what the server has left: Python's resource tracker removes its shared memory
 
 
 def main() -> NoReturn:
     """Run the command and exit with its code; SIGTERM ends it."""
     parent_pid = int(sys.argv[1])
-    command = sys.argv[2:]
+    folder = sys.argv[2]
+    command = sys.argv[3:]
     signal.signal(signal.SIGTERM, _exit)
     _end_with_parent()
     if os.getppid() != parent_pid:  # it has ended before this process asked for the signal
@@ -36,9 +41,21 @@ def main() -> NoReturn:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
             server.wait(_END_SECONDS)
-        with suppress(ProcessLookupError):  # processes of the session that the server has left
-            os.killpg(server.pid, signal.SIGKILL)
+        _end_session(server.pid)
+        if os.getppid() != parent_pid:
+            shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code)
+
+
+def _end_session(group_id: int) -> None:
+    """End the processes that a server has left: those that do not end on SIGTERM are killed."""
+    deadline = time.monotonic() + _LEFT_SECONDS
+    with suppress(ProcessLookupError):  # there is none (any more)
+        os.killpg(group_id, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            os.killpg(group_id, 0)
+            time.sleep(0.05)
+        os.killpg(group_id, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

@@ -28,12 +28,14 @@ def wait_until(is_true: Callable[[], bool]) -> bool:
     return True
 
 
-def test_a_killed_run_leaves_no_process_of_the_server() -> None:
+def test_a_killed_run_leaves_no_process_of_the_server_and_no_folder(tmp_path: Path) -> None:
     """The run, the supervisor, the server, and the server's engine."""
+    folder = tmp_path / "socket"
+    folder.mkdir()
     server = [sys.executable, "-c", GRANDCHILD.format(sleep=SLEEP)]
     run = (
         "import os, subprocess, sys\n"
-        f"command = [sys.executable, '-I', {vllm_supervisor.__file__!r}, str(os.getpid())]\n"
+        f"command = [sys.executable, '-I', {vllm_supervisor.__file__!r}, str(os.getpid()), {str(folder)!r}]\n"
         f"subprocess.Popen(command + {server!r}).wait()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", run])
@@ -44,11 +46,14 @@ def test_a_killed_run_leaves_no_process_of_the_server() -> None:
     process.wait()
     _, alive = psutil.wait_procs(descendants, timeout=20)
     assert not alive
+    assert not folder.exists()
 
 
-def test_an_engine_ends_when_its_server_is_killed() -> None:
+def test_an_engine_ends_when_its_server_is_killed(tmp_path: Path) -> None:
+    """The folder stays: the run starts another server in it."""
     server = [sys.executable, "-c", GRANDCHILD.format(sleep=SLEEP)]
-    supervisor = subprocess.Popen([sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), *server])
+    arguments = [str(os.getpid()), str(tmp_path)]
+    supervisor = subprocess.Popen([sys.executable, "-I", vllm_supervisor.__file__, *arguments, *server])
     running = psutil.Process(supervisor.pid)
     assert wait_until(lambda: len(running.children(recursive=True)) == 2)
     server_process, engine = running.children(recursive=True)
@@ -56,6 +61,7 @@ def test_an_engine_ends_when_its_server_is_killed() -> None:
     assert supervisor.wait(20) != 0
     _, alive = psutil.wait_procs([engine], timeout=20)
     assert not alive
+    assert tmp_path.exists()
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_last_error(tmp_path: Path) -> None:
