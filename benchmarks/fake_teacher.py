@@ -3,6 +3,7 @@
 The teacher's weights are a hole in a file. All stored rows are the same zeros.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -142,15 +143,26 @@ def _zero_states(content: "StatesContent", num_targets: int) -> "TeacherStates":
 
 
 def write_hollow_model(folder: Path, config: "PretrainedConfig") -> None:
-    """Write a model whose weights in bf16 are a hole in a file."""
+    """Write a model whose weights in bf16 are holes in files, one for each layer: files are mapped into memory."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+    from fabric_train.distributed.sharded_parameters import IN_LAYER
 
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    _write_hollow_tensors(folder / "model.safetensors", shapes)
+    shapes_by_file: dict[str, dict[str, tuple[int, ...]]] = {}
+    weight_map: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        in_layer = IN_LAYER.fullmatch(name)
+        file_name = f"layer-{in_layer[2]}.safetensors" if in_layer else "other.safetensors"
+        shapes_by_file.setdefault(file_name, {})[name] = tuple(parameter.shape)
+        weight_map[name] = file_name
+    for file_name, shapes in shapes_by_file.items():
+        _write_hollow_tensors(folder / file_name, shapes)
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def _write_hollow_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

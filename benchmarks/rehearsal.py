@@ -14,8 +14,9 @@ from rich.console import Group
 from rich.table import Table
 
 from benchmarks.fake_rank import DOCUMENTS, LENGTH, FakeRun
+from benchmarks.fake_teacher import FORMS
 from benchmarks.measure import Command, run
-from benchmarks.op_counts import PARTS, StepCounts, Work
+from benchmarks.op_counts import COLLECTIVES, OF_TEACHER, PARTS, StepCounts, Work
 from benchmarks.report import Report
 from fabric_train.tokenization.corpus import available_cores
 
@@ -28,9 +29,11 @@ ADAPTERS = {"LoRA": "--adapter lora", "QLoRA": "--adapter lora --base_weights nf
 
 @dataclass(frozen=True)
 class Case:
-    """A preset on ``num_nodes`` machines of 8 devices, with all weights trained or one of ``ADAPTERS``.
+    """A preset on ``num_nodes`` machines of 8 devices, or on one device (``single``).
 
-    With ``is_dpo``, rows are of preference pairs, nearly all of whose tokens are supervised.
+    All weights are trained, or one of ``ADAPTERS``. With ``is_dpo``, rows are of preference pairs, nearly all of whose
+    tokens are supervised. With a ``teacher``, which is a preset, the run is a distillation; ``form`` is a value of
+    ``fake_teacher.FORMS``.
     """
 
     preset: str
@@ -39,19 +42,29 @@ class Case:
     checkpointing: str
     adapter: str | None = None
     is_dpo: bool = False
+    teacher: str | None = None
+    form: str = "live"
 
     def __str__(self) -> str:
         adapter = f", {self.adapter}" if self.adapter else ""
         pairs = " on pairs" if self.is_dpo else ""
-        return f"{self.preset} of {8 * self.num_nodes}{pairs}, {self.parallelism}, {self.checkpointing}{adapter}"
+        teacher = f", teacher {self.teacher} ({self.form})" if self.teacher else ""
+        num_devices = self.devices_per_node * self.num_nodes
+        return f"{self.preset} of {num_devices}{pairs}, {self.parallelism}, {self.checkpointing}{adapter}{teacher}"
+
+    @property
+    def devices_per_node(self) -> int:
+        return 1 if self.parallelism == "single" else 8
 
     @property
     def argv(self) -> list[str]:
         """The arguments of the run: micro-batches of one row, one per step."""
-        words = f"--config configs/{self.preset}.yaml --devices 8 --num_nodes {self.num_nodes}"
+        words = f"--config configs/{self.preset}.yaml --devices {self.devices_per_node} --num_nodes {self.num_nodes}"
         words += f" --parallelism {self.parallelism} --activation_checkpointing {self.checkpointing}"
         words += " --micro_batch_size 1 --gradient_accumulation_steps 1"
         words += " --objective dpo" * self.is_dpo
+        if self.teacher is not None:
+            words += f" --teacher_preset {self.teacher} --teacher_form {self.form}"
         return [*words.split(), *ADAPTERS.get(self.adapter or "", "").split()]
 
 
@@ -68,6 +81,10 @@ CASES = [
         for parallelism in ("fsdp", "fsdp2")
         for checkpointing, adapter in (("none", None), ("full", "LoRA"))
     ),
+    Case("llama-3.2-1b", 1, "single", "none"),
+    *(Case("llama-3.2-1b", 1, "single", "none", teacher="llama-3-8b", form=form) for form in FORMS),
+    Case("llama-3-8b", 1, "fsdp", "selective", teacher="llama-3-70b"),
+    *(Case("llama-3-8b", 1, "fsdp2", "selective", teacher="llama-3-70b", form=form) for form in FORMS),
 ]
 
 
@@ -140,9 +157,12 @@ def _table_of(place: str, report: Report) -> Table:
     title = f"{place}, rank 0, a step of one row of 8,192 tokens: kernels, and GB read and written, by part"
     shown = Table("", *runs, title=title, title_justify="left", box=box.SIMPLE)
     steps = [found.step for found in runs.values()]
-    for part in PARTS:
-        shown.add_row(part, *(_cell(_parts(step).get(part)) for step in steps))
+    for part in (*PARTS, COLLECTIVES + OF_TEACHER):
+        cells = [_cell(_parts(step).get(part)) for step in steps]
+        if any(cells):
+            shown.add_row(part, *cells)
     shown.add_row("all kernels", *(f"{num_kernels(found):,}" for found in runs.values()))
+    shown.add_row("TFLOP", *(f"{sum(part.flops for part in step.parts.values()) / 1e12:,.0f}" for step in steps))
     summary: RehearsalSummary = report.summary
     ratios = [summary.pairs_per_text.get(f"{place}, {name}") for name in runs]
     if any(ratios):
@@ -154,10 +174,13 @@ def _table_of(place: str, report: Report) -> Table:
 
 
 def _parts(step: StepCounts) -> dict[str, Work]:
-    """Return the parts of a step, with all collectives as one."""
-    collectives = list(step.collectives.values())
-    together = Work(*(sum(getattr(work, key) for work in collectives) for key in ("number", "read", "written")))
-    return step.parts | {"collectives": together}
+    """Return the parts of a step, with all collectives as one, and those of a teacher as another."""
+    parts = dict(step.parts)
+    for name, work in step.collectives.items():
+        part = COLLECTIVES + OF_TEACHER if name.endswith(OF_TEACHER) else COLLECTIVES
+        before = parts.get(part, Work())
+        parts[part] = Work(before.number + work.number, before.read + work.read, before.written + work.written)
+    return parts
 
 
 def _cell(part: Work | None) -> str:

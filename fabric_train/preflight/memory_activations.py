@@ -32,18 +32,22 @@ from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, shares_kept
 from fabric_train.distributed.sharded_parameters import IN_LAYER
 from fabric_train.model.adapter import Adapter, attach
+from fabric_train.model.divergence_loss import TeacherHead
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.row_tiles import cut_two_tiles, tile_rows
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.memory_gpu import attention_on_gpu, attention_with_gathered_keys, compile_for_trace
-from fabric_train.training.objective import CrossEntropy
+from fabric_train.preflight.memory_objective import TracedTeacher, build_traced_objective, make_head
+from fabric_train.training.teacher import LiveTeacher
 
 if TYPE_CHECKING:
-    from fabric_train.arguments import TrainArguments
+    from fabric_train.arguments import PreferenceArguments, TrainArguments
 
 _TRACED_LAYERS = 3
+_READ_LAYERS = 2
+"""The layers of a model that is traced without a backward pass."""
 LayerKind = frozenset[str] | None
 """The parameters that train in a layer, by their names in the layer; None if all of the model trains, or an adapter."""
 BELOW: LayerKind = frozenset(["below all that trains"])
@@ -78,6 +82,10 @@ class _LiveBytes(TorchDispatchMode):
             self.most = max(self.most, self.now)
         return result
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor or views of it."""
+        self._known_storages.add(tensor.untyped_storage()._cdata)
+
     def restart(self) -> None:
         """Restart the measurement of the peak."""
         self.most = self.now
@@ -99,6 +107,7 @@ class MicroBatch:
     on_gpu: bool  # with a GPU's kernels
     by_unit: bool  # the strategy reduces the gradients of a layer together, when all are computed
     context_size: int = 1
+    teacher: TracedTeacher | None = None  # of a distillation
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,8 @@ class _TraceInputs:
     adapter: Adapter | None
     kinds: tuple[LayerKind, ...]
     trained: frozenset[str]  # outside of the layers
+    preference: "PreferenceArguments | None" = field(compare=False)  # of a distillation
+    preference_text: str
 
     def trains(self, name: str) -> bool:
         """Return whether a parameter trains, if neither all nor an adapter's train."""
@@ -216,11 +227,32 @@ def _trace(
     shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch
 ) -> Activations:
     """Trace a model with layers of these kinds; raise a TraceError if it cannot run on fake tensors."""
-    # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
-    attention = "eager" if arguments.model.attention == "eager" else "sdpa"
+    inputs = _trace_inputs(shape, kinds, arguments, batch)
+    with _trace_errors():
+        return _trace_once(inputs)
+
+
+def trace_reading(shape: ModelShape, arguments: "TrainArguments", batch: MicroBatch) -> int:
+    """Trace the forward pass of a frozen model up to its head, such as a teacher's, and return its most bytes.
+
+    Nothing is kept for a backward pass, so the number of layers does not matter.
+
+    Raises:
+        TraceError: The model cannot run on fake tensors.
+    """
+    fsdp = replace(arguments.fsdp, activation_checkpointing="none", activation_offload=False)
+    num_layers = min(_READ_LAYERS, shape.config.get_text_config().num_hidden_layers)
+    inputs = _trace_inputs(shape, (None,) * num_layers, replace(arguments, fsdp=fsdp), batch)
+    with _trace_errors():
+        return _trace_reading_once(inputs)
+
+
+@contextmanager
+def _trace_errors() -> Iterator[None]:
+    """Raise a TraceError for what the code of a model raises on fake tensors."""
     try:
         with _quiet_torch():
-            return _trace_once(_trace_inputs(shape, kinds, arguments, batch, attention))
+            yield
     except _FAULTS_OF_MODELS as error:
         error_name = type(error).__name__
         raise TraceError(f"{error_name}: {first_line(error).rstrip('.')}") from error
@@ -252,9 +284,11 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _trace_inputs(
-    shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch, attention: str
+    shape: ModelShape, kinds: tuple[LayerKind, ...], arguments: "TrainArguments", batch: MicroBatch
 ) -> _TraceInputs:
     """Return the inputs for the trace of a model with layers of these kinds."""
+    # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
+    attention = "eager" if arguments.model.attention == "eager" else "sdpa"
     config = _with_layers(shape.config, len(kinds))
     kept, kept_by_compiler = shares_kept(arguments.fsdp)
     tile_size = arguments.fsdp.mlp_tile_size
@@ -276,6 +310,8 @@ def _trace_inputs(
         adapter=shape.adapter,
         kinds=kinds,
         trained=trained,
+        preference=arguments.preference if batch.teacher else None,
+        preference_text=repr(arguments.preference) if batch.teacher else "",
     )
 
 
@@ -283,47 +319,18 @@ def _trace_inputs(
 def _trace_once(inputs: _TraceInputs) -> Activations:
     """Run a micro-batch on fake tensors, and record the bytes at the moments in ``Activations``."""
     batch = inputs.batch
-    with ExitStack() as kernels, FakeTensorMode():
-        # attention: the GPU's kernels, and the keys of all ranks that share rows
-        if batch.on_gpu:
-            kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
-        if batch.context_size > 1:
-            attention = attention_with_gathered_keys(F.scaled_dot_product_attention, batch.context_size)
-            kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
-
-        # the model, in the order in which a run prepares it
-        config = copy.deepcopy(inputs.config)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=inputs.attention)
-        if inputs.longest_row is not None:
-            choose_frequencies(model, inputs.longest_row)
-        if inputs.adapter:
-            attach(model, inputs.adapter, source="the model", device="cpu")
-            freeze_other_parts(model, inputs.adapter)
-        model.train()
-        layers = [module for module in model.modules() if type(module) in inputs.layer_classes]
-        if inputs.kinds[0] is not None:  # only some parts train
-            _freeze(model, inputs)
+    with _traced_model(inputs) as (model, layers):
+        head = make_head(batch.teacher, batch.autocast or batch.dtype)
+        vocab_size = inputs.config.get_text_config().vocab_size
+        objective = build_traced_objective(inputs.preference, batch.teacher, head, vocab_size)
         live = _LiveBytes(model)
-        if inputs.loss_in_head:
-            compute_loss_in_head(model, memory_device="cuda" if batch.on_gpu else "cpu")
-        if inputs.tile_size:
-            tile_rows(model, layers, inputs.tile_size, cut_two_tiles)
-        if inputs.kept_by_compiler is not None:
-            # the graphs of a layer do not depend on the rest of the model
-            operations_key = replace(inputs, config_text="", kinds=(), trained=frozenset(), kept=1.0)
-            compile_for_trace(layers, inputs.kept_by_compiler, operations_key)
-        if inputs.kept < 1:
-            checkpoint_layers(layers, inputs.kept)
-
-        # one micro-batch, in which every token but the last of a row predicts the next one
-        input_ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)  # [rows, length]
-        positions = torch.arange(batch.num_rows * (batch.length - 1))
-        targets = Targets(positions, torch.zeros_like(positions))
-        _replace_mask(model, layers, batch, needs_mask=inputs.masks)
+        if head is not None:
+            live.leave_out(head.weight)
+        input_batch = _make_batch(batch)
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
-                return CrossEntropy().loss(model, Batch(input_ids, input_ids, targets=targets)).total
+                return objective.loss(model, input_batch).total
 
         if 0 < inputs.kept < 1 or inputs.kept_by_compiler is not None:
             forward()  # the first pass chooses the tensors to keep
@@ -357,6 +364,73 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
         at_end=peaks.at_end,
         after_end=peaks.after_end,
     )
+
+
+@cache
+def _trace_reading_once(inputs: _TraceInputs) -> int:
+    """Run the forward pass of a frozen model on fake tensors, as a live teacher does, and return its most bytes."""
+    with _traced_model(inputs) as (model, _):
+        head = TeacherHead(model.get_output_embeddings().weight, bias=None)
+        model.set_output_embeddings(nn.Identity())
+        model.requires_grad_(False)
+        teacher = LiveTeacher(model.eval(), head)
+        input_batch = _make_batch(inputs.batch)
+        assert input_batch.targets is not None
+        if inputs.kept_by_compiler is not None:
+            teacher.read(input_batch, input_batch.targets)  # traces the graphs
+        with _LiveBytes(model) as live:
+            teacher.read(input_batch, input_batch.targets)
+    return live.most
+
+
+@contextmanager
+def _traced_model(inputs: _TraceInputs) -> Iterator[tuple[Any, list[nn.Module]]]:
+    """Build a model on fake tensors in the order in which a run prepares it, and yield it with its layers.
+
+    Within the block, tensors are fake, and attention takes as much memory as on the device.
+    """
+    batch = inputs.batch
+    with ExitStack() as kernels, FakeTensorMode():
+        # attention: the GPU's kernels, and the keys of all ranks that share rows
+        if batch.on_gpu:
+            kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
+        if batch.context_size > 1:
+            attention = attention_with_gathered_keys(F.scaled_dot_product_attention, batch.context_size)
+            kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+
+        # the weights, and what trains
+        config = copy.deepcopy(inputs.config)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=inputs.attention)
+        if inputs.longest_row is not None:
+            choose_frequencies(model, inputs.longest_row)
+        if inputs.adapter:
+            attach(model, inputs.adapter, source="the model", device="cpu")
+            freeze_other_parts(model, inputs.adapter)
+        model.train()
+        layers = [module for module in model.modules() if type(module) in inputs.layer_classes]
+        if inputs.kinds[0] is not None:  # only some parts train
+            _freeze(model, inputs)
+
+        # each of these replaces ``forward``
+        if inputs.loss_in_head:
+            compute_loss_in_head(model, memory_device="cuda" if batch.on_gpu else "cpu")
+        if inputs.tile_size:
+            tile_rows(model, layers, inputs.tile_size, cut_two_tiles)
+        if inputs.kept_by_compiler is not None:
+            # the graphs of a layer do not depend on the rest of the model
+            operations_key = replace(inputs, config_text="", kinds=(), trained=frozenset(), kept=1.0)
+            compile_for_trace(layers, inputs.kept_by_compiler, operations_key)
+        if inputs.kept < 1:
+            checkpoint_layers(layers, inputs.kept)
+        _replace_mask(model, layers, batch, needs_mask=inputs.masks)
+        yield model, layers
+
+
+def _make_batch(batch: MicroBatch) -> Batch:
+    """Return a batch in which every token but the last of a row predicts the next one."""
+    input_ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)  # [rows, length]
+    positions = torch.arange(batch.num_rows * (batch.length - 1))
+    return Batch(input_ids, input_ids, targets=Targets(positions, torch.zeros_like(positions)))
 
 
 def _freeze(model: Any, inputs: _TraceInputs) -> None:

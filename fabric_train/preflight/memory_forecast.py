@@ -27,7 +27,9 @@ from fabric_train.preflight.memory_layout import (
     offloaded_bytes,
     read_units,
 )
-from fabric_train.preflight.memory_teacher import TeacherForecast, forecast_teacher
+from fabric_train.preflight.memory_objective import TracedTeacher
+from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
+from fabric_train.teacher_states.stored import StoredStates
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.step_plan import StepPlan
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = "docs/reference/errors.md#does-not-fit"
 """The page for a run that needs more memory than is available."""
 _DDP_BUCKET = 25 * 1024 * 1024
+_TEACHERS_PASS = "teacher's pass"
 CUDA_ALLOWANCE = 2_000_000_000
 """The bytes of a GPU that are set aside for the CUDA context, NCCL and gaps of the allocator. This is not measured."""
 LATER_BYTES = 60_000_000
@@ -67,9 +70,14 @@ class Budget:
 
 
 def make_budget(
-    units: Units, layout: Layout, activations: Activations, saves_in_background: bool, teacher_bytes: int = 0
+    units: Units,
+    layout: Layout,
+    activations: Activations,
+    saves_in_background: bool,
+    teacher: TeacherForecast | None = None,
+    teacher_pass: TeacherPass | None = None,
 ) -> Budget:
-    """Return the bytes that a run needs; ``teacher_bytes`` are those of a teacher's weights on a device."""
+    """Return the bytes that a run needs, with a ``teacher`` and the forward pass of a live one."""
     # a checkpoint of an adapter has no copy of its base
     num_saved = units.trained if units.adapter else units.total
     checkpoint = layout.stored_itemsize * num_saved + units.saved_states
@@ -87,13 +95,15 @@ def make_budget(
         states = units.states // layout.num_shards
     constant_parts = {
         "weights": weights + units.adapter_bytes,
-        "teacher": teacher_bytes,
+        "teacher": teacher.device_bytes if teacher else 0,
         "optimizer": states + units.adapter_states,
     }
 
     # and what each phase adds to it
     step_phases = _sharded_phases if layout.is_sharded else _whole_phases
     phases = step_phases(units, layout, activations, gradients)
+    if teacher_pass is not None:
+        phases.insert(0, _phase_of_teacher(teacher_pass, phases[0]))
     optimizer = constant_parts["optimizer"] + units.updating
     phases.append(Phase("optimizer step", {"gradients": gradients, "optimizer": optimizer}))
     phases = [Phase(phase.name, {**constant_parts, **phase.parts}) for phase in phases]
@@ -101,12 +111,22 @@ def make_budget(
     return Budget(tuple(phases), staging, checkpoint)
 
 
+def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
+    """Return the forward pass of a live teacher, before the student's: with the gradients of earlier micro-batches."""
+    parts = {
+        **loss_phase.parts,
+        "gathered weights": teacher_pass.gathered_bytes,
+        "activations": teacher_pass.activation_bytes,
+    }
+    return Phase(_TEACHERS_PASS, parts)
+
+
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
     # while a loss is computed, there are only the gradients of earlier micro-batches
-    has_gradients = phase.name != "loss" or layout.accumulation > 1
+    has_gradients = phase.name not in (_TEACHERS_PASS, "loss") or layout.accumulation > 1
     is_averaging = layout.is_sharded and phase.name == "end of backward"
-    is_computing = phase.name != "optimizer step"
+    is_computing = phase.name not in (_TEACHERS_PASS, "optimizer step")
     added = {
         "gradients": units.adapter_bytes if has_gradients else 0,
         "communication": units.adapter_bytes if is_averaging else 0,
@@ -371,6 +391,7 @@ class RunRequest:
     is_elsewhere: bool  # planned for other machines than this one
     validates: bool = True  # has validation rows
     teacher: ModelShape | None = None  # that reads the same rows
+    teacher_states: StoredStates | None = None  # the stored values of a teacher
 
     @property
     def largest(self) -> ModelShape:
@@ -411,13 +432,17 @@ class RunRequest:
         saves_in_background = self.arguments.save.async_save and first_save < plan.num_steps
         flops_of_step = shape.flops.count([plan.tokens_per_row]) * plan.most_rows_per_step / plan.world_size
         teacher = self.forecast_teacher()
+        teacher_pass = None
         if teacher is not None:
             flops_of_step += teacher.flops_of_step
+            collectives += teacher.collectives
+        if self.teacher is not None:
+            teacher_pass = forecast_pass(self.teacher, self.arguments, layout, micro_batch)
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
-            budget=make_budget(units, layout, activations, saves_in_background, teacher.device_bytes if teacher else 0),
+            budget=make_budget(units, layout, activations, saves_in_background, teacher, teacher_pass),
             collectives=tuple(collectives),
             flops_of_step=flops_of_step,
             offloaded=offloaded_bytes(shape, layout, units.states) + (teacher.host_bytes if teacher else 0),
@@ -426,10 +451,12 @@ class RunRequest:
         )
 
     def forecast_teacher(self) -> TeacherForecast | None:
-        """Forecast what the teacher takes; None without one."""
-        if self.teacher is None:
-            return None
-        return forecast_teacher(self.teacher, self.arguments, self.layout(), self.plan)
+        """Forecast what the teacher takes throughout a step, without tracing; None without one."""
+        if self.teacher is not None:
+            return forecast_teacher(self.teacher, self.arguments, self.layout(), self.plan)
+        if self.teacher_states is not None:
+            return TeacherForecast(device_bytes=self.teacher_states.head_bytes())
+        return None
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
@@ -476,7 +503,17 @@ class RunRequest:
             has_borders=self.isolates,
             on_gpu=self.on_gpu,
             by_unit=self.layout().is_sharded,
+            teacher=self._traced_teacher(),
         )
+
+    def _traced_teacher(self) -> TracedTeacher | None:
+        """Return what the memory of the loss depends on in a teacher; None without one."""
+        if self.teacher is not None:
+            return TracedTeacher(self.teacher.vocab_size, self.teacher.config.get_text_config().hidden_size)
+        if self.teacher_states is not None:
+            content = self.teacher_states.record.content
+            return TracedTeacher(content.named_ids.end, content.hidden_size, content.top_k)
+        return None
 
 
 def make_request(run: PreparedRun) -> RunRequest:
@@ -501,6 +538,7 @@ def make_request(run: PreparedRun) -> RunRequest:
         is_elsewhere=arguments.planning.plans_for_others,
         validates=run.data.validation is not None,
         teacher=run.teacher_model,
+        teacher_states=run.teacher_states,
     )
 
 

@@ -424,16 +424,45 @@ def _quantize_on_meta(
     quantize_layers(layers, storage_dtype, skipped, has_8bit_scales=base_weights == DOUBLE)
 
 
-def bytes_outside_head(shape: ModelShape, itemsize: int, base_weights: str | None) -> int:
-    """Return the bytes of a frozen model without an untied head.
+@dataclass(frozen=True)
+class FrozenBytes:
+    """The bytes of a frozen model without an untied head."""
+
+    total: int
+    layer: int
+    """The largest layer."""
+    num_layers: int
+    embedding: int
+    dequantized: int
+    """The largest weight in 4 bits, which is dequantized to be multiplied; 0 if there is none."""
+
+
+def weigh_frozen(shape: ModelShape, itemsize: int, base_weights: str | None) -> FrozenBytes:
+    """Return the bytes of a frozen model.
 
     Weights have ``itemsize`` bytes, except those in 4 bits if ``base_weights`` is a value of ``--base_weights``.
     """
     model, layers = _build_on_meta(replace(shape, adapter=None), itemsize)
     if base_weights is not None:
         _quantize_on_meta(layers, itemsize, base_weights)
+    embedding = model.get_input_embeddings()
     model.set_output_embeddings(nn.Identity())
-    return itemsize * _numel(model)
+    return FrozenBytes(
+        total=itemsize * _numel(model),
+        layer=itemsize * max(_numel(layer) for layer in layers),
+        num_layers=len(layers),
+        embedding=itemsize * _numel(embedding),
+        dequantized=itemsize * _largest_nf4_weight(layers),
+    )
+
+
+def gather_of_frozen(name: str, num_bytes: int, layout: Layout) -> list[Collective]:
+    """Return the all-gather of a frozen model's weights for the forward pass of each micro-batch, if it is sharded."""
+    if not layout.is_sharded:
+        return []
+    sent = layout.accumulation * _ring(num_bytes, layout.num_shards)
+    leaving = 0 if layout.num_copies > 1 else _leaving(sent, layout)  # with copies, shards are within a machine
+    return [Collective(name, layout.num_shards, sent, leaving)]
 
 
 def why_no_tiles(shape: ModelShape) -> str | None:

@@ -1,19 +1,25 @@
-"""Count the memory and the FLOPs of a distillation's teacher, which is frozen and sharded like the student.
+"""Count the memory, the traffic and the FLOPs of a live teacher, which is frozen and sharded like the student.
 
-Its activations are freed before the student's are at their most, except its last hidden states of the distilled tokens,
-which the loss reads. The loss computes chunks of the same size with a teacher as without one.
+In its forward pass it gathers its weights, and has activations of its own. Both are freed before the student's forward
+pass. What the loss has of a teacher is traced with the student's activations, see ``memory_objective``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.preflight.memory_layout import Layout, bytes_outside_head
+from fabric_train.preflight.memory_activations import MicroBatch, trace_reading
+from fabric_train.preflight.memory_layout import Collective, FrozenBytes, Layout, gather_of_frozen, weigh_frozen
 from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
+
+_GATHERED_LAYERS = {"fsdp": 1, "fsdp2": 3}
+"""The layers of which a rank has all weights at once. FSDP2 has those that it computes, the buffer in which they were
+gathered, and the buffer in which the next ones are gathered."""
+_GATHERED_EMBEDDINGS = {"fsdp": 1, "fsdp2": 2}
 
 
 @dataclass(frozen=True)
@@ -21,29 +27,68 @@ class TeacherForecast:
     """What a teacher takes on each rank."""
 
     device_bytes: int
-    """The bytes of its weights and hidden states on the device."""
-    host_bytes: int
+    """The bytes of its weights on the device, throughout the step."""
+    host_bytes: int = 0
     """The bytes of its weights in host memory, with ``--cpu_offload``."""
-    flops_of_step: float
+    flops_of_step: float = 0.0
     """The FLOPs of its forward passes in a step."""
+    collectives: tuple[Collective, ...] = ()
+    """Those of its forward passes in a step."""
+
+
+@dataclass(frozen=True)
+class TeacherPass:
+    """The bytes that a live teacher takes at the moment of its forward pass with the most."""
+
+    gathered_bytes: int
+    activation_bytes: int
 
 
 def forecast_teacher(shape: ModelShape, arguments: "TrainArguments", layout: Layout, plan: StepPlan) -> TeacherForecast:
-    """Forecast what a teacher takes, with the arguments, the layout and the steps of the student's run.
+    """Forecast what a live teacher takes, with the arguments, the layout and the steps of the student's run.
 
     Each rank has all of its head on its device.
     """
     itemsize = compute_dtype(arguments.model.precision).itemsize
-    hidden_size = shape.config.get_text_config().hidden_size
-    head_bytes = itemsize * shape.vocab_size * hidden_size
-    teacher_weights = arguments.preference.teacher_weights
-    base_weights = None if teacher_weights == "16bit" else teacher_weights
-    shard_bytes = bytes_outside_head(shape, itemsize, base_weights) // layout.num_shards
-    tokens_per_batch = arguments.training.micro_batch_size * plan.tokens_per_row
-    hidden_bytes = itemsize * tokens_per_batch * hidden_size
+    head_bytes = itemsize * shape.vocab_size * shape.config.get_text_config().hidden_size
+    num_bytes = _weigh(shape, arguments).total
+    shard_bytes = num_bytes // layout.num_shards
     flops_per_row = shape.flops.count_forward([plan.tokens_per_row])
     return TeacherForecast(
-        device_bytes=head_bytes + hidden_bytes + (0 if layout.offloads else shard_bytes),
+        device_bytes=head_bytes + (0 if layout.offloads else shard_bytes),
         host_bytes=shard_bytes if layout.offloads else 0,
         flops_of_step=flops_per_row * plan.most_rows_per_step / plan.world_size,
+        collectives=tuple(gather_of_frozen("all-gather of the teacher's weights", num_bytes, layout)),
     )
+
+
+def forecast_pass(
+    shape: ModelShape, arguments: "TrainArguments", layout: Layout, student_batch: MicroBatch
+) -> TeacherPass:
+    """Forecast the forward pass of a live teacher, which reads the student's rows.
+
+    Raises:
+        TraceError: The model cannot run on fake tensors.
+    """
+    dtype = compute_dtype(arguments.model.precision)
+    batch = replace(student_batch, dtype=dtype, autocast=None, teacher=None)
+    weights = _weigh(shape, arguments)
+    activation_bytes = trace_reading(shape, arguments, batch) + weights.dequantized
+
+    gathered_layers = 0
+    gathered_embedding = 0
+    if layout.is_sharded:
+        gathered_layers = min(_GATHERED_LAYERS[layout.name], 2 * weights.num_layers) * weights.layer
+        gathered_embedding = _GATHERED_EMBEDDINGS[layout.name] * weights.embedding
+    # the embedding is gathered before there are activations of layers
+    num_tokens = batch.num_rows * batch.length
+    embedded_bytes = dtype.itemsize * num_tokens * shape.config.get_text_config().hidden_size
+    if gathered_embedding + embedded_bytes > gathered_layers + activation_bytes:
+        return TeacherPass(gathered_embedding, embedded_bytes)
+    return TeacherPass(gathered_layers, activation_bytes)
+
+
+def _weigh(shape: ModelShape, arguments: "TrainArguments") -> FrozenBytes:
+    teacher_weights = arguments.preference.teacher_weights
+    base_weights = None if teacher_weights == "16bit" else teacher_weights
+    return weigh_frozen(shape, compute_dtype(arguments.model.precision).itemsize, base_weights)

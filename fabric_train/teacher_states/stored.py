@@ -47,6 +47,12 @@ class StoredStates:
         tensors = load_file(self.shard_dirs[HEAD] / HEAD, str(device))
         return TeacherHead(tensors["weight"], tensors.get("bias"))
 
+    def head_bytes(self) -> int:
+        """Return the size of the teacher's head; 0 if the values are those of the likeliest tokens."""
+        if self.record.content.top_k is not None:
+            return 0
+        return (self.shard_dirs[HEAD] / HEAD).stat().st_size
+
 
 def write_head(folder: Path, head: TeacherHead) -> None:
     """Write the teacher's head."""

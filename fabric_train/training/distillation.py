@@ -5,7 +5,7 @@ The loss of a token is the divergence between the distributions of teacher and s
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning import Fabric
@@ -13,22 +13,29 @@ from lightning import Fabric
 from fabric_train.checkpoint.model_files import resolve_name
 from fabric_train.checkpoint.teacher_origin import find_teacher_origin
 from fabric_train.cli.errors import InputError, naming_option
-from fabric_train.data.batch import Batch, count_supervised, find_targets
+from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
 from fabric_train.model.attention import forward_batch
-from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds
+from fabric_train.model.divergence_loss import VALUES, DivergenceLoss, NamedIds, TeacherRows
 from fabric_train.model.origin import TeacherModel
 from fabric_train.training.objective import BatchLoss
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.reference_model import hash_reference
 from fabric_train.training.run_log import note, progress
-from fabric_train.training.stored_teacher import StoredTeacher, open_stored_teacher
-from fabric_train.training.teacher import LiveTeacher, check_teacher_isolation, set_up_teacher, teacher_run
+from fabric_train.training.stored_teacher import open_stored_teacher
+from fabric_train.training.teacher import check_teacher_isolation, set_up_teacher, teacher_run
 from fabric_train.training.teacher_vocabulary import find_named_ids
 
 if TYPE_CHECKING:
-    from fabric_train.arguments import TrainArguments
+    from fabric_train.arguments import PreferenceArguments, TrainArguments
 
 _LIVE = "a teacher that reads the rows"
+
+
+class Teacher(Protocol):
+    """What the loss needs of a teacher, which may be live or stored."""
+
+    def read(self, batch: Batch, targets: Targets) -> TeacherRows:
+        """Return the teacher's distributions of the targets of a batch."""
 
 
 class Distillation:
@@ -37,10 +44,15 @@ class Distillation:
     metric_names = VALUES[1:]
     has_token_metrics = True
 
-    def __init__(self, arguments: "TrainArguments") -> None:
-        self._arguments = arguments.preference
-        self._teacher: LiveTeacher | StoredTeacher | None = None
+    def __init__(self, arguments: "PreferenceArguments") -> None:
+        self._arguments = arguments
+        self._teacher: Teacher | None = None
         self._named_ids: NamedIds | None = None
+
+    def use_teacher(self, teacher: Teacher, named_ids: NamedIds) -> None:
+        """Use a teacher, and the token ids that it shares with the student; ``loss`` needs both."""
+        self._teacher = teacher
+        self._named_ids = named_ids
 
     def connect(self, fabric: Fabric, run: PreparedRun) -> PreparedRun:
         """Set up the teacher, and return the run with its record; see ``objective.connect_objective``.
@@ -56,7 +68,7 @@ class Distillation:
             teacher = replace(states.record.teacher, stored_as=content.describe())
             _check_unchanged(fabric, run, teacher, "--teacher_states")
             id_range = content.named_ids
-            self._teacher = open_stored_teacher(states, fabric.device)
+            objective_teacher: Teacher = open_stored_teacher(states, fabric.device)
         else:
             assert self._arguments.teacher is not None  # arguments.py requires one of both
             location = resolve_name(self._arguments.teacher)
@@ -68,8 +80,8 @@ class Distillation:
             with naming_option("--teacher ", instead_of="--model_name "):
                 live_teacher = set_up_teacher(fabric, model_run)
             check_teacher_isolation(fabric, run, live_teacher, f"--teacher {location}")
-            self._teacher = live_teacher
-        self._named_ids = id_range.on_device(fabric.device)
+            objective_teacher = live_teacher
+        self.use_teacher(objective_teacher, id_range.on_device(fabric.device))
         return replace(run, teacher=teacher)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -79,7 +91,7 @@ class Distillation:
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
         """Return the loss, 0 if nothing is supervised; see ``Objective.loss``.
 
-        Neither model's logits [B * T, V] exist; ``connect`` must have been called.
+        Neither model's logits [B * T, V] exist; ``connect`` or ``use_teacher`` must have been called.
         """
         assert self._teacher is not None
         assert self._named_ids is not None
@@ -141,4 +153,4 @@ def _check_unchanged(fabric: Fabric, run: PreparedRun, teacher: TeacherModel, op
 
 def build_distillation(arguments: "TrainArguments") -> Distillation:
     """Build the objective of ``--objective distill``."""
-    return Distillation(arguments)
+    return Distillation(arguments.preference)

@@ -1,4 +1,4 @@
-"""The plan of a distillation counts the weights of its teacher as they are when the run has set it up."""
+"""The plan of a distillation counts its teacher as it is when the run has set it up, and as a step needs it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,18 @@ import torch
 from lightning import Fabric
 from transformers import LlamaConfig
 
+from benchmarks.measure import ROOT
+from benchmarks.op_counts import TEACHER
+from benchmarks.rehearsal import TOLERANCE, Case, plan_error, read_fake_run
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.model_files import resolve_name
-from fabric_train.data.batch import targets_everywhere
 from fabric_train.data.streaming import Stream
 from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.prepare import prepare
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.teacher import set_up_teacher, teacher_run
 from tests.support import short_runs
+from tests.support.pretended_cuda.run import run_pretended, why_not
 
 LLAMA_70B: dict[str, Any] = {
     "vocab_size": 128_256,
@@ -48,9 +51,7 @@ def test_the_forecast_is_the_size_of_the_teacher_that_is_set_up(
     fabric = Fabric(accelerator="cpu", devices=1)
     teacher = set_up_teacher(fabric, teacher_run(run, resolve_name(str(tiny_model_dir))))
 
-    batch = run.data.train.__getitems__(range(run.arguments.training.micro_batch_size))
-    hidden = teacher.read(batch, targets_everywhere(batch.labels)).hidden
-    tensors: list[torch.Tensor] = [*teacher.model.parameters(), teacher.head.weight, hidden]
+    tensors: list[torch.Tensor] = [*teacher.model.parameters(), teacher.head.weight]
     assert forecast is not None
     assert forecast.device_bytes == sum(tensor.nbytes for tensor in tensors)
 
@@ -68,8 +69,27 @@ def test_a_70b_teacher_is_sharded_and_its_head_is_not(
 
     head = 128_256 * 8192
     assert forecast is not None
-    hidden = run.arguments.training.micro_batch_size * run.plan.tokens_per_row * 8192
-    assert forecast.device_bytes == 2 * head + 2 * (70_553_706_496 - head) // 8 + 2 * hidden
+    outside_head = 70_553_706_496 - head
+    assert forecast.device_bytes == 2 * head + 2 * outside_head // 8
     num_tokens = 2 * run.plan.tokens_per_row  # two rows on each device
-    matrices = 70_553_706_496 - head  # the embedding is only looked up
+    matrices = outside_head  # the embedding is only looked up
     assert forecast.flops_of_step == pytest.approx(2 * matrices * num_tokens, rel=0.01)
+    (gathered,) = forecast.collectives
+    assert gathered.sent == run.plan.accumulation * (2 * outside_head * 7 // 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["live", "hidden"])
+def test_plan_is_within_5_percent_of_the_tensors_of_a_distillation(form: str) -> None:
+    """Count a step on fake tensors; a teacher of two layers takes more memory in its pass than the student."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    case = Case("llama-3.2-1b", 1, "fsdp2", "full", teacher="llama-3-8b", form=form)
+    argv = ["benchmarks.fake_rank", *case.argv, "--num_layers", "2", "--teacher_layers", "2", "--row_tokens", "1024"]
+    run = run_pretended(argv, devices=8, ranks=1, cwd=ROOT, timeout=300)
+    assert run.returncode == 0, run.stderr
+    found = read_fake_run(run.stdout.splitlines()[-1])
+    assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)
+    has_pass = TEACHER in found.step.parts
+    assert has_pass == (form == "live")

@@ -44,9 +44,9 @@ def test_distillation_ignores_what_rewards_say_of_completions() -> None:
     paths = ["--model_name", "none", "--train_data_dir", "none", "--output_dir", "none"]
     arguments = parse(TrainArguments, [*paths, "--objective", "distill", "--teacher", "none"])
     fabric = Fabric(accelerator="cpu", devices=1)
-    objective = Distillation(arguments)
-    objective._teacher = set_up_reference(fabric, arguments)
-    objective._named_ids = NamedIds(VOCABULARY, torch.tensor([], dtype=torch.int64))
+    objective = Distillation(arguments.preference)
+    named_ids = NamedIds(VOCABULARY, torch.tensor([], dtype=torch.int64))
+    objective.use_teacher(set_up_reference(fabric, arguments), named_ids)
     model = setup_model(fabric, build_policy(), LAYERS, arguments)
     rows = draw_windows()[0]
     batch = make_batch(rows)
