@@ -18,7 +18,7 @@ LAYERS = 3
 MOST_KERNELS = {
     "optimizer": 4,  # one launch for the weights of each kind of storage, and the counts of steps
     "clip": 50,  # operations on lists of gradients, not on each one
-    "head": 103,  # twelve for each chunk of the logits
+    "head": 649,  # for 8,192 tokens: twelve for each chunk of the logits, and nine for each slice of 64 MiB
 }
 MOST_WAITS = 1
 """The reading of the step's results."""

@@ -31,6 +31,7 @@ NOT_RUN = {
     "apptainer ": "there is no Apptainer here",
     "kubectl ": "there is no cluster here; tests/programs/test_kubernetes_manifests.py",
     "sky ": "rents machines",
+    "python -m benchmarks.fake_rank": "counts for a minute; tests/cuda_rehearsal/test_step_budgets.py",
     "torchrun ": "several machines; tests/launchers/",
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "belongs to the torchrun after it",
     "mpiexec ": "needs MPI; tests/launchers/",
