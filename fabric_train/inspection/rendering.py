@@ -54,36 +54,37 @@ _DIFFERENT = "bold reverse"
 
 def print_report(report: DatasetReport, console: Console) -> None:
     """Print the report. Problems come last, so that they are in view at the end."""
-    _print_heading(f"token dataset {report.folder}", console)
-    _print_facts(tables.facts(report), console)
-    console.print(_rich_table(tables.ledger_table(report)))
+    print_heading(f"token dataset {report.folder}", console)
+    print_facts(tables.facts(report), console)
+    console.print(rich_table(tables.ledger_table(report)))
     if report.manifest and report.manifest.sources:
-        console.print(_rich_table(tables.source_table(report.manifest)))
+        console.print(rich_table(tables.source_table(report.manifest)))
     _print_dropped(report, console)
     _print_lengths(report, console)
     if report.rows:
         _print_legend(report, console)
     for row in report.rows:
         _print_row(row, report.split, console)
-    _print_heading("problems", console)
+    print_heading("problems", console)
     for problem in report.problems:
         console.print(Text(f"✗ {problem}", style="bold red"), soft_wrap=True)
     if not report.problems:
         console.print(Text(f"✓ {tables.success_line(report)}", style="bold green"), soft_wrap=True)
 
 
-def _print_heading(title: str, console: Console) -> None:
+def print_heading(title: str, console: Console) -> None:
+    """Print a line across the terminal with a title in it."""
     console.rule(Text(title), align="left", style="dim")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print two token datasets side by side: their folders and the tables that compare them."""
-    _print_heading("token datasets compared", console)
-    _print_facts(_named_folders(comparison), console)
+    print_heading("token datasets compared", console)
+    print_facts(_named_folders(comparison), console)
     for section in sections(comparison):
-        _print_heading(section.title, console)
+        print_heading(section.title, console)
         if section.table:
-            console.print(_rich_table(section.table))
+            console.print(rich_table(section.table))
         if section.note:
             console.print(Text(section.note))
 
@@ -92,7 +93,8 @@ def _named_folders(comparison: Comparison) -> list[tuple[str, str]]:
     return [(name, str(corpus.folder)) for name, corpus in zip(NAMES, comparison.corpora, strict=True)]
 
 
-def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
+def print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
+    """Print names with their values, a line for each."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
@@ -101,7 +103,7 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(grid)
 
 
-def _rich_table(table: tables.TextTable) -> Table:
+def rich_table(table: tables.TextTable) -> Table:
     """Return a table for the terminal; columns of words are left-aligned and wrapped, columns of numbers are not."""
     rich_table = Table(box=box.SIMPLE)
     for index, column in enumerate(table.columns):
@@ -117,7 +119,7 @@ def _rich_table(table: tables.TextTable) -> Table:
 
 def _print_dropped(report: DatasetReport, console: Console) -> None:
     if report.dropped:
-        _print_heading("some of the documents that were left out; --html shows more", console)
+        print_heading("some of the documents that were left out; --html shows more", console)
     for reason, documents in report.dropped.items():
         console.print(Text(visible(tables.dropped_title(report, reason)), style="bold"), soft_wrap=True)
         for document in documents[:_SHOWN_DROPPED]:
@@ -132,7 +134,7 @@ def _print_dropped(report: DatasetReport, console: Console) -> None:
 def _print_lengths(report: DatasetReport, console: Console) -> None:
     """Print the histogram of the documents' lengths, percentiles and notes."""
     lengths = report.counts[report.split].lengths
-    _print_heading(f"document lengths in {report.split}, in tokens", console)
+    print_heading(f"document lengths in {report.split}, in tokens", console)
     if lengths is None:
         console.print("unknown: this dataset does not store where documents begin")
         return
@@ -158,7 +160,7 @@ def _largest_count(bars: Sequence[tables.Bar]) -> int:
 
 
 def _print_legend(report: DatasetReport, console: Console) -> None:
-    _print_heading("rows as the model sees them", console)
+    print_heading("rows as the model sees them", console)
     signs = [
         Text("supervised", _SUPERVISED),
         Text("‹not supervised›", _UNSUPERVISED),
@@ -369,7 +371,7 @@ def _totals_table(comparison: Comparison) -> tables.TextTable:
         "tokens per word": lambda corpus: _tokens_per_word(corpus.sample),
     }
     lines = [(name, *map(value, comparison.corpora)) for name, value in values.items()]
-    return _flat_table(("", *NAMES), lines, num_words=3)
+    return tables.flat_table(("", *NAMES), lines, num_words=3)
 
 
 def _about_totals(comparison: Comparison) -> str:
@@ -403,7 +405,7 @@ def _source_table(comparison: Comparison) -> tables.TextTable:
             cells_by_source[name] = _SharedCells(source.bytes / max(total_bytes, 1), texts)
         cells.append(cells_by_source)
     columns = ("source", "", "documents", "tokens", "bytes", "share of bytes", "tokens per byte")
-    return _flat_table(columns, _side_by_side(cells), num_words=2)
+    return tables.flat_table(columns, _side_by_side(cells), num_words=2)
 
 
 def _language_table(comparison: Comparison) -> tables.TextTable:
@@ -430,7 +432,7 @@ def _language_table(comparison: Comparison) -> tables.TextTable:
         "tokens per byte",
         "tokens per word",
     )
-    return _flat_table(columns, _side_by_side(cells)[: 2 * _LANGUAGES_SHOWN], num_words=2)
+    return tables.flat_table(columns, _side_by_side(cells)[: 2 * _LANGUAGES_SHOWN], num_words=2)
 
 
 @dataclass(frozen=True)
@@ -471,14 +473,14 @@ def _length_table(comparison: Comparison) -> tables.TextTable:
             columns = [name for name, _ in facts]
             label = unit if letter == "A" else ""
             lines.append((label, letter, *(amount(value) for _, value in facts)))
-    return _flat_table(("length", "", *columns), lines, num_words=2)
+    return tables.flat_table(("length", "", *columns), lines, num_words=2)
 
 
 def _word_table(comparison: Comparison, corpus: int) -> tables.TextTable:
     """Return the words that are more frequent in a corpus, 0 or 1."""
     lines = [(word.word, *map(_rate, word.per_million), f"{word.documents:,}") for word in comparison.words[corpus]]
     columns = ("word", *NAMES, f"documents of {NAMES[corpus]}")
-    return _flat_table(columns, lines or [(_NONE,) * 4], num_words=1)
+    return tables.flat_table(columns, lines or [(_NONE,) * 4], num_words=1)
 
 
 def _about_sample(comparison: Comparison) -> str:
@@ -497,11 +499,6 @@ def _about_sample(comparison: Comparison) -> str:
             f" Below a probability of {DEFAULT_THRESHOLD}, a language is {UNCERTAIN_LANGUAGE}; ca includes Valencian."
         )
     return note
-
-
-def _flat_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], num_words: int) -> tables.TextTable:
-    """Return a table without indentation, whose first ``num_words`` columns have words."""
-    return tables.TextTable(columns, tuple(lines), depth=(0,) * len(lines), num_words=num_words)
 
 
 def _share(count: int, total: int) -> str:

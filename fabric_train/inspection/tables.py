@@ -26,6 +26,11 @@ class TextTable:
     num_words: int = 1  # columns that hold words; those after them hold numbers
 
 
+def flat_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], num_words: int) -> TextTable:
+    """Return a table without indentation, whose first ``num_words`` columns have words."""
+    return TextTable(columns, tuple(lines), depth=(0,) * len(lines), num_words=num_words)
+
+
 def success_line(report: DatasetReport) -> str:
     """Return the line of a report without problems."""
     num_rows = sum(counts.rows for counts in report.counts.values())
@@ -205,7 +210,7 @@ def source_table(manifest: Manifest) -> TextTable:
             )
         )
     columns = ("source", "kind", "files", "read", "documents", "tokens", "weight", "epochs")
-    return TextTable(columns, tuple(lines), depth=(0,) * len(lines), num_words=2)
+    return flat_table(columns, lines, num_words=2)
 
 
 @dataclass(frozen=True)
