@@ -56,6 +56,7 @@ PROGRAMS = {
     "generate": Program("generate.py", ("generate",)),
     "evaluate": Program("evaluate.py", ("evaluate",)),
     "report": Program("-m fabric_train.report", ("report",)),
+    "rollouts": Program("-m fabric_train.rollouts", ("report",)),
     "runs": Program("-m fabric_train.runs", ("programs",)),
     "trace": Program("-m fabric_train.trace", ("how-to/replay_and_trace", "mixture")),
     "replay": Program("-m fabric_train.replay", ("how-to/replay_and_trace",)),

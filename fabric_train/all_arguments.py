@@ -14,6 +14,7 @@ from fabric_train.programs.convert_to_hf import ConvertArguments
 from fabric_train.programs.download_model import DownloadArguments
 from fabric_train.replay import ReplayArguments
 from fabric_train.report.__main__ import ReportArguments
+from fabric_train.rollouts.__main__ import RolloutsArguments
 from fabric_train.runs import RunsArguments
 from fabric_train.sample_data.__main__ import SampleDataArguments
 from fabric_train.teacher_states.__main__ import TeachArguments
@@ -36,6 +37,7 @@ ALL_ARGUMENTS: dict[str, Any] = {
     "trace": TraceArguments,
     "replay": ReplayArguments,
     "report": ReportArguments,
+    "rollouts": RolloutsArguments,
     "convert": ConvertArguments,
     "merge_models": MergeModelsArguments,
     "generate": GenerateArguments,

@@ -18,6 +18,7 @@ PROGRAMS = {
     "trace": "fabric_train.trace",
     "replay": "fabric_train.replay",
     "report": "fabric_train.report",
+    "rollouts": "fabric_train.rollouts",
     "convert": "fabric_train.programs.convert_to_hf",
     "merge_models": "fabric_train.merge_models",
     "generate": "fabric_train.programs.generate",

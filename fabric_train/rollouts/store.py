@@ -7,21 +7,22 @@ folder its name. A folder with this name is complete.
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from lightning import Fabric
 from pyarrow import parquet
 
 from fabric_train.cli.errors import RunError
-from fabric_train.distributed.ranks import data_ranks, first_text
 from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
+
+if TYPE_CHECKING:
+    from lightning import Fabric
 
 ROLLOUTS = "rollouts"
 """The folder of a run with the completions of its steps."""
@@ -107,7 +108,7 @@ class StoredRollouts:
 class RolloutStore:
     """The completions of a run's steps. All ranks call its methods together, unless they say otherwise."""
 
-    def __init__(self, run_folder: Path, fabric: Fabric, keep: int | None) -> None:
+    def __init__(self, run_folder: Path, fabric: "Fabric", keep: int | None) -> None:
         """Open the store.
 
         Args:
@@ -146,6 +147,8 @@ class RolloutStore:
         Raises:
             RunError: A rank cannot write its file; it is raised on all ranks.
         """
+        from fabric_train.distributed.ranks import data_ranks, first_text  # slow, and readers do without it
+
         target = self.path(manifest.step)
         temporary = temporary_for(target, self._process_name)
         if self._fabric.is_global_zero:
@@ -187,13 +190,25 @@ def read_rollouts(folder: Path) -> StoredRollouts:
     """
     manifest = read_manifest(folder)
     completions: list[StoredCompletion] = []
+    for table in read_tables(folder, manifest):
+        completions += _from_table(table)
+    completions.sort(key=lambda completion: completion.group)  # stable: completions of a group stay in order
+    return StoredRollouts(manifest, tuple(completions))
+
+
+def read_tables(
+    folder: Path, manifest: RolloutManifest, columns: Sequence[str] = tuple(_COLUMNS)
+) -> Iterator[pa.Table]:
+    """Yield the completions of each data rank as a table with the ``_COLUMNS``, or with some of them.
+
+    Raises:
+        RunError: A file is missing or has changed since it was written.
+    """
     for rank, sha256 in enumerate(manifest.sha256):
         file = folder / _file_name(rank)
         if not file.is_file() or _hash_file(file) != sha256:
             raise RunError(f"{file} is missing or has changed since it was written; {_ADVICE}")
-        completions += _from_table(parquet.read_table(file))
-    completions.sort(key=lambda completion: completion.group)  # stable: completions of a group stay in order
-    return StoredRollouts(manifest, tuple(completions))
+        yield parquet.read_table(file, columns=list(columns))
 
 
 def read_manifest(folder: Path) -> RolloutManifest:

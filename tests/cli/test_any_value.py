@@ -128,5 +128,5 @@ def test_every_number_argument_refuses_what_is_beyond_its_limits() -> None:
 
 
 def test_all_programs_are_tested() -> None:
-    assert len(PROGRAMS) == 21
+    assert len(PROGRAMS) == 22
     assert all(dataclasses.is_dataclass(program) for program in PROGRAMS)

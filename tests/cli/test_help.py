@@ -58,6 +58,7 @@ WITH_MISSING_PATH = {
     "fabric_train.programs.convert_to_hf": "--checkpoint nowhere --output_dir nowhere/out",
     "fabric_train.programs.generate": "--model_name ./nowhere --prompt Hello",
     "fabric_train.trace": "nowhere --step 1",
+    "fabric_train.rollouts": "nowhere --step 1",
 }
 
 

@@ -78,6 +78,7 @@ NOT_RUN = {
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
     "fabric-train publish": "needs the hub; tests/export/test_publish.py",
     "fabric-train merge_models --method passthrough": "of 32 layers; tests/merge_models/test_passthrough.py",
+    "fabric-train rollouts": "of a run that samples its rows; tests/rollouts/test_show_rollouts.py",
     "fabric-train teach": "of a teacher with the tokenizer of the rows; tests/teacher_states/",
     "fabric run fabric_train --devices 8 --train_data_dir data/tokens --model_name models/llama-3-1b": "reads what "
     "fabric-train teach has written; tests/teacher_states/",
