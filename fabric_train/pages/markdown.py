@@ -94,6 +94,11 @@ def code(text: str) -> Markdown:
     return Markdown(f"`{line}`")
 
 
+def code_block(text: str) -> str:
+    """Return a text as an indented block of code, which no line of the text can end."""
+    return "\n".join(f"    {line}" for line in redact(text).splitlines() or [""])
+
+
 def link(text: str, target: str) -> Markdown:
     """Return a link to a file next to the card, or to a URL."""
     return Markdown(f"[{escaped(text)}]({quote(target, safe=':/@.')})")

@@ -12,7 +12,7 @@ import numpy as np
 
 from fabric_train.checkpoint.files import CHECKSUMS
 from fabric_train.checkpoint.trainer_json import PROGRAM, TrainerJson
-from fabric_train.cli.errors import InputError, describe_os_error
+from fabric_train.cli.errors import InputError, RunError, describe_os_error
 from fabric_train.cli.output import redact, visible
 from fabric_train.evaluation.loss_changes import CHANGES, ShownChanges, changes_sections
 from fabric_train.evaluation.loss_table import (
@@ -29,9 +29,10 @@ from fabric_train.evaluation.scores import read_means, score_charts, to_markdown
 from fabric_train.export import card_facts
 from fabric_train.export.card_facts import ModelRecord
 from fabric_train.files.typed_json import read_json
-from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, escaped, table
+from fabric_train.pages.markdown import SHOWN_DIGITS, Markdown, Section, code, code_block, escaped, table
 from fabric_train.report.health import health_section
 from fabric_train.report.reported_run import ReportedRun
+from fabric_train.report.rollouts import rollouts_section
 from fabric_train.run_folder.config_file import CONFIG
 from fabric_train.run_folder.run_folder import RunFolder
 from fabric_train.training.metric_charts import metric_charts
@@ -42,6 +43,8 @@ _MAX_SOURCES = 12
 _MAX_LOG_LINES = 200
 _MAX_SIBLING_RUNS = 200  # in the same folder
 _SEED = 0  # of the bootstrap, as in fabric-train evaluate
+_LAST_VALUES = (("training loss", "train_loss"), ("validation loss", "val_loss"), ("reward", "train_reward"))
+"""The titles of rows in the summary, and the columns of metrics.csv whose last values they have."""
 Rows = list[tuple[str, Any]]
 """The rows of a table: a name and its value."""
 
@@ -53,6 +56,7 @@ def run_sections(run: ReportedRun, price_per_hour: float | None = None) -> list[
         ("results", "Results", _results_section),
         ("health", "Health", _health_section),
         ("curves", "Curves", _curves_section),
+        ("rollouts", "Rollouts", rollouts_section),
         ("events", "What happened", _events_section),
         ("time", "Where the time went", _time_section),
         ("evaluation", "Evaluation", _evaluation_section),
@@ -78,7 +82,7 @@ def _build_or_report_fault(
     """Return the sections that ``build`` yields; if a file cannot be read, a section that says why."""
     try:
         return list(build(run))
-    except InputError as error:
+    except (InputError, RunError) as error:
         reason = str(error)
     except OSError as error:
         reason = describe_os_error(error)
@@ -181,7 +185,7 @@ def _metric_rows(run: ReportedRun) -> Rows:
     """Return the last values of the metrics, the best step and the speed."""
     metrics = run.metrics
     rows: Rows = [("last logged step", int(metrics.steps[-1]) if len(metrics.steps) else "none yet")]
-    for name, column in (("training loss", "train_loss"), ("validation loss", "val_loss")):
+    for name, column in _LAST_VALUES:
         value = metrics.last_value(column)
         if value is not None:
             rows.append((name, f"{value:.4f}"))
@@ -308,14 +312,9 @@ def _samples_section(run: ReportedRun) -> Iterator[Section]:
         paragraphs.append(f"### {escaped(prompt)}")
         for index in indices.tolist():
             sample = samples[index]
-            paragraphs.append(f"Step {sample.step:,}:\n\n{_code_block(visible(sample.text))}")
+            paragraphs.append(f"Step {sample.step:,}:\n\n{code_block(visible(sample.text))}")
     if paragraphs:
         yield Section("samples", "Samples", "\n\n".join(paragraphs))
-
-
-def _code_block(text: str) -> str:
-    """Return a text as an indented block of code, which no line of the text can end."""
-    return "\n".join(f"    {line}" for line in redact(text).splitlines() or [""])
 
 
 def _data_section(run: ReportedRun) -> Iterator[Section]:
@@ -450,7 +449,7 @@ def _repeat_section(run: ReportedRun) -> Iterator[Section]:
         f"fabric-train replay {run.folder} --steps FIRST:LAST",
     )
     note = "The second command trains some steps again and compares every loss with this run's."
-    blocks = "\n\n".join(_code_block(command) for command in commands)
+    blocks = "\n\n".join(code_block(command) for command in commands)
     yield Section("repeat", "Repeat this run", f"{blocks}\n\n{note}")
 
 
@@ -458,4 +457,4 @@ def _configuration_section(run: ReportedRun) -> Iterator[Section]:
     """Yield the content of config.yaml."""
     text = (run.folder / CONFIG).read_text(encoding="utf-8", errors="replace")
     run.config  # noqa: B018 - a damaged one is a fault
-    yield Section("configuration", "Configuration", Markdown(_code_block(text)), is_folded=True)
+    yield Section("configuration", "Configuration", Markdown(code_block(text)), is_folded=True)

@@ -1,6 +1,6 @@
 """Build the charts that show the metrics of one run, or of several runs over one another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,22 @@ _SOURCE_FIGURES = {"val_bits_per_byte": "bits per byte", "val_loss": "nats per t
 """The figures of sources, with their units; a chart shows the first one that exists."""
 
 _METRICS_BY_SOURCE = ("accuracy", "divergence", "cross_entropy", "agreement")
-_UNITS = {"divergence": "nats per token", "cross_entropy": "nats per token", "agreement": "share of tokens"}
+_REWARD = "reward"
+"""The metric of reinforcement learning; those of its single rewards, whose names begin so too, share its chart."""
+_UNITS = {
+    "divergence": "nats per token",
+    "cross_entropy": "nats per token",
+    "agreement": "share of tokens",
+    "completions": "number in a step",
+    "completion_tokens": "tokens of a completion",
+    "cut_completions": "share of completions",
+    "flat_groups": "share of completions, in groups of equal rewards",
+    "sampler_weight": "mean over tokens",
+    "weights_cut": "share of tokens",
+    "sampler_kl": "nats per token",
+    "reference_kl": "nats per token",
+    "entropy": "nats per token",
+}
 """The units of metrics that need one on the axis; of others, it has the name."""
 
 NamedTable = tuple[str, MetricsTable]
@@ -120,6 +135,11 @@ def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
     for table in tables:
         columns |= dict.fromkeys(name for name in table.columns if "/" not in name and name not in COLUMNS)
     metric_names = dict.fromkeys(column.partition("_")[2] for column in columns)  # after train_ or val_
+    if _REWARD in metric_names:
+        reward_names = [name for name in metric_names if name.startswith(f"{_REWARD}_")]
+        yield from _plan_rewards(tables, reward_names, columns)
+        for name in (_REWARD, *reward_names):
+            del metric_names[name]
     for name in metric_names:
         curves = [_Curve("training", f"train_{name}"), _Curve("validation", f"val_{name}")]
         words = name.replace("_", " ")
@@ -129,6 +149,25 @@ def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
         source_curves = _source_curves(tables, f"val_{name}")
         if len(source_curves) > 1 and name in _METRICS_BY_SOURCE:
             yield _ChartPlan(f"sources-{name}", f"{words.capitalize()} by source", unit, source_curves)
+
+
+def _plan_rewards(
+    tables: Sequence[MetricsTable], reward_names: Sequence[str], columns: Collection[str]
+) -> Iterator[_ChartPlan]:
+    """Yield a chart of the rewards of completions by name, and one of their sum by source.
+
+    ``reward_names`` are the metrics of the single rewards, such as reward_exact_answer.
+    """
+    curves = []
+    for name in (_REWARD, *reward_names):
+        label = "weighted sum" if name == _REWARD else name.removeprefix(f"{_REWARD}_")
+        for column, suffix in ((f"train_{name}", ""), (f"val_{name}", ", validation")):
+            if column in columns:
+                curves.append(_Curve(f"{label}{suffix}", column))
+    yield _ChartPlan("rewards", "Rewards", "mean over completions", curves)
+    source_curves = _source_curves(tables, f"train_{_REWARD}")
+    if len(source_curves) > 1:
+        yield _ChartPlan("sources-reward", "Reward by source", "mean over completions", source_curves)
 
 
 def _count_curves(plan: _ChartPlan, tables: Sequence[MetricsTable]) -> int:

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from fabric_train.report.__main__ import main
 from tests.report.conftest import ReportedRuns
 from tests.report.test_report import write_metrics
+from tests.report.test_rollouts_section import write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -63,6 +64,18 @@ def test_charts_of_an_objectives_metrics_are_drawn(browser: Browser, tmp_path: P
     page, faults = open_page(browser, run.folder / "report.html")
     assert faults == []
     assert page.locator(".chart canvas").count() == page.locator(".chart").count() == 4
+    page.close()
+
+
+def test_the_report_of_sampled_completions_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "rl")
+    main([str(run.folder)])
+    page, faults = open_page(browser, run.folder / "report.html", width=390)
+    assert faults == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    for key in ("rewards", "sources-reward", "rollout-time"):
+        assert page.locator(f"#chart-{key} canvas").count() == 1
+    assert page.locator("#rollouts pre").first.inner_text().startswith("⟨0⟩⟨5⟩")
     page.close()
 
 
