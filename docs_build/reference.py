@@ -38,7 +38,7 @@ PROGRAMS = {
     "train": Program(
         "-m fabric_train",
         (
-            *("training", "adapters", "preference", "distill", "mixture", "performance", "reliability", "launch"),
+            *("training", "adapters", "preference", "distill", "mixture", "rl", "performance", "reliability", "launch"),
             *("report", "generate"),
         ),
     ),
@@ -84,6 +84,7 @@ _EXPLAINED_IN = {
     "profile": "performance#Metrics",
     "seed": "",
     "shares": "mixture#Several token datasets",
+    "temperature": "rl#The loss",
     "train_data_dir": "training#From documents to a model on the hub",
     "weight_decay": "",
 }

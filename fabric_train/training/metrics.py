@@ -26,7 +26,8 @@ class Metrics:
     train_loss: float | None = None
     """Nats per token: mean over the step's supervised tokens in all rows on all ranks. For preference pairs, the mean
     per pair; for unpaired answers, per answer. With a teacher, the divergence per distilled token, plus the weighted
-    cross entropy. Empty if the step has no supervised tokens, in which case the optimizer skips the step.
+    cross entropy. With --objective rl, the loss of the policy gradient per completion token, whose value does not show
+    progress. Empty if the step has no supervised tokens, in which case the optimizer skips the step.
     """
     val_loss: float | None = None
     """Nats per token: the same mean over the validation split, after the step."""
@@ -70,7 +71,7 @@ class Metrics:
     """Text: hash of the rows of all steps so far, which is the same in a replay or a resumed run."""
     extra: dict[str, float] = field(default_factory=dict)
     """As named: metrics of the objective and of evaluations, in columns train_NAME and val_NAME, such as the
-    divergence, cross_entropy and agreement of a distillation.
+    divergence, cross_entropy and agreement of a distillation, or the reward of reinforcement learning.
     """
     by_source: dict[str, float] = field(default_factory=dict)
     """As without /SOURCE: losses of individual sources, such as val_loss/es, if a run has several; empty if the step

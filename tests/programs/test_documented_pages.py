@@ -101,6 +101,8 @@ STAND_INS = {
     "fabric_train.runs": "",
 }
 """Arguments added to a command of each program, so that it takes a moment: the last value of an argument counts."""
+SAMPLED_ROWS = "--prompts_per_step 2 --group_size 2 --max_new_tokens 4 --sampler_batch_size 4"
+"""Arguments added to a command of training with --prompts, instead of the sizes of a batch."""
 LEFT_OUT = ("push_to_hub", "license", "decontaminate", "language", "base_weights", "activation_offload")
 """Options that are not run: they need the hub, the files of a task, packages that are not installed, or a GPU."""
 WITHOUT_PICTURES = (
@@ -168,7 +170,9 @@ def arguments_of(line: str, folder: Path) -> list[str]:
     module = module_of(line)
     assert module is not None
     added = STAND_INS[module].split()
-    if module == "fabric_train.__main__" and "--streaming_dataset" not in words:
+    if module == "fabric_train.__main__" and "--prompts" in words:
+        added = [*without_options(added, ("total_batch_size",)), *SAMPLED_ROWS.split()]
+    elif module == "fabric_train.__main__" and "--streaming_dataset" not in words:
         added = added[:-2]  # --max_length is of a stream
     return [*words, *added]
 
