@@ -43,7 +43,7 @@ FOREIGN_OPTIONS = {
     "main-port", "ntasks-per-node", "pty", "signal", "exclude", "allow-run-as-root", "oversubscribe", "hostfile",
     "served-model-name", "max-model-len", "enable-lora", "lora-modules", "max-lora-rank", "outtype", "host", "port",
     "gpu-memory-utilization", "build", "target",
-    "env", "quarter_hour",
+    "env", "quarter_hour", "teacher_preset", "teacher_form",
     "index-url", "no-index", "find-links", "no-build-isolation", "no-deps", "build-arg",
     "nodes", "nodelist", "no-kill", "kill-on-bad-exit", "gres", "ntasks",
     "dependency", "print", "write", "base", "outfile", "lora", "logdir", "backend-store-uri", "learning_rate",
