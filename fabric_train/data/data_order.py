@@ -90,9 +90,10 @@ _MESSAGES = {
     "tokenizer": "the tokenizer differs",
     "chat_template": "the chat template differs, or there were no chats",
     "special_text_is_plain": "the type of the tokenizer differs",
-    "fingerprint": "--train_data_dir is another token dataset",
-    "num_rows": "--train_data_dir has a different number of rows",
-    "rows_per_window": "the number of rows per optimizer step differs (keep it with --total_batch_size)",
+    "fingerprint": "--train_data_dir is another token dataset (or --prompts has other prompts)",
+    "num_rows": "--train_data_dir or --prompts has a different number of rows",
+    "rows_per_window": "the number of rows per optimizer step differs (keep it with --total_batch_size or "
+    "--prompts_per_step)",
     "seed": "--seed differs",
     "version": "the version of the data order differs (2 is for --shares and several --train_data_dir, 3 for many "
     "rows)",

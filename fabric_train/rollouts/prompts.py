@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +87,7 @@ class Prompts:
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
     notes: tuple[str, ...]
-    """Notes for the user on prompts that are left out."""
+    """Notes for the user on prompts and columns that are left out."""
     sources: tuple[PromptSource, ...]
     """The sources in the order of their prompts."""
     rows_per_epoch: tuple[int, ...] | None
@@ -103,7 +104,7 @@ class Prompts:
         """The folders that are copied to each checkpoint, so that it can be exported and used on its own."""
         return (self.tokenizer_folder,)
 
-    @property
+    @cached_property
     def column_names(self) -> frozenset[str]:
         """The columns that every prompt has, beside the prompt itself."""
         names = set(self.train.prompts[0].columns)
@@ -195,16 +196,18 @@ def open_prompts(
             prompts.append(Prompt(f"{name}:{number}", source_index, row[PROMPT], token_ids, columns))
     if faults:
         raise InputError(*faults[:_MOST_FAULTS])
+    if not prompts and not num_too_long:
+        raise InputError(f"{_OPTION} {' '.join(entries)}: there is no row; give files with prompts")
     if not prompts:
         raise InputError(
             f"{_OPTION} {' '.join(entries)}: no prompt has at most {lengths.longest_prompt} tokens, the room that "
             f"--max_length {lengths.row_length} leaves beside --max_new_tokens {lengths.max_new_tokens}"
         )
-    notes: tuple[str, ...] = ()
+    notes = _notes_on_columns(prompts)
     if num_too_long:
-        notes = (
+        notes.append(
             f"{counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
-            f"{lengths.longest_prompt} tokens (--max_length less --max_new_tokens) will not be used",
+            f"{lengths.longest_prompt} tokens (--max_length less --max_new_tokens) will not be used"
         )
     prompts.sort(key=lambda prompt: prompt.source)  # stable; sources with the same name are one
     sources = []
@@ -219,10 +222,26 @@ def open_prompts(
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
         stop_token_ids=stop_token_ids,
-        notes=notes,
+        notes=tuple(notes),
         sources=tuple(sources),
         rows_per_epoch=_rows_per_epoch(shares, sources),
     )
+
+
+def _notes_on_columns(prompts: Sequence[Prompt]) -> list[str]:
+    """Return a note for each column that only some prompts have, which rewards do not receive."""
+    counts: Counter[str] = Counter()
+    for prompt in prompts:
+        counts.update(prompt.columns.keys())
+    notes = []
+    for column, num_prompts in sorted(counts.items()):
+        if num_prompts < len(prompts):
+            num_missing = len(prompts) - num_prompts
+            notes.append(
+                f"{_OPTION}: {num_missing:,} of {len(prompts):,} prompts have no {column}, so rewards do not receive "
+                "this column; give each prompt a value, null if there is none"
+            )
+    return notes
 
 
 def _rows_per_epoch(shares: Shares, sources: Sequence[PromptSource]) -> tuple[int, ...] | None:

@@ -225,7 +225,7 @@ class Rewards:
 
 def open_rewards(
     specs: Sequence[str],
-    weights: Mapping[str, float] | None,
+    weights: Mapping[str, Any] | None,
     settings: Mapping[str, Mapping[str, Any]] | None,
     on_error: Literal["zero", "stop"],
     limits: RewardLimits,
@@ -355,14 +355,14 @@ def _wait_until_loaded(
     raise InputError(f"--rewards {spec}: {loaded.failure}; correct it")
 
 
-def _faults_of_weights(weights: Mapping[str, float], names: Sequence[str]) -> list[str]:
+def _faults_of_weights(weights: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return what is wrong with the weights of rewards that have these names."""
     faults = []
     for name, weight in weights.items():
         if name not in names:
             faults.append(_unknown_name("--reward_weights", name, names))
-        elif not math.isfinite(weight):
-            faults.append(f"--reward_weights: the weight of {name} is {weight}; give a finite number")
+        elif isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            faults.append(f"--reward_weights: the weight of {name} is {weight!r}; give a finite number")
     if not faults and all(weights.get(name, 1.0) == 0 for name in names):
         faults.append("--reward_weights: every reward has weight 0, so there is nothing to learn; change a weight")
     return faults

@@ -41,6 +41,10 @@ def test_a_prompt_has_one_bos_and_its_other_columns_go_to_the_rewards(tmp_path: 
     ]
     assert first.columns == {"answer": "or not", "level": 3}
     assert prompts.column_names == {"answer"}  # those that every prompt has
+    assert prompts.notes == (
+        "--prompts: 1 of 2 prompts have no level, so rewards do not receive this column; give each prompt a value, "
+        "null if there is none",
+    )
     assert prompts.stop_token_ids == (tokenizer.eos_token_id,)
 
 
@@ -72,6 +76,7 @@ def test_long_prompts_are_left_out_with_their_number(tmp_path: Path, tiny_model_
     [
         ([{"text": "no prompt"}], 'line 1: expected a column "prompt"'),
         ([{"prompt": ""}], 'expected a column "prompt"'),
+        ([], "p.jsonl: there is no row"),
         ([{"prompt": "long " * 100}], "no prompt has at most 48 tokens"),
         ([{"prompt": [{"role": "user", "content": "Hi"}]}], "has no chat template"),
     ],

@@ -390,6 +390,10 @@ def test_wrong_weights_and_settings_are_refused_before_the_run() -> None:
     assert faults_of("length", weights={"length": float("nan")}) == (
         "--reward_weights: the weight of length is nan; give a finite number",
     )
+    for wrong in ("much", True, [1], None):
+        assert faults_of("length", weights={"length": wrong}) == (
+            f"--reward_weights: the weight of length is {wrong!r}; give a finite number",
+        )
     assert "every reward has weight 0" in faults_of("length", weights={"length": 0}, settings=bounds)[0]
     assert faults_of("length", settings={"regex": {"pattern": "a"}}) == (
         "--reward_settings: no reward is called regex; --rewards has length",

@@ -96,7 +96,7 @@ def test_a_killed_branch_with_other_data_resumes_bit_for_bit(branching: Branchin
     trunk = branching.folder / "trunk"
     options: dict[str, Any] = {"branch": f"{trunk}@8", "data": "others", "number_epochs": 2, "max_step": None}
     whole = branching.train("whole", **options)
-    assert "note: the data restart from the first epoch: --train_data_dir is another token dataset: " in whole.stdout()
+    assert "note: the data restart from the first epoch: --train_data_dir is another token dataset (" in whole.stdout()
     rows = metrics(branching.folder / "whole")
     # 20 rows are 3 windows; steps and tokens go on, epochs count the other data
     assert [(int(row[0]), int(row[1])) for row in rows] == [(9, 0), (10, 0), (11, 0), (12, 1), (13, 1), (14, 1)]

@@ -363,8 +363,8 @@ def test_another_seed_and_another_window_are_named(resumed: Resumed) -> None:
     seed, window = sorted(resumed.faults("seeded", {"seed": 1, "total_batch_size": 4}))
     assert "--seed differs: 0 there, 1 here; resume with the same data, or load only its weights" in seed + window
     assert (
-        "the number of rows per optimizer step differs (keep it with --total_batch_size): 8 there, 4 here"
-        in seed + window
+        "the number of rows per optimizer step differs (keep it with --total_batch_size or --prompts_per_step): "
+        "8 there, 4 here" in seed + window
     )
 
 
