@@ -65,12 +65,12 @@ def main() -> None:
 
     print_heading("2/6  tokenize Spanish and Catalan")
     for code in TRAINED_LANGUAGES:
-        tokenize = ["python", "tokenize_dataset.py", "--dataset", f"{code}={_training_texts(code)}"]
+        tokenize: list[object] = ["python", "tokenize_dataset.py", "--dataset", f"{code}={_training_texts(code)}"]
         tokenize += ["--tokenizer_name", whole_model, "--max_length", 256, "--validation_split", 0.02]
         run_unless_found("tokenization", FOLDER / "tokens" / code, *tokenize)
 
     print_heading("3/6  remove half of the layers: the student")
-    prune = ["python", "-m", "fabric_train.merge_models", "--method", "passthrough"]
+    prune: list[object] = ["python", "-m", "fabric_train.merge_models", "--method", "passthrough"]
     prune += ["--models", whole_model, "--layers", KEPT_LAYERS]
     run_unless_found("removing layers", STUDENT, *prune)
 

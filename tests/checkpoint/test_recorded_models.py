@@ -10,7 +10,7 @@ from fabric_train.model.origin import AdapterBase, ReferenceModel, TeacherModel
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
 
-RECORDS = {
+RECORDS: dict[str, AdapterBase | ReferenceModel | TeacherModel] = {
     "adapter_base": AdapterBase("owner/Model", "0" * 64),
     "reference": ReferenceModel("/models/reference", "1" * 64),
     "teacher": TeacherModel("/models/teacher", "2" * 64),

@@ -13,7 +13,7 @@ from benchmarks.op_counts import TEACHER
 from benchmarks.rehearsal import TOLERANCE, Case, plan_error, read_fake_run
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.checkpoint.model_files import resolve_name
-from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.prepare import prepare
 from fabric_train.training.prepared_run import PreparedRun
@@ -47,7 +47,7 @@ def test_the_forecast_is_the_size_of_the_teacher_that_is_set_up(
     options = {"teacher": tiny_model_dir, "precision": precision, "teacher_weights": weights}
     run = prepare_run(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **options)
     forecast = make_request(run).forecast_teacher()
-    assert not isinstance(run.data, Stream)
+    assert isinstance(run.data, TokenDataset)
     fabric = Fabric(accelerator="cpu", devices=1)
     teacher = set_up_teacher(fabric, teacher_run(run, resolve_name(str(tiny_model_dir))))
 

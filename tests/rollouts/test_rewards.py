@@ -79,7 +79,7 @@ def test_rewards_are_computed_and_weighted(tmp_path: Path, open_file: Open) -> N
     )
     assert rewards.names == ("size", "tone", "columns_are_whole")
     assert rewards.weights == (0.5, -2.0, 1.0)
-    columns = {"wanted": ["日本", ""], "nested": [{"a": [None]}, 1.5]}
+    columns: dict[str, list[Any]] = {"wanted": ["日本", ""], "nested": [{"a": [None]}, 1.5]}
     table = rewards.compute(["日本", "\ud800\x1b🤷"], [[{"role": "user", "content": "é"}], "q"], columns)
     assert table.values.dtype == table.total.dtype == np.float64
     assert table.values.tolist() == [[2, 3], [1, 0], [1, 1]]

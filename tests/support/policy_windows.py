@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning import Fabric
-from lightning.fabric.wrappers import _FabricModule
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -109,7 +109,6 @@ def _model_config(hidden_size: int) -> LlamaConfig:
         max_position_embeddings=64,
         initializer_range=0.2,  # so large that the distributions are far from uniform
         dtype="float32",
-        attn_implementation="sdpa",
     )
 
 
@@ -118,7 +117,7 @@ def draw_windows() -> list[list[Row]]:
     random = np.random.default_rng(0)
     windows = []
     for _ in range(NUM_WINDOWS):
-        rows = []
+        rows: list[Row] = []
         for _ in range(ROWS_PER_WINDOW):
             num_completions = int(random.integers(1, 4))
             rows.append([_draw_completion(random) for _ in range(num_completions)])
@@ -308,6 +307,7 @@ def main() -> None:
     )
     model: _FabricModule = setup_model(fabric, build_policy(), LAYERS, arguments)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    assert isinstance(optimizer, _FabricOptimizer)
     steps = []
     for step, rows in enumerate(draw_windows(), 1):
         batches = _rank_batches(rows, fabric, arguments.training.micro_batch_size)

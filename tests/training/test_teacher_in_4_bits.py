@@ -60,7 +60,7 @@ def test_every_sharding_reads_the_same_teacher(
     # the stored values of the same teacher
     states = tmp_path / "states"
     start_teach(forked_runs_in_4_bits, states, *folders, teacher_weights=weights).finish()
-    stored_options = {"teacher": None, "teacher_states": states}
+    stored_options: dict[str, Any] = {"teacher": None, "teacher_states": states}
     run = tmp_path / "from-states"
     stored = divergences(forked_runs_in_4_bits, run, *folders, **stored_options, teacher_weights=weights)
     assert stored == pytest.approx(alone, rel=1e-2)
