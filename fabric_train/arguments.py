@@ -8,7 +8,7 @@ the ``--config`` file at once. It has the names and defaults of the system that 
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from fabric_train.cli.argument_types import (
@@ -631,8 +631,18 @@ class RolloutArguments:
     """Divide the loss of a step by its completion tokens, or by the constant --max_new_tokens times its completions."""
     kl_weight: NonNegativeFloat = 0.0
     """With rl: weight of the divergence from the reference model, which keeps the model close to it."""
+    sampler: Literal["in_process", "vllm"] = "in_process"
+    """What samples: the model in the processes that train, or vLLM in a server process that the run starts; vLLM has an
+    environment of its own.
+    """
     sampler_batch_size: PositiveInt = 64
-    """Completions that a rank samples at once."""
+    """With --sampler in_process: completions that a rank samples at once."""
+    vllm_python: str = ".cache/vllm/bin/python"
+    """With --sampler vllm: Python of the environment that has vLLM; `make install-vllm` creates the default."""
+    sampler_devices: str | None = None
+    """With --sampler vllm: GPUs of its own for the server, such as 6,7. Default: the run's GPUs, whose memory the
+    server frees while the model trains.
+    """
     keep_rollouts: PositiveInt | None = None
     """How many of the newest steps keep their completions in OUTPUT_DIR/rollouts. Default: all."""
 
@@ -646,6 +656,13 @@ class RolloutArguments:
             )
         if self.temperature < LOWEST_TEMPERATURE:
             faults.append(f"--temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it")
+        defaults = {field.name: field.default for field in fields(self)}
+        unused = ("sampler_batch_size",) if self.sampler == "vllm" else ("vllm_python", "sampler_devices")
+        for name in unused:
+            if getattr(self, name) != defaults[name]:
+                faults.append(f"--{name} does not apply to --sampler {self.sampler}; leave it out")
+        if self.sampler_devices is not None and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", self.sampler_devices):
+            faults.append(f"--sampler_devices: expected indices such as 6,7; got {self.sampler_devices!r}")
         return faults
 
 

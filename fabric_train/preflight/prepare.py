@@ -63,6 +63,7 @@ from fabric_train.preflight.phases import (
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.steps import plan_steps, rows_of_step, starting_point
 from fabric_train.rollouts.prompts import PromptLengths, Prompts, open_prompts
+from fabric_train.rollouts.vllm_server import check_environment
 from fabric_train.training.components import (
     components_of,
     describe_other_component,
@@ -278,7 +279,7 @@ def _prepare_stretch(
     )
     _check_parts(run)
     check_reference(run)
-    _check_rewards(run)
+    _check_rollouts(run)
     run = replace(run, teacher_model=find_teacher_shape(run), teacher_states=use_stored_teacher(run))
 
     # notes for the user, and what `auto` means
@@ -294,10 +295,12 @@ def _prepare_stretch(
     return resolve_automatic(run)
 
 
-def _check_rewards(run: PreparedRun) -> None:
-    """Raise an InputError for a reward that cannot be opened, or that needs a column which the prompts lack."""
-    if not isinstance(run.data, Prompts) or not run.arguments.rollouts.rewards or global_rank():
+def _check_rollouts(run: PreparedRun) -> None:
+    """Raise an InputError for a sampler or a reward that cannot be opened, or a column that the prompts lack."""
+    if not isinstance(run.data, Prompts) or global_rank():
         return
+    if run.arguments.rollouts.sampler == "vllm":
+        check_environment(Path(run.arguments.rollouts.vllm_python).expanduser())
     rewards = open_run_rewards(run.arguments)
     try:
         rewards.check_columns(run.data.column_names, f"--prompts {run.data.name}")

@@ -17,6 +17,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.cli.errors import InputError, RunError, note
+from fabric_train.distributed.memory import available_memory, machine_memory
 from fabric_train.distributed.ranks import first_text
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
@@ -68,8 +69,8 @@ def open_vllm_sampler(
         devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES. None: the run's own GPUs, which the server frees
             while the model trains.
         tensor_parallel_size: The number of GPUs that share a copy of the model; each further group has a copy.
-        memory_share: The share of each GPU's memory that the server may use; None: 0.4 on the run's own GPUs, and
-            vLLM's default on others.
+        memory_share: The share of each GPU's memory that the server may use; None: 0.4 on the run's own GPUs, vLLM's
+            default on others, and on a CPU half of the memory that is available.
         start_seconds: How long the server may take to start.
 
     Raises:
@@ -89,6 +90,9 @@ def open_vllm_sampler(
         )
     if shares_gpus and memory_share is None:
         memory_share = 0.4
+    if not is_on_gpu and memory_share is None:
+        # vLLM's default share of the whole memory leaves nothing for the model that trains
+        memory_share = round(0.5 * available_memory() / machine_memory(), 2)
     server_settings = ServerSettings(
         python=python,
         log=run_dir / "rollouts" / "vllm.log",
@@ -111,7 +115,8 @@ def open_vllm_sampler(
     )
     folder = WeightFolder(fabric, shape, dtype)
     server = VllmServer(server_settings) if fabric.is_global_zero else None
-    socket_path = fabric.broadcast(server.client.path if server is not None else None)
+    socket_path: Path | None = fabric.broadcast(server.client.path if server is not None else None)
+    assert socket_path is not None  # rank 0's
     if fabric.is_global_zero:
         _log.info("sampler: vLLM %s, log: %s", version, server_settings.log)
     return VllmSampler(
@@ -273,7 +278,10 @@ class VllmSampler:
             raise RunError(fault)
 
         # the trainer's, for which all ranks compute together
-        sampled_ids = self._fabric.broadcast(answer[0].token_ids.tolist() if answer is not None else None)
+        sampled_ids: list[int] | None = self._fabric.broadcast(
+            answer[0].token_ids.tolist() if answer is not None else None
+        )
+        assert sampled_ids is not None  # rank 0's
         trainer = compute_answer(self._fabric, self._model, self._probe_ids, sampled_ids, self._settings.temperature)
         if answer is not None:
             completion, text = answer

@@ -3,19 +3,22 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule
 
+from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.ranks import data_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.rollouts.process_sampler import ProcessSampler
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.rollouts.rewards import RewardLimits, Rewards, open_rewards
-from fabric_train.rollouts.sampler import SamplingSettings
+from fabric_train.rollouts.sampler import Sampler, SamplingSettings
 from fabric_train.rollouts.store import RolloutStore
+from fabric_train.rollouts.vllm_sampler import VllmSampler, open_vllm_sampler
 from fabric_train.rollouts.windows import RolloutPlan, RolloutWindows
 from fabric_train.training.prepared_run import PreparedRun
 
@@ -24,7 +27,14 @@ if TYPE_CHECKING:
 
 _DECIDING_GROUPS = ("model", "adapter", "preference", "training", "rollouts")
 """The groups of arguments whose values decide the weights of a step, and so its completions."""
-_NOT_DECIDING = ("micro_batch_size", "keep_rollouts", "sampler_batch_size", "max_step")
+_NOT_DECIDING = (
+    "micro_batch_size",
+    "keep_rollouts",
+    "sampler_batch_size",
+    "vllm_python",
+    "sampler_devices",
+    "max_step",
+)
 """Arguments of these groups that only decide how the work is done."""
 _BEFORE_MICRO_BATCHES = 1 << 20
 """Subtracted from the index of a batch of completions: its border comes before those of the step's micro-batches."""
@@ -52,6 +62,11 @@ def build_rollout_windows(
         heartbeat.enter(StepPhase.ROLLOUT, index)
         heartbeat.stop_border.enter(heartbeat.position.step, index - _BEFORE_MICRO_BATCHES)
 
+    sampler: Sampler
+    if rollouts.sampler == "vllm":
+        sampler = _open_vllm(fabric, run, prompts, settings)
+    else:
+        sampler = ProcessSampler(fabric, settings, rollouts.sampler_batch_size, open_copy, enter_batch)
     rewards = open_run_rewards(arguments)
     fabric.barrier()  # rank 0 has written the tokenizer
     return RolloutWindows(
@@ -65,9 +80,9 @@ def build_rollout_windows(
             advantage=rollouts.advantage,
             refills=rollouts.refill,
             deciding_values=_describe_deciding_values(run, rewards),
-            sampler_name="in_process",
+            sampler_name=rollouts.sampler,
         ),
-        sampler=ProcessSampler(fabric, settings, rollouts.sampler_batch_size, open_copy, enter_batch),
+        sampler=sampler,
         rewards=rewards,
         store=RolloutStore(run.folder, fabric, rollouts.keep_rollouts),
         tokenizer=load_hf_tokenizer(prompts.tokenizer_folder),
@@ -75,6 +90,28 @@ def build_rollout_windows(
         data_starts_after=run.plan.data_starts_after,
         known_step=run.start.state.step,
         known_hash=run.start.state.rows_hash or "",
+    )
+
+
+def _open_vllm(fabric: Fabric, run: PreparedRun, prompts: Prompts, settings: SamplingSettings) -> VllmSampler:
+    """Open the sampler of ``--sampler vllm``; all ranks call this together."""
+    arguments = run.arguments
+    rollouts = arguments.rollouts
+    devices = None
+    if rollouts.sampler_devices is not None:
+        devices = tuple(rollouts.sampler_devices.split(","))
+    prompt_lengths = [len(prompt.token_ids) for prompt in prompts.train.prompts]
+    longest_prompt = prompts.train.prompts[prompt_lengths.index(max(prompt_lengths))]
+    return open_vllm_sampler(
+        fabric,
+        run.model,
+        settings,
+        run_dir=run.folder,
+        max_prompt_length=max(prompt_lengths),
+        probe_ids=longest_prompt.token_ids,
+        dtype=compute_dtype(arguments.model.precision),
+        python=Path(rollouts.vllm_python).expanduser(),
+        devices=devices,
     )
 
 
