@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ import numpy as np
 
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.errors import InputError, RunError, note
+from fabric_train.cli.tables import Component
 from fabric_train.files.requirements import check_package
 from fabric_train.rollouts.builtin_rewards import BUILTIN_REWARDS
 from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRequest, RewardCall
@@ -308,6 +310,23 @@ def name_rewards(specs: Sequence[str]) -> tuple[str, ...]:
         else:
             names.append(match["function"] or _DEFAULT_FUNCTION)
     return tuple(names)
+
+
+def describe_rewards(specs: Sequence[str]) -> list[Component]:
+    """Return the descriptions, for a checkpoint, of the rewards in files; the built-in ones are known by their names.
+
+    A file that cannot be read has no SHA-256; ``open_rewards`` refuses it.
+    """
+    components = []
+    for spec, name in zip(specs, name_rewards(specs), strict=True):
+        match = _FUNCTION_IN_FILE.fullmatch(spec)
+        if match is None:
+            continue
+        source_sha256 = None
+        with suppress(OSError):
+            source_sha256 = hashlib.sha256(Path(match["file"]).expanduser().read_bytes()).hexdigest()
+        components.append(Component("reward", name, match["file"], source=source_sha256))
+    return components
 
 
 def _load_request(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.tables import LOGGERS, METRICS, OBJECTIVES, OPTIMIZERS, PROJECT, Component, resolve_settings
+from fabric_train.rollouts.rewards import describe_rewards
 from fabric_train.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 _DECIDING_KINDS = ("objective", "optimizer")
 """The kinds of which a run has exactly one part, which decides its losses."""
+_REWARD = "reward"
+"""The kind of a function of --rewards, which is an argument; only the content of its file is not."""
 
 
 def components_of(arguments: "TrainArguments", objective: Objective) -> tuple[Component, ...]:
-    """Return the objective and the optimizer of a run, and the metrics and loggers that were registered."""
+    """Return the objective and the optimizer of a run, its metrics, registered loggers, and rewards in files."""
     preference = arguments.preference
     training = arguments.training
 
@@ -36,6 +39,7 @@ def components_of(arguments: "TrainArguments", objective: Objective) -> tuple[Co
     components += [METRICS.describe(name) for name in arguments.evaluation.computed_metrics]
     opened_loggers = arguments.logging.opened_loggers
     components += [LOGGERS.describe(name) for name in opened_loggers if name in LOGGERS.registered]
+    components += describe_rewards(arguments.rollouts.rewards or ())
     return tuple(components)
 
 
@@ -80,7 +84,7 @@ def notes_on_components(saved: "TrainerJson", components: tuple[Component, ...],
     for saved_part in saved.components:
         current_part = current_parts.get((saved_part.kind, saved_part.name))
         if current_part is None:
-            if saved_part.kind not in _DECIDING_KINDS:
+            if saved_part.kind not in (*_DECIDING_KINDS, _REWARD):
                 notes.append(f"{saved_part}, which the run used at {checkpoint.name}, is missing; {saved_part.advice}")
         elif saved_part.source and current_part.source and saved_part.source != current_part.source:
             notes.append(f"the file of the {saved_part} has changed since {checkpoint.name}, so its results may differ")

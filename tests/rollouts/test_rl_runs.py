@@ -135,6 +135,18 @@ def test_other_arguments_sample_again(reinforcing: Reinforcing) -> None:
     assert reinforcing.tokens("changed", 4) != old_tokens
 
 
+def test_a_changed_file_of_a_reward_is_named(reinforcing: Reinforcing) -> None:
+    judge = reinforcing.folder / "changing.py"
+    judge.write_text(VOWELS)
+    reinforcing.train("judged", rewards="changing.py:vowels", max_step=2)
+    judge.write_text(VOWELS.replace("aeiou", "aeiouy"))
+    resumed = reinforcing.train("judged", rewards="changing.py:vowels", resume="true")
+    note = (
+        "note: the file of the reward vowels of changing.py has changed since step-00000002, so its results may differ"
+    )
+    assert note in resumed.lines()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_signal_while_sampling_saves_the_step_before(reinforcing: Reinforcing, num_ranks: int) -> None:
     run = f"stopped-{num_ranks}"
