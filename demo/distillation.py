@@ -4,7 +4,7 @@ Three runs train the same student on Spanish and Catalan texts: without a teache
 and with an adapted teacher, which is the whole model after a few steps on these texts. All models are then evaluated on
 held-out texts in both languages and in English, which no run reads. docs/distill.md shows the results.
 
-This takes about 28 minutes of CPU time and needs 6 GB of disk space. If it was interrupted, start it again: what is
+This takes about 28 minutes of CPU time and needs 5 GB of disk space. If it was interrupted, start it again: what is
 finished is kept, and a run continues from its last checkpoint. Delete ``demo_run/distillation`` to start over.
 """
 
