@@ -67,7 +67,7 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
         "distill_on",
         "sft_weight",
     ),
-    "rl": ("reference",),
+    "rl": ("reference", "sft_weight"),
     "dpo": ("dpo_beta", "length_normalised", "label_smoothing", "sft_weight", "reference"),
     "ipo": ("dpo_beta", "sft_weight", "reference"),
     "simpo": ("dpo_beta", "label_smoothing", "sft_weight", "simpo_gamma"),
@@ -221,8 +221,8 @@ class DataArguments:
         faults = []
         if not self.prompts:
             faults.append("--prompts is empty; give files or hub names")
-        if self.data_dirs:
-            faults.append("--prompts and --train_data_dir exclude each other; leave out one of them")
+        if len(self.data_dirs) > 1:
+            faults.append("--prompts takes one --train_data_dir beside it; merge the others into it")
         for name in ("token_shares", "phases"):
             if getattr(self, name) is not None:
                 faults.append(f"--{name} does not work with --prompts; give --shares, or leave out --{name}")
@@ -496,7 +496,8 @@ class PreferenceArguments:
     """With dpo and simpo: assumed share of pairs with swapped answers; below 0.5."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of the cross entropy that is added to the loss: of the next token with distill, of the chosen answer per
-    token with preference pairs. Not for orpo, which always adds it with weight 1.
+    token with preference pairs, and with rl of the rows of --train_data_dir, of which each step reads
+    --total_batch_size. Not for orpo, which always adds it with weight 1.
     """
     dpop_lambda: NonNegativeFloat = 50.0
     """With dpop: weight of the penalty for chosen answers that are less likely than under the reference model."""

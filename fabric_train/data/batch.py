@@ -156,7 +156,8 @@ class Batch(TensorRecord):
     target, and ``is_supervised``, bool [N], are those that the labels of the rows supervise; None if all are.
 
     ``teacher`` are the stored values of a teacher for the targets, in their order; None if none are read. ``rollout``
-    are the values of sampled completions for the targets; None for other rows.
+    are the values of sampled completions for the targets; None for other rows. ``loss_factor``, fp64 [] on the device,
+    multiplies the loss of rows that train beside completions.
 
     If several ranks compute the rows, ``row_slice`` is this rank's part of them, from ``context_parallel.place_batch``.
     """
@@ -174,6 +175,7 @@ class Batch(TensorRecord):
     is_supervised: torch.Tensor | None = None
     teacher: TeacherStates | None = None
     rollout: RolloutValues | None = None
+    loss_factor: torch.Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -215,6 +217,7 @@ class Batch(TensorRecord):
             is_supervised=None if self.is_supervised is None else self.is_supervised.to(device, non_blocking=True),
             teacher=None if self.teacher is None else self.teacher.to(device),
             rollout=None if self.rollout is None else self.rollout.to(device),
+            loss_factor=self.loss_factor,
         )
 
 

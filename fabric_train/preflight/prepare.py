@@ -499,9 +499,16 @@ def _open_prompts(
     if saved is not None and (saved.checkpoint / "tokenizer").is_dir():
         tokenizer_name = str(saved.checkpoint / "tokenizer")
     lengths = PromptLengths(arguments.data.max_length, arguments.rollouts.max_new_tokens)
-    return open_prompts(
-        entries, tokenizer_name, lengths, folder / "tokenizer", Shares("--shares", arguments.data.shares)
-    )
+    dataset = None
+    if arguments.data.data_dirs:
+        dataset = open_dataset(arguments.data.data_dirs[0], arguments.data.isolate_documents)
+        if dataset.has_pairs or dataset.has_unpaired:
+            raise InputError(
+                f"--train_data_dir {dataset.name} has pairs or labelled answers, which --objective rl cannot train on; "
+                "give documents or chats"
+            )
+    shares = Shares("--shares", arguments.data.shares)
+    return open_prompts(entries, tokenizer_name, lengths, folder / "tokenizer", shares, dataset)
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:

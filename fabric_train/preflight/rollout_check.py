@@ -38,11 +38,7 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         yield f"--distill_on all does not work with {_OPTION}: only completions are sampled; leave it out"
 
     # what does not work with rows that are sampled
-    training = arguments.training
-    defaults = type(training)()
-    for name in ("total_batch_size", "gradient_accumulation_steps"):
-        if getattr(training, name) != getattr(defaults, name):
-            yield f"--{name} does not apply to {_OPTION}; give --prompts_per_step and --group_size"
+    yield from _find_faults_of_rows(arguments)
     for name in ("tensor_parallel_size", "context_parallel_size"):
         if getattr(arguments.fsdp, name) > 1:
             yield f"{_OPTION} does not work with --{name}; leave out --{name}"
@@ -59,6 +55,27 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
     for name in ("eval_only", "self_check"):
         if getattr(arguments.evaluation, name):
             yield f"--{name} does not work with {_OPTION}; give a token dataset with --train_data_dir"
+
+
+def _find_faults_of_rows(arguments: "TrainArguments") -> Iterator[str]:
+    """Yield faults in the number of rows of a step: of completions, and of a token dataset beside them."""
+    training = arguments.training
+    if training.gradient_accumulation_steps != type(training)().gradient_accumulation_steps:
+        yield f"--gradient_accumulation_steps does not apply to {_OPTION}; give --prompts_per_step and --group_size"
+    sft_weight = arguments.preference.sft_weight
+    if arguments.preference.objective == "distill" and sft_weight:
+        yield f"--sft_weight does not work with --objective distill and {_OPTION}: completions are no texts to learn"
+        return
+    if not sft_weight:
+        if arguments.data.data_dirs:
+            yield f"--train_data_dir beside {_OPTION} needs --sft_weight above 0; leave it out, or give a weight"
+        if training.total_batch_size is not None:
+            yield f"--total_batch_size does not apply to {_OPTION}; give --prompts_per_step and --group_size"
+        return
+    if not arguments.data.data_dirs:
+        yield "--sft_weight with --objective rl needs --train_data_dir, the rows whose cross entropy it adds"
+    if training.total_batch_size is None:
+        yield "--sft_weight with --objective rl needs --total_batch_size, the rows of --train_data_dir in a step"
 
 
 def _find_unused(arguments: "TrainArguments") -> Iterator[str]:

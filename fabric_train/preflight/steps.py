@@ -147,7 +147,7 @@ def _check_data(arguments: "TrainArguments", model: ModelShape, data: TrainingDa
         token_data = data.held_out  # the token dataset for validation, if there is one
         faults += _faults_of_stream(data, model, arguments.training.max_step)
     elif isinstance(data, Prompts):
-        token_data = None
+        token_data = data.dataset
         faults += _faults_of_prompts(data, model)
     else:
         token_data = data

@@ -15,6 +15,7 @@ from fabric_train.cli.argument_types import counted
 from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.cli.shares import Shares
 from fabric_train.data.mixture import rows_of_shares
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.inference.prompt_file import Prompt as EncodedContent
 from fabric_train.inference.prompts import PromptEncoder
 from fabric_train.model.hf_model import load_hf_tokenizer
@@ -52,15 +53,17 @@ class PromptRows:
     prompts: tuple[Prompt, ...]
     row_length: int
     """The most tokens of a row of packed completions."""
+    longest_beside: int = 0
+    """The tokens of the longest row of a token dataset that trains beside them; 0 if there is none."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def longest(self) -> int:
-        return self.row_length
+        return max(self.row_length, self.longest_beside)
 
     def lengths(self) -> set[int]:
-        return {self.row_length}
+        return {self.longest()}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Prompts:
     """Notes for the user on prompts and columns that are left out."""
     sources: tuple[PromptSource, ...]
     """The sources in the order of their prompts."""
+    dataset: TokenDataset | None
+    """The token dataset whose rows train beside the completions; None if there is none."""
     rows_per_epoch: tuple[int, ...] | None
     """How many prompts of each source an epoch takes; None if it takes every prompt once, in an order of all."""
     parts = ()
@@ -116,6 +121,8 @@ class Prompts:
     def fingerprint(self) -> str:
         """The SHA-256 of all prompts: their ids, tokens and columns, in order."""
         digest = hashlib.sha256()
+        if self.dataset is not None:
+            digest.update(self.dataset.fingerprint.encode())
         for prompt in self.train.prompts:
             fields = [prompt.prompt_id, prompt.token_ids, prompt.columns]
             digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
@@ -145,7 +152,12 @@ class PromptLengths:
 
 
 def open_prompts(
-    entries: Sequence[str], tokenizer_name: str, lengths: PromptLengths, tokenizer_folder: Path, shares: Shares
+    entries: Sequence[str],
+    tokenizer_name: str,
+    lengths: PromptLengths,
+    tokenizer_folder: Path,
+    shares: Shares,
+    dataset: TokenDataset | None = None,
 ) -> Prompts:
     """Read and encode all prompts.
 
@@ -155,6 +167,7 @@ def open_prompts(
         lengths: The room for a prompt. Longer ones are left out, which a note says.
         tokenizer_folder: Where the run will store the tokenizer.
         shares: How much of each entry an epoch reads.
+        dataset: The token dataset whose rows train beside the completions.
 
     Raises:
         InputError: A source or the tokenizer cannot be read, a row has no prompt, or no prompt is short enough.
@@ -216,7 +229,7 @@ def open_prompts(
         sources.append(PromptSource(name, num_rows))
     stop_token_ids = tuple(sorted({tokenizer.eos_token_id, *encoder.end_ids}))
     return Prompts(
-        train=PromptRows(tuple(prompts), lengths.row_length),
+        train=PromptRows(tuple(prompts), lengths.row_length, dataset.train.longest() if dataset else 0),
         source_names=source_names,
         name=", ".join(entries),
         tokenizer=tokenizer,
@@ -224,6 +237,7 @@ def open_prompts(
         stop_token_ids=stop_token_ids,
         notes=tuple(notes),
         sources=tuple(sources),
+        dataset=dataset,
         rows_per_epoch=_rows_per_epoch(shares, sources),
     )
 

@@ -17,7 +17,7 @@ from lightning import Fabric
 
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.data.rollout_values import RolloutValues
-from fabric_train.data.step_sampler import Window, WindowOrder, positions
+from fabric_train.data.step_sampler import Window, WindowOrder, WindowSource, positions
 from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.inference.generate import continuation
@@ -96,6 +96,8 @@ class RolloutWindows:
     heartbeat: Heartbeat
     data_starts_after: int = 0
     """The run's step after which the order of the prompts begins, see ``StepPlan``."""
+    rows_beside: WindowSource | None = None
+    """The windows of a token dataset whose rows train beside the completions, for the same steps."""
     known_step: int = 0
     """The step of the checkpoint that the run resumed from."""
     known_hash: str = ""
@@ -113,6 +115,9 @@ class RolloutWindows:
         prompts_hash = ""
         if after_order_step > 0:
             prompts_hash = order.rows_hash(after_order_step, self.known_step - self.data_starts_after, self.known_hash)
+        windows_beside: Iterator[Window] = iter(())
+        if self.rows_beside is not None:
+            windows_beside = self.rows_beside.windows(after_step, last_step)
         try:
             for step in range(after_step + 1, last_step + 1):
                 order_step = step - self.data_starts_after
@@ -120,6 +125,11 @@ class RolloutWindows:
                 prompts_hash = order.rows_hash_after(order_step, prompt_indices, prompts_hash)
                 rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, prompts_hash))
                 rows = pack_rows(rollouts.completions, self.prompts.train.row_length)
+                batches = self._make_batches(rows)
+                window_beside = next(windows_beside, None)
+                if window_beside is not None:
+                    # their sources are not those of the prompts
+                    batches += [replace(batch, pieces=None) for batch in window_beside.batches]
                 epoch = order.epoch_of(order_step)
                 yield Window(
                     step=step,
@@ -127,7 +137,7 @@ class RolloutWindows:
                     ends_epoch=order.epoch_of(order_step + 1) > epoch,
                     rows=np.arange(len(rows)),
                     micro_batch_size=order.micro_batch_size,
-                    batches=self._make_batches(rows),
+                    batches=batches,
                     rows_hash=prompts_hash,
                     rows_of_sources=order.mixture.count(prompt_indices) if order.mixture else None,
                 )

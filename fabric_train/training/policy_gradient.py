@@ -8,7 +8,8 @@ backward pass, so loss and gradient do not depend on how the window is split.
 Shapes: N targets in a batch, which are the tokens of completions, and R rewards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,12 +17,13 @@ from lightning import Fabric
 
 from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.data.rollout_values import RolloutValues
+from fabric_train.distributed.ranks import sum_over_data_ranks
 from fabric_train.model.attention import forward_batch
 from fabric_train.model.policy_loss import VALUES, PolicyLoss
 from fabric_train.model.teacher_head import check_head
 from fabric_train.rollouts.rewards import name_rewards
 from fabric_train.training.live_reference import set_up_live_reference
-from fabric_train.training.objective import BatchLoss
+from fabric_train.training.objective import BatchLoss, losses_at_targets
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.teacher import LiveTeacher
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 _COMPLETION_NAMES = ("completions", "completion_tokens", "cut_completions", "flat_groups")
 """The metrics of completions beside the rewards: their number, their mean number of tokens, the share that has the
 largest number of tokens without an end, and the share in groups whose rewards are all equal."""
+
+_SFT_NAMES = ("sft_tokens", "sft_loss")
+"""The metrics of the rows of a token dataset: the number of supervised tokens, and their mean cross entropy."""
 
 
 class PolicyGradient:
@@ -49,6 +54,7 @@ class PolicyGradient:
         max_new_tokens: int,
         loss_normalisation: Literal["tokens", "constant"] = "tokens",
         kl_weight: float = 0.0,
+        sft_weight: float = 0.0,
         reference: LiveTeacher | None = None,
     ) -> None:
         """Make the objective.
@@ -59,6 +65,8 @@ class PolicyGradient:
             max_new_tokens: The largest number of tokens of a completion.
             loss_normalisation: What the sum over the tokens is divided by.
             kl_weight: The weight of the divergence from the reference.
+            sft_weight: The weight of the mean cross entropy of rows of a token dataset, which train beside the
+                completions.
             reference: The model that the policy should stay close to; if it is None, :meth:`connect` sets one up if
                 ``kl_weight`` is above 0.
         """
@@ -68,6 +76,7 @@ class PolicyGradient:
         self._max_new_tokens = max_new_tokens
         self._loss_normalisation = loss_normalisation
         self._kl_weight = kl_weight
+        self._sft_weight = sft_weight
         self._reference = reference
 
     @property
@@ -76,6 +85,8 @@ class PolicyGradient:
         names = (*self._reward_metrics, *_COMPLETION_NAMES, *VALUES[1:])
         if self._kl_weight > 0:
             names = (*names, "reference_kl")
+        if self._sft_weight > 0:
+            names = (*names, *_SFT_NAMES)
         return names
 
     def connect(self, fabric: Fabric, run: PreparedRun) -> PreparedRun:
@@ -91,13 +102,35 @@ class PolicyGradient:
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Return the number by which a sum over the batch is divided, int64 []."""
+        if batch.rollout is None:  # no row, or rows of a token dataset, see ``prepare_window``
+            return torch.zeros((), dtype=torch.int64, device=batch.labels.device)
         if self._loss_normalisation == "tokens":
             return count_supervised(batch.labels)
-        if batch.rollout is None:
-            return torch.zeros((), dtype=torch.int64, device=batch.labels.device)  # a rank without rows
         # a row has entire completions, and their rounding errors are far below one half
         num_completions = batch.rollout.completion_shares.sum(dtype=torch.float64).round().long()
         return num_completions * self._max_new_tokens
+
+    def prepare_window(
+        self, fabric: Fabric, model: Any, batches: Iterable[Batch], is_interrupted: Callable[[int], bool]
+    ) -> Iterable[Batch]:
+        """Let the loss of rows of a token dataset be their mean times ``sft_weight``, see ``WindowObjective``.
+
+        The step divides the sum over a window by the count of its completions. So the factor of these rows is this
+        count divided by their own.
+        """
+        if self._sft_weight == 0:
+            return batches
+        listed_batches = list(batches)
+        counts = torch.zeros(2, dtype=torch.int64)
+        for batch in listed_batches:
+            num_tokens = count_supervised(batch.labels)
+            counts += torch.stack([self.count(batch), num_tokens if batch.rollout is None else num_tokens * 0])
+        window_count, num_tokens = sum_over_data_ranks(fabric, counts)
+        factor = self._sft_weight * window_count.clamp(min=1).double() / num_tokens.clamp(min=1)
+        prepared = []
+        for batch in listed_batches:
+            prepared.append(replace(batch, loss_factor=factor) if batch.rollout is None else batch)
+        return prepared
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
         """Return the loss, 0 for a rank without rows; see ``Objective.loss``.
@@ -108,6 +141,8 @@ class PolicyGradient:
         if targets is None:
             targets = find_targets(batch.labels)
         rollout = batch.rollout
+        if rollout is None and batch.loss_factor is not None:
+            return self._cross_entropy(model, batch, batch.loss_factor, scale)
         if rollout is None:
             assert len(targets.ids) == 0  # all other rows are completions
             rollout = self._no_values(targets.ids.device)
@@ -134,13 +169,24 @@ class PolicyGradient:
             "flat_groups": rollout.lacks_variance,
         }
         ordered_metrics = [completion_metrics[name] for name in _COMPLETION_NAMES]
-        token_metrics = torch.stack([*rollout.rewards, *ordered_metrics, *policy_metrics])  # [metrics, N]
+        sft_metrics = [torch.zeros_like(token_losses) for _ in _SFT_NAMES] if self._sft_weight > 0 else []
+        token_metrics = torch.stack(  # [metrics, N]
+            [*rollout.rewards, *ordered_metrics, *policy_metrics, *sft_metrics]
+        )
         return BatchLoss(
             total,
             token_losses=token_losses,
             metrics=token_metrics.sum(dim=1, dtype=torch.float64),
             token_metrics=token_metrics,
         )
+
+    def _cross_entropy(self, model: Any, batch: Batch, factor: torch.Tensor, scale: torch.Tensor | None) -> BatchLoss:
+        """Return the cross entropy of rows of a token dataset, times ``factor``; it is not known by source."""
+        total, token_losses = losses_at_targets(model, batch, None if scale is None else scale * factor)
+        metrics = torch.zeros(len(self.metric_names), dtype=torch.float64, device=total.device)
+        metrics[-2] = len(token_losses)
+        metrics[-1] = total.detach()
+        return BatchLoss(total * factor, metrics=metrics)
 
     def finish_metrics(self, means: Sequence[float], count: int) -> list[float | None]:
         """Return the metrics from their sums divided by ``count``; those of no completion are None.
@@ -152,8 +198,10 @@ class PolicyGradient:
         # These are whole numbers: rounding takes away the errors of the shares.
         num_completions = round(sums["completions"])
         num_tokens = round(sums["completion_tokens"])
+        num_sft_tokens = round(sums.pop("sft_tokens", 0.0))
+        sft_sum = sums.pop("sft_loss", 0.0)
         if num_completions == 0:
-            return [0.0 if name == "completions" else None for name in sums]
+            return [0.0 if name == "completions" else None for name in self.metric_names]
 
         values: dict[str, float | None] = {}
         for name, total in sums.items():
@@ -166,6 +214,9 @@ class PolicyGradient:
         for name in ("cut_completions", "flat_groups"):
             values[name] = round(sums[name]) / num_completions
         values["weights_cut"] = round(sums["weights_cut"]) / num_tokens
+        if self._sft_weight > 0:
+            values["sft_tokens"] = float(num_sft_tokens)
+            values["sft_loss"] = sft_sum / num_sft_tokens if num_sft_tokens else None
         return list(values.values())
 
     def _no_values(self, device: torch.device) -> RolloutValues:
@@ -190,4 +241,5 @@ def build_policy_gradient(arguments: "TrainArguments") -> PolicyGradient:
         max_new_tokens=rollouts.max_new_tokens,
         loss_normalisation=rollouts.loss_normalisation,
         kl_weight=rollouts.kl_weight,
+        sft_weight=arguments.preference.sft_weight,
     )

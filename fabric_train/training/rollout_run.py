@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule
 
+from fabric_train.data.data_order import KEYED, MOST_SHUFFLED, SHUFFLED
+from fabric_train.data.step_sampler import TrainBatches, WindowOrder
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.ranks import data_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
@@ -88,8 +90,34 @@ def build_rollout_windows(
         tokenizer=load_hf_tokenizer(prompts.tokenizer_folder),
         heartbeat=heartbeat,
         data_starts_after=run.plan.data_starts_after,
+        rows_beside=_open_rows_beside(fabric, run, prompts),
         known_step=run.start.state.step,
         known_hash=run.start.state.rows_hash or "",
+    )
+
+
+def _open_rows_beside(fabric: Fabric, run: PreparedRun, prompts: Prompts) -> TrainBatches | None:
+    """Return the windows of the token dataset beside the prompts; None if there is none."""
+    dataset = prompts.dataset
+    rows_per_window = run.arguments.training.total_batch_size
+    if dataset is None or rows_per_window is None:
+        return None
+    ranks = data_ranks(fabric)
+    order = WindowOrder(
+        num_rows=len(dataset.train),
+        rows_per_window=rows_per_window,
+        micro_batch_size=run.arguments.training.micro_batch_size,
+        world_size=ranks.size,
+        rank=ranks.rank,
+        seed=run.arguments.data.seed,
+        version=SHUFFLED if len(dataset.train) <= MOST_SHUFFLED else KEYED,
+    )
+    return TrainBatches(
+        dataset.train,
+        order,
+        run.arguments.data.num_workers,
+        pin_memory=fabric.device.type == "cuda",
+        data_starts_after=run.plan.data_starts_after,
     )
 
 

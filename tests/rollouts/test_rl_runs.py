@@ -82,9 +82,12 @@ class Reinforcing:
 
 
 @pytest.fixture(scope="module")
-def reinforcing(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path) -> Reinforcing:
+def reinforcing(
+    tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> Reinforcing:
     folder = tmp_path_factory.mktemp("reinforcing")
     (folder / "model").symlink_to(tiny_model_dir)
+    (folder / "tokens").symlink_to(tiny_tokens_dir)
     rows = [{"prompt": f"{number} and", "answer": str(number)} for number in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     others = [{"prompt": f"say {number}"} for number in range(6)]
@@ -197,6 +200,26 @@ def test_prompts_without_variance_are_replaced_by_the_same_ones_on_any_ranks(rei
         assert reinforcing.tokens("refilled-2", step) == reinforcing.tokens("refilled", step)
 
 
+def test_rows_beside_the_completions_add_their_mean_cross_entropy(reinforcing: Reinforcing) -> None:
+    options: dict[str, Any] = {"train_data_dir": "tokens", "sft_weight": 0.25, "total_batch_size": 4, "max_step": 3}
+    reinforcing.train("beside", **options)
+    loss = reinforcing.column("beside", "train_loss")[0]
+    sft_loss = reinforcing.column("beside", "train_sft_loss")[0]
+    loss_alone = reinforcing.column("whole", "train_loss")[0]
+    assert sft_loss > 1
+    assert loss == pytest.approx(loss_alone + 0.25 * sft_loss, rel=TOLERANCE)
+
+    killed = reinforcing.start("beside-killed", before=at_point(KILL, 3, "COMPUTING"), **options)
+    assert killed.wait() == [-9]
+    reinforcing.train("beside-killed", resume="true", **options)
+    assert differences(reinforcing.folder / "beside-killed", reinforcing.folder / "beside") == []
+
+    reinforcing.train("beside-2", 2, devices=2, parallelism="fsdp2", **options)
+    for name in ("train_loss", "grad_norm", "train_reward", "train_sft_loss", "train_sft_tokens"):
+        expected = reinforcing.column("beside", name)
+        assert reinforcing.column("beside-2", name) == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
 def test_an_adapter_is_sampled_as_it_is_trained(reinforcing: Reinforcing) -> None:
     """The sampler's log-probabilities are those of the trainer, so the weights of the correction are 1."""
     reinforcing.train("lora", adapter="lora", lora_rank=4, lr=1e-2)
@@ -224,7 +247,8 @@ def check(words: list[str]) -> None:
         ({"prompts": None, "train_data_dir": "tokens"}, "--objective rl needs --prompts"),
         ({"rewards": None}, "--objective rl needs --rewards"),
         ({"objective": "sft"}, "--prompts only applies to --objective rl or distill"),
-        ({"train_data_dir": "tokens"}, "exclude each other"),
+        ({"train_data_dir": "tokens"}, "needs --sft_weight above 0"),
+        ({"sft_weight": 0.5}, "needs --train_data_dir"),
         ({"group_size": 1}, "leaves every advantage at 0"),
         ({"temperature": 0.001}, "--temperature must be at least 0.01"),
         ({"total_batch_size": 8}, "give --prompts_per_step"),
