@@ -18,6 +18,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from benchmarks.fake_teacher import TOP_K, write_tokenizer
 from benchmarks.large_checkpoint import write_checkpoint
 from benchmarks.measure import ROOT, Command, CommandError, Spread, interleave, run, spread
 from benchmarks.packages import install_packages
@@ -61,6 +62,11 @@ OF_TRL = ", TRL"
 PAIRED = {  # preset, options of ours, and of TRL: DPO on the same pairs
     f"{MIDDLE}, LoRA, DPO": (MIDDLE, "--adapter lora --lora_rank 16", "--lora_rank 16 --gradient_checkpointing"),
     f"{SMALL}, DPO": (SMALL, "", ""),
+}
+DISTILLED = {  # options of ``teach``, which stores the teacher's values; none for a live teacher
+    f"{SMALL} from {MIDDLE}": "",
+    f"{SMALL} from {MIDDLE}, top {TOP_K} stored": f"--top_k {TOP_K}",
+    f"{SMALL} from {MIDDLE}, hidden states stored": "--hidden true",
 }
 PAIRS_OF_A_ROW = 4  # in a micro-batch of TRL, padded to the longest of them
 # medians of log-normal distributions
@@ -170,6 +176,7 @@ def measure(
     commands |= {name: peer_command(SMALL, options, rows, config) for name, options in PEERS.items()}
     done = _Kept(kept or ROOT / work / "runs.json", pattern)
     commands |= _further_commands(work, sizes, done)
+    commands |= _distillation_commands(work, sizes, done)
     done.add(
         {
             name: partial(_run_peer if _is_peer(name) else partial(_run_ours, target), command)
@@ -304,6 +311,45 @@ def _further_commands(work: Path, sizes: str, done: _Kept) -> dict[str, Command]
     }
 
 
+def _distillation_commands(work: Path, sizes: str, done: _Kept) -> dict[str, Command]:
+    """Write a teacher and rows with its tokenizer, store the teacher's values, and return the commands of the students.
+
+    The tokenizer has a token for each row of the heads, as Llama-3's has. A system whose files cannot be written gets a
+    reason in ``done.left_out``. If no system is wanted, nothing is written.
+    """
+    wanted = [name for name in DISTILLED if done.wants(name)]
+    if not wanted:
+        return {}
+    teacher = work / "teacher"
+    rows = work / "distilled_rows"
+    tokenizer = ROOT / rows / "tokenizer"
+    config = preset_config(MIDDLE, sizes)
+    write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION * ROWS[SMALL], length=LENGTH)
+    write_tokenizer(tokenizer, config.vocab_size)
+    try:
+        write_checkpoint(ROOT / teacher, config, tokenizer, sharded=False)
+    except OSError as error:  # such as a full disk
+        done.left_out |= dict.fromkeys(wanted, f"no teacher: {error}")
+        return {}
+    commands = {}
+    for index, name in enumerate(wanted):
+        form = DISTILLED[name]
+        source = f"--teacher {teacher}"
+        if form:
+            states = work / f"states-{index}"
+            words = f"python -m fabric_train.teacher_states --teacher {teacher} --train_data_dir {rows} {form}"
+            words += f" --precision bf16-true --output_dir {states}"
+            try:
+                run(Command(tuple(words.split())))
+            except CommandError as error:
+                done.left_out[name] = f"no stored values: {error}"
+                continue
+            source = f"--teacher_states {states}"
+        options = f"--parallelism single --objective distill {source} {sizes}"
+        commands[name] = our_command(SMALL, options, rows, work / "run")
+    return commands
+
+
 def _pair_lengths() -> list[tuple[int, int, int]]:
     """Draw the words of prompt, chosen and rejected answer of as many pairs as the largest number of rows takes."""
     most = LENGTH // 4 - TEMPLATE_TOKENS - 1
@@ -417,4 +463,4 @@ def summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str)
 def _trained(name: str) -> str:
     """Return the part of a system's name that says what it trains: a shape, or an adapter of one."""
     name = name.partition(OF_TRL)[0]
-    return name if name in ADAPTED or name in PAIRED else name.split(",")[0]
+    return name if name in {*ADAPTED, *PAIRED, *DISTILLED} else name.split(",")[0]
