@@ -256,6 +256,11 @@ class TrainerJson:
         return next((session for session in reversed(self.sessions) if session.after_step < step), None)
 
     @property
+    def samples_rows(self) -> bool:
+        """Whether the run trained on completions of --prompts, and so read no token dataset."""
+        return self.arguments.get("prompts") is not None
+
+    @property
     def stream(self) -> StreamOrder | None:
         """The order of the stream that the run read; None if it read token datasets."""
         return self.data if isinstance(self.data, StreamOrder) else None

@@ -77,6 +77,8 @@ def open_validation_of(checkpoint: Path) -> list[EvaluatedText]:
     saved = read_trainer_json(checkpoint)
     if saved.stream is not None:
         raise InputError(f"{checkpoint}: its run trained on a stream, which has no validation split; give --texts")
+    if saved.samples_rows:
+        raise InputError(f"{checkpoint}: its run trained on --prompts, which have no validation split; give --texts")
     folders = saved.arguments.get("train_data_dir") or []
     if isinstance(folders, str):
         folders = [folders]

@@ -516,6 +516,8 @@ def unit_of_loss(saved: checkpoints.TrainerJson) -> str:
     if objective.is_own:
         if objective.name == "sft" or saved.teacher is not None:
             return _NATS
+        if objective.name == "rl":
+            return "(policy gradient)"
         is_of_answers = evaluation is not None and evaluation.whole.of_answers
         return "per answer" if is_of_answers else "per pair"
     if evaluation is not None and evaluation.whole.is_likelihood:

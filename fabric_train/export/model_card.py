@@ -35,6 +35,7 @@ from fabric_train.files.typed_json import read_json
 from fabric_train.model.nf4 import DOUBLE
 from fabric_train.model.origin import STAGES, ModelOrigin, TrainingStage, legal_files
 from fabric_train.pages.markdown import Markdown, code, escaped, last_part, link, render
+from fabric_train.rollouts.rewards import name_rewards
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics_table import read_lineage
 
@@ -50,6 +51,10 @@ _ADAPTER_ARGUMENTS = (
     "base_weights",
 )
 _TRAINED_PARTS_ARGUMENTS = ("train_only", "freeze")
+_ROLLOUT_ARGUMENTS = (
+    *("prompts_per_step", "group_size", "max_new_tokens", "temperature", "reward_weights"),
+    *("advantage", "loss_normalisation", "kl_weight", "refill"),
+)
 _UNLISTED_ARGUMENTS = ("optimizer_settings", "reference", "teacher", "teacher_states")
 """Arguments that the description of the optimizer has, or that are paths of the machine."""
 _DATA_ARGUMENTS = ("train_data_dir", "streaming_dataset", "phases")
@@ -312,10 +317,15 @@ def _hyperparameters(saved: checkpoints.TrainerJson) -> dict[str, Any]:
     names = [*(_ADAPTER_ARGUMENTS if saved.adapter_base else _TRAINED_PARTS_ARGUMENTS), *_HYPERPARAMETERS]
     if objective.is_own and objective.name != "sft":
         names += ["objective", *OBJECTIVE_ARGUMENTS.get(objective.name, ())]
+    if saved.samples_rows:
+        names += _ROLLOUT_ARGUMENTS
+        names.remove("gradient_accumulation_steps")  # it follows from the completions
     values = {}
     for name in names:
         if name not in _UNLISTED_ARGUMENTS and saved.arguments.get(name) is not None:
             values[name] = saved.arguments[name]
+    if saved.arguments.get("rewards"):
+        values["rewards"] = ", ".join(name_rewards(saved.arguments["rewards"]))  # without their files
     for component in (objective, saved.component("optimizer")):
         if not component.is_own:
             values[component.kind] = component.description

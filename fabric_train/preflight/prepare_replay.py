@@ -57,6 +57,11 @@ def prepare_replay(
     if checkpoint is None:
         raise InputError(f"{folder}: the run has no complete checkpoint; replay needs one, since it describes the run")
     saved = checkpoints.read_trainer_json(checkpoint)
+    if saved.samples_rows:
+        raise InputError(
+            f"{folder}: a run with --prompts cannot be replayed, because its rows are sampled; to repeat steps, branch "
+            f"from the checkpoint before them (--branch {folder} --output_dir DIR)"
+        )
     newest = checkpoints.read_trainer_json(checkpoints.newest_checkpoint(folder) or checkpoint)
 
     # the run itself, and whether it has these steps

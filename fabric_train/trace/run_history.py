@@ -281,8 +281,13 @@ def _find_saved_order(
 
 
 def _token_order(saved: TrainerJson) -> DataOrder:
-    """Return the data order of a run that read token datasets; an InputError for a stream."""
+    """Return the data order of a run that read token datasets; an InputError for another run."""
     order = saved.data
+    if saved.samples_rows:
+        raise InputError(
+            f"{saved.checkpoint}: its run trained on completions of --prompts; fabric-train rollouts shows those of "
+            "each step"
+        )
     if isinstance(order, StreamOrder):
         raise InputError(
             f"{saved.checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be "

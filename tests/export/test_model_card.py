@@ -639,3 +639,21 @@ def test_a_distilled_model_without_an_evaluation_has_a_loss_and_no_perplexity(ch
     text = card_of(checkpoint).text
     assert "distilled from `8b` (licence not stated) by `forward_kl`, from stored values (top 8)" in text
     assert "Validation loss 3.0000 nats per token." in text
+
+
+def test_the_card_of_reinforcement_learning_names_rewards_and_no_pairs(checkpoint: Path) -> None:
+    def reinforce(content: dict[str, Any]) -> None:
+        settings: dict[str, Any] = {"objective": "rl", "prompts": ["/home/someone/p.jsonl"], "group_size": 4}
+        settings["rewards"] = ["/home/someone/judge.py:vowels", "length"]
+        content["arguments"].update(settings)
+        content.update(train_loss=-0.5)
+
+    edit_json(checkpoint / "trainer.json", reinforce)
+    card = card_of(checkpoint)
+    assert "Training loss of the last step: -0.5000 (policy gradient)." in card.text
+    assert "trained on completions that it sampled itself for prompts" in card.text
+    assert "| `rewards` | vowels, length |" in card.text
+    assert "| `group_size` | 4 |" in card.text
+    assert "gradient_accumulation_steps" not in card.text
+    assert "someone" not in str(card)
+    check_metadata(card.data.to_dict())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.cli.errors import STOPPED, InputError
+from fabric_train.cli.errors import INPUT_ERROR, STOPPED, InputError
 from fabric_train.preflight.paths import check_paths
 from fabric_train.preflight.prepare import prepare
 from fabric_train.rollouts.store import read_manifest, read_rollouts, step_folder
@@ -148,6 +148,25 @@ def test_a_changed_file_of_a_reward_is_named(reinforcing: Reinforcing) -> None:
         "note: the file of the reward vowels of changing.py has changed since step-00000002, so its results may differ"
     )
     assert note in resumed.lines()
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "reason"),
+    [
+        ("fabric_train.programs.evaluate", {"models": "whole", "output_dir": "losses"}, "no validation split"),
+        ("fabric_train.trace.__main__", {"step": 3}, "fabric-train rollouts shows those of each step"),
+        ("fabric_train.replay", {"steps": "3:4"}, "a run with --prompts cannot be replayed"),
+    ],
+)
+def test_programs_that_read_the_rows_of_a_run_say_that_they_are_sampled(
+    reinforcing: Reinforcing, program: str, options: dict[str, Any], reason: str
+) -> None:
+    words = option_words(options) if "models" in options else ["whole", *option_words(options)]
+    refused = reinforcing.runs.start(words, 1, cwd=reinforcing.folder, program=program)
+    assert refused.wait() == [INPUT_ERROR]
+    *_, line = refused.stderr().splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
