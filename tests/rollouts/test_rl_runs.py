@@ -100,7 +100,8 @@ def reinforcing(
 
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "fsdp2"])
 def test_two_ranks_sample_and_learn_as_one(reinforcing: Reinforcing, parallelism: str) -> None:
-    reinforcing.train(parallelism, num_ranks=2, parallelism=parallelism, micro_batch_size=2, devices=2)
+    run = reinforcing.train(parallelism, num_ranks=2, parallelism=parallelism, micro_batch_size=2, devices=2)
+    assert any("a full copy of the model" in line for line in run.lines()) == parallelism.startswith("fsdp")
     for step in range(1, MAX_STEP + 1):
         assert reinforcing.tokens(parallelism, step) == reinforcing.tokens("whole", step)
     for name in ("train_loss", "grad_norm", "train_reward", "train_entropy", "train_completion_tokens"):
