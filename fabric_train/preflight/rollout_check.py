@@ -30,6 +30,8 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         yield f"{_OPTION} only applies to --objective {' or '.join(_OBJECTIVES)}, not {objective}; leave it out"
     if objective == "rl" and not rollouts.rewards:
         yield "--objective rl needs --rewards; give a built-in reward, or FILE.py:NAME for a function"
+    if objective == "rl" and arguments.preference.reference is not None and rollouts.kl_weight == 0:
+        yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
     if objective == "distill" and rollouts.rewards:
         yield "--rewards only applies to --objective rl: distill learns from the teacher alone; leave it out"
     if arguments.preference.teacher_states is not None:

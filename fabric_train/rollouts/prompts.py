@@ -119,12 +119,12 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of all prompts: their ids, tokens and columns, in order."""
+        """The SHA-256 of all prompts: their sources, tokens and columns, in order, wherever their files are."""
         digest = hashlib.sha256()
         if self.dataset is not None:
             digest.update(self.dataset.fingerprint.encode())
         for prompt in self.train.prompts:
-            fields = [prompt.prompt_id, prompt.token_ids, prompt.columns]
+            fields = [prompt.source, prompt.token_ids, prompt.columns]
             digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
         return digest.hexdigest()
 

@@ -34,6 +34,8 @@ _MODULE = "fabric_train_reward_file"
 _OWN_PARAMETERS = ("completions", "prompts")
 """The parameters that are no columns."""
 _MAX_ERROR_CHARACTERS = 300
+_LARGEST_REWARD = 1e30
+"""The largest absolute value of a reward. The loss is computed in fp32, which ends at 3e38."""
 
 
 class _WrongRewardError(ValueError):
@@ -161,7 +163,7 @@ def _call(reward: _LoadedReward, call: RewardCall) -> CallAnswer:
 
 
 def _check_values(returned: Sequence[Any], num_completions: int) -> CallAnswer:
-    """Return the values that are finite numbers, and the errors of the others."""
+    """Return the values that are numbers a loss can be computed of, and the errors of the others."""
     if len(returned) != num_completions:
         error = f"it returned {len(returned)} values for {num_completions} completions"
         return _all_failed(num_completions, error)
@@ -176,12 +178,13 @@ def _check_values(returned: Sequence[Any], num_completions: int) -> CallAnswer:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):
+        if abs(number) <= _LARGEST_REWARD:
             values.append(number)
             errors.append(None)
         else:
             values.append(0.0)
-            errors.append(f"it returned {number}")
+            too_large = ", which is too large" if math.isfinite(number) else ""
+            errors.append(f"it returned {number}{too_large}")
     return CallAnswer(None, values, errors)
 
 

@@ -246,6 +246,12 @@ def open_rewards(
     """
     weights = dict(weights or {})
     settings = dict(settings or {})
+    for name, values in settings.items():
+        if not isinstance(values, Mapping):
+            raise InputError(
+                f"--reward_settings: {name}: expected names with values, such as {{max_characters: 400}}, got "
+                f"{values!r}"
+            )
     requests: dict[str, LoadRequest] = {}
     specs_by_name: dict[str, str] = {}
     faults: list[str] = []
@@ -369,6 +375,8 @@ def _wait_until_loaded(
         raise InputError(f"--rewards {spec}: {error}; correct the file") from None
     if loaded.failure is None:
         return loaded
+    if loaded.failure == "out of memory":
+        raise InputError(f"--rewards {spec}: out of memory; raise --reward_memory_gb")
     if name in BUILTIN_REWARDS and settings.get(name):
         raise InputError(f"--reward_settings: {name}: {loaded.failure}; correct the setting")
     raise InputError(f"--rewards {spec}: {loaded.failure}; correct it")

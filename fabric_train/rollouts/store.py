@@ -137,7 +137,9 @@ class RolloutStore:
         is_stored = False
         if self._fabric.is_global_zero and self.path(step).is_dir():
             is_stored = read_manifest(self.path(step)).policy == policy
-            if not is_stored:
+            if is_stored:
+                self._remove_old(step)  # the steps before it, which a run that was killed may have left
+            else:
                 shutil.rmtree(self.path(step))
         return bool(self._fabric.broadcast(is_stored))
 

@@ -64,6 +64,13 @@ def test_a_changed_answer_changes_the_fingerprint(tmp_path: Path, tiny_model_dir
     assert before.fingerprint != after.fingerprint
 
 
+def test_a_file_in_another_place_has_the_same_fingerprint(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rows = [{"prompt": "To be", "answer": "or not"}]
+    before = open_file(write_rows(tmp_path / "before.jsonl", rows), tiny_model_dir, tmp_path)
+    moved = open_file(write_rows(tmp_path / "moved.jsonl", rows), tiny_model_dir, tmp_path)
+    assert before.fingerprint == moved.fingerprint
+
+
 def test_long_prompts_are_left_out_with_their_number(tmp_path: Path, tiny_model_dir: Path) -> None:
     rows = [{"prompt": "short"}, {"prompt": "long " * 100}, {"prompt": "long " * 90}]
     prompts = open_file(write_rows(tmp_path / "p.jsonl", rows), tiny_model_dir, tmp_path)

@@ -142,6 +142,7 @@ def test_an_exception_costs_only_its_completion(open_file: Open, capsys: pytest.
         ("[1, float('nan'), 3]", [1, 0, 3], "it returned nan"),
         ("[1, float('-inf'), 3]", [1, 0, 3], "it returned -inf"),
         ("[1, 10**400, 3]", [1, 0, 3], "it returned inf"),
+        ("[1, -1e31, 3]", [1, 0, 3], "it returned -1e+31, which is too large"),
         ("[1, None, 3]", [1, 0, 3], "it returned NoneType, not a number"),
         ("[1, '2', 3]", [1, 0, 3], "it returned str, not a number"),
         ("[True, 1j, 3]", [1, 0, 3], "it returned complex, not a number"),
@@ -395,6 +396,9 @@ def test_wrong_weights_and_settings_are_refused_before_the_run() -> None:
             f"--reward_weights: the weight of length is {wrong!r}; give a finite number",
         )
     assert "every reward has weight 0" in faults_of("length", weights={"length": 0}, settings=bounds)[0]
+    assert faults_of("length", settings={"length": 3}) == (
+        "--reward_settings: length: expected names with values, such as {max_characters: 400}, got 3",
+    )
     assert faults_of("length", settings={"regex": {"pattern": "a"}}) == (
         "--reward_settings: no reward is called regex; --rewards has length",
     )

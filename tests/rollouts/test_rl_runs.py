@@ -266,6 +266,7 @@ def check(words: list[str]) -> None:
     [
         ({"prompts": None, "train_data_dir": "tokens"}, "--objective rl needs --prompts"),
         ({"rewards": None}, "--objective rl needs --rewards"),
+        ({"reference": "model"}, "--reference only applies to --kl_weight"),
         ({"objective": "sft"}, "--prompts only applies to --objective rl or distill"),
         ({"train_data_dir": "tokens"}, "needs --sft_weight above 0"),
         ({"sft_weight": 0.5}, "needs --train_data_dir"),

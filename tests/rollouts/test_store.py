@@ -79,6 +79,9 @@ def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         store.write([completion(0, "uno")], manifest(step))
     assert list_steps(tmp_path) == [2, 3]
+    resumed = RolloutStore(tmp_path, Fabric(accelerator="cpu", devices=1), keep=1)
+    assert resumed.has(3, "a")
+    assert list_steps(tmp_path) == [3]
 
 
 def test_an_unfinished_folder_is_not_taken_for_a_step(tmp_path: Path) -> None:
