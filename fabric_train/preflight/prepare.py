@@ -63,7 +63,7 @@ from fabric_train.preflight.phases import (
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.steps import plan_steps, rows_of_step, starting_point
 from fabric_train.rollouts.prompts import PromptLengths, Prompts, open_prompts
-from fabric_train.rollouts.vllm_server import check_environment
+from fabric_train.rollouts.vllm_server import check_environment, vllm_python_path
 from fabric_train.training.components import (
     components_of,
     describe_other_component,
@@ -300,7 +300,7 @@ def _check_rollouts(run: PreparedRun) -> None:
     if not isinstance(run.data, Prompts) or global_rank():
         return
     if run.arguments.rollouts.sampler == "vllm":
-        check_environment(Path(run.arguments.rollouts.vllm_python).expanduser())
+        check_environment(vllm_python_path(run.arguments.rollouts.vllm_python))
     rewards = open_run_rewards(run.arguments)
     try:
         rewards.check_columns(run.data.column_names, f"--prompts {run.data.name}")

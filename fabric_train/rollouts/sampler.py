@@ -44,7 +44,10 @@ class SamplingSettings:
 
 
 class Sampler(Protocol):
-    """Samples completions with the weights of the model in training. All ranks call its methods together."""
+    """Samples completions with the weights of the model in training.
+
+    All ranks call ``update_weights`` and ``sample`` together; ``update_weights`` comes first.
+    """
 
     def update_weights(self, model: Any, step: int) -> None:
         """Take over the weights of the model.
@@ -58,7 +61,12 @@ class Sampler(Protocol):
         """
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Return a completion for each request of this rank, in their order. Ranks may have different numbers."""
+        """Return a completion for each request of this rank, in their order. Ranks may have different numbers.
+
+        Raises:
+            RunStopped: The ranks have agreed to stop while they sample; raised on all ranks.
+            RunError: The completions could not be sampled; raised on all ranks.
+        """
 
     def close(self) -> None:
-        """Free what the sampler holds, such as a server."""
+        """Free what the sampler holds, such as a server. Any rank may call this alone, at any time."""

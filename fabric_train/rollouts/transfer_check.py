@@ -34,6 +34,14 @@ class ProbeAnswer:
 
 
 @dataclass(frozen=True)
+class EngineAnswer(ProbeAnswer):
+    """What the engine computes."""
+
+    sampled_ids: list[int]
+    """The token ids of the completion, at least one."""
+
+
+@dataclass(frozen=True)
 class TrainerAnswer(ProbeAnswer):
     """What the model in training computes."""
 

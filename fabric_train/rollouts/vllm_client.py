@@ -7,6 +7,8 @@ user of the machine: vLLM's key protects the paths under /v1 and /inference, but
 import http.client
 import json
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,20 @@ from fabric_train.cli.errors import RunError
 _REQUEST_SECONDS = 3600.0
 """After this time without an answer, a request has failed: the server hangs."""
 _SHOWN_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """The server's answer to a request for a completion."""
+
+    token_ids: list[int]
+    log_probabilities: list[float]
+    """The log-probability of each token."""
+    finish_reason: str
+    weight_versions: set[str]
+    """The versions of the weights that the tokens were sampled with."""
+    prompt_log_probabilities: list[float]
+    """The log-probability of each token of the prompt after the first one; empty if the request does not ask for it."""
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -47,16 +63,40 @@ class VllmClient:
         finally:
             connection.close()
 
-    def post(self, path: str, content: Any = None) -> Any:
+    def generate(
+        self, prompt_ids: Sequence[int], parameters: dict[str, Any], replica: int | None = None
+    ) -> GeneratedTokens:
+        """Return a completion of a prompt.
+
+        Args:
+            prompt_ids: The token ids of the prompt.
+            parameters: vLLM's sampling parameters.
+            replica: The index of the copy of the model that answers; None: the server chooses one.
+
+        Raises:
+            RunError: there is no answer, or it is an error, or has an unknown form.
+        """
+        path = "/inference/v1/generate"
+        headers = {}
+        if replica is not None:
+            headers["X-data-parallel-rank"] = str(replica)
+        answer = self.post(path, {"token_ids": list(prompt_ids), "sampling_params": parameters}, headers)
+        try:
+            return _read_generated(answer, prompt_ids)
+        except (LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise RunError(f"vLLM answered {path} in an unknown form ({reason}); install another version") from error
+
+    def post(self, path: str, content: Any = None, headers: dict[str, str] | None = None) -> Any:
         """Send a request, and return the JSON of the answer.
 
         Raises:
-            RunError: there is no answer, or it is an error.
+            RunError: there is no answer, or it is an error, or no JSON.
         """
         connection = _SocketConnection(self.path, _REQUEST_SECONDS)
         body = b"" if content is None else json.dumps(content).encode()
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -66,7 +106,30 @@ class VllmClient:
             connection.close()
         if response.status != http.client.OK:
             raise RunError(f"vLLM answered {path} with {response.status}: {_message_of(answer)}")
-        return json.loads(answer) if answer else None
+        try:
+            return json.loads(answer) if answer else None
+        except ValueError as error:
+            raise RunError(f"vLLM answered {path} with what is no JSON: {_message_of(answer)}") from error
+
+
+def _read_generated(answer: Any, prompt_ids: Sequence[int]) -> GeneratedTokens:
+    """Return the completion in the JSON of an answer; a LookupError, TypeError or ValueError if it has another form."""
+    (choice,) = answer["choices"]
+    token_ids = [int(token_id) for token_id in choice["token_ids"]]
+    log_probabilities = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+    if len(token_ids) != len(log_probabilities):
+        raise ValueError(f"{len(token_ids)} tokens have {len(log_probabilities)} log-probabilities")
+    prompt_log_probabilities = []
+    if answer.get("prompt_logprobs") is not None:
+        for token_id, candidates in zip(prompt_ids[1:], answer["prompt_logprobs"][1:], strict=True):
+            prompt_log_probabilities.append(float(candidates[str(token_id)]["logprob"]))
+    return GeneratedTokens(
+        token_ids=token_ids,
+        log_probabilities=log_probabilities,
+        finish_reason=str(choice["finish_reason"]),
+        weight_versions={str(span["version"]) for span in choice["weight_versions"]},
+        prompt_log_probabilities=prompt_log_probabilities,
+    )
 
 
 def _message_of(answer: bytes) -> str:

@@ -2,9 +2,12 @@
 
 Before each step, the weights of the model go through a folder in memory into the server (``weight_folder``), and both
 sides compare log-probabilities (``transfer_check``). All ranks send their requests to the one server of the machine.
+On several GPUs, each GPU of the server has a copy of the model, a replica.
 """
 
 import logging
+import math
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,18 +21,16 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import InputError, RunError, note
 from fabric_train.distributed.memory import available_memory, machine_memory
-from fabric_train.distributed.ranks import first_text
+from fabric_train.distributed.ranks import first_text, gather_over_ranks
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
-from fabric_train.rollouts.transfer_check import ProbeAnswer, TransferCheck, compute_answer
-from fabric_train.rollouts.vllm_client import VllmClient
+from fabric_train.rollouts.transfer_check import EngineAnswer, TransferCheck, compute_answer
+from fabric_train.rollouts.vllm_client import GeneratedTokens, VllmClient
 from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment
 from fabric_train.rollouts.weight_folder import WeightFolder
 
-_LOWEST_TEMPERATURE = 0.01
-"""vLLM takes a lower temperature for this one."""
-_REQUESTS_AT_ONCE = 256
-"""Of all ranks together; vLLM computes that many at once, and keeps further ones waiting."""
+_REQUESTS_PER_REPLICA = 256
+"""Requests of all ranks together; a replica computes that many at once, and keeps further ones waiting."""
 _PROBE_TOKENS = 64
 _PROBE_NEW_TOKENS = 16
 _PROBE_SEED = 0
@@ -48,10 +49,8 @@ def open_vllm_sampler(
     probe_ids: Sequence[int],
     dtype: torch.dtype,
     python: Path,
-    devices: tuple[str, ...] | None = None,
-    tensor_parallel_size: int = 1,
-    memory_share: float | None = None,
-    start_seconds: float = 1800.0,
+    devices: tuple[str, ...] | None,
+    on_batch: Callable[[], None],
 ) -> "VllmSampler":
     """Check what a vLLM server needs. All ranks call this together; the first ``update_weights`` starts the server.
 
@@ -68,51 +67,43 @@ def open_vllm_sampler(
         python: Python of the environment with vLLM.
         devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES. None: the run's own GPUs, which the server frees
             while the model trains.
-        tensor_parallel_size: The number of GPUs that share a copy of the model; each further group has a copy.
-        memory_share: The share of each GPU's memory that the server may use; None: 0.4 on the run's own GPUs, vLLM's
-            default on others, and on a CPU half of the memory that is available.
-        start_seconds: How long the server may take to start.
+        on_batch: Called before each batch of completions is awaited, equally often on all ranks.
 
     Raises:
         InputError: the environment, the model or an argument does not work with vLLM.
     """
-    version = check_environment(python)
-    _check_arguments(fabric, shape, settings, probe_ids)
+    assert len(probe_ids) > 1
+    _check_machine(fabric)
+    _check_arguments(fabric, shape, devices)
+    version = _check_python(fabric, python)
     is_on_gpu = fabric.device.type == "cuda"
     shares_gpus = is_on_gpu and devices is None
-    num_devices = 1
-    if is_on_gpu:
-        num_devices = fabric.world_size if devices is None else len(devices)
-    if num_devices % tensor_parallel_size:
-        raise InputError(
-            f"vLLM has {num_devices} GPUs, which cannot be divided into groups of {tensor_parallel_size}; give a "
-            "divisor of their number"
-        )
-    if shares_gpus and memory_share is None:
+    num_replicas = 1
+    memory_share = None  # vLLM's default, for GPUs of its own
+    if shares_gpus:
+        num_replicas = fabric.world_size
         memory_share = 0.4
-    if not is_on_gpu and memory_share is None:
-        # vLLM's default share of the whole memory leaves nothing for the model that trains
+    elif devices is not None:
+        num_replicas = len(devices)
+    else:
+        # on a CPU, vLLM's default share of the whole memory leaves nothing for the model that trains
         memory_share = round(0.5 * available_memory() / machine_memory(), 2)
     server_settings = ServerSettings(
         python=python,
         log=run_dir / "rollouts" / "vllm.log",
         dtype=str(dtype).removeprefix("torch."),
         max_length=max_prompt_length + max(settings.max_new_tokens, _PROBE_NEW_TOKENS),
-        start_seconds=start_seconds,
         devices=devices,
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=num_devices // tensor_parallel_size,
+        num_replicas=num_replicas,
         memory_share=memory_share,
         sleeps=shares_gpus,
         compiles=is_on_gpu,
     )
     text_config = shape.config.get_text_config()
-    check = TransferCheck(
-        dtype,
-        num_layers=text_config.num_hidden_layers,
-        width=getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size,
-        temperature=settings.temperature,
-    )
+    width = getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size
+    checks = []
+    for _ in range(num_replicas):
+        checks.append(TransferCheck(dtype, text_config.num_hidden_layers, width, settings.temperature))
     folder = WeightFolder(fabric, shape, dtype)
     server = VllmServer(server_settings) if fabric.is_global_zero else None
     socket_path: Path | None = fabric.broadcast(server.client.path if server is not None else None)
@@ -126,22 +117,13 @@ def open_vllm_sampler(
         server=server,
         client=VllmClient(socket_path),
         folder=folder,
-        check=check,
+        checks=checks,
+        on_batch=on_batch,
     )
 
 
-def _check_arguments(fabric: Fabric, shape: ModelShape, settings: SamplingSettings, probe_ids: Sequence[int]) -> None:
-    """Raise an InputError for what does not work with vLLM."""
-    assert len(probe_ids) > 1
-    if settings.temperature < _LOWEST_TEMPERATURE:
-        raise InputError(
-            f"--temperature {settings.temperature:g} is too low for vLLM; give {_LOWEST_TEMPERATURE:g} or more"
-        )
-    if shape.adapter is not None and shape.adapter.base_weights is not None:
-        raise InputError(
-            f"--sampler vllm does not work with --base_weights {shape.adapter.base_weights}: vLLM would get other base "
-            "weights than the adapter is trained on; leave out one of them"
-        )
+def _check_machine(fabric: Fabric) -> None:
+    """Raise an InputError on all ranks if a rank runs on another machine than rank 0."""
     machine = socket.gethostname()
     other_machine = machine if machine != fabric.broadcast(machine) else None
     other_machine = first_text(fabric, other_machine)
@@ -150,6 +132,51 @@ def _check_arguments(fabric: Fabric, shape: ModelShape, settings: SamplingSettin
             f"--sampler vllm works on one machine, but a rank runs on {other_machine}; leave out --sampler to sample "
             "in the processes that train"
         )
+
+
+def _check_python(fabric: Fabric, python: Path) -> str:
+    """Return the version of vLLM, see ``check_environment``, whose InputError is raised on all ranks."""
+    version = ""
+    fault = None
+    if fabric.is_global_zero:
+        try:
+            version = check_environment(python)
+        except InputError as error:
+            fault = str(error)
+    fault = first_text(fabric, fault)
+    if fault is not None:
+        raise InputError(fault)
+    return version
+
+
+def _check_arguments(fabric: Fabric, shape: ModelShape, devices: tuple[str, ...] | None) -> None:
+    """Raise an InputError on all ranks for what does not work with vLLM."""
+    if shape.adapter is not None and shape.adapter.base_weights is not None:
+        raise InputError(
+            f"--sampler vllm does not work with --base_weights {shape.adapter.base_weights}: vLLM would get other base "
+            "weights than the adapter is trained on; leave out one of them"
+        )
+    if devices is None:
+        return
+    if fabric.device.type != "cuda":
+        raise InputError(
+            f"--sampler_devices {','.join(devices)} names GPUs, but the run trains on {fabric.device.type}; leave out "
+            "--sampler_devices"
+        )
+    own_device = physical_device(fabric.device.index, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    shared_device = first_text(fabric, own_device if own_device in devices else None)
+    if shared_device is not None:
+        raise InputError(
+            f"--sampler_devices {','.join(devices)}: the run trains on GPU {shared_device}; give other GPUs, or leave "
+            "out --sampler_devices to share the run's"
+        )
+
+
+def physical_device(index: int, visible_devices: str | None) -> str:
+    """Return how CUDA_VISIBLE_DEVICES names the GPU that torch calls ``index``; None: the variable is not set."""
+    if visible_devices is None:
+        return str(index)
+    return visible_devices.split(",")[index].strip()
 
 
 class VllmSampler:
@@ -165,16 +192,21 @@ class VllmSampler:
         server: VllmServer | None,
         client: VllmClient,
         folder: WeightFolder,
-        check: TransferCheck,
+        checks: list[TransferCheck],
+        on_batch: Callable[[], None],
     ) -> None:
-        """Set up the sampler, see :func:`open_vllm_sampler`; ``server`` is None on all ranks except 0."""
+        """Set up the sampler, see :func:`open_vllm_sampler`.
+
+        ``server`` is None on all ranks except 0; ``checks`` has one for each replica.
+        """
         self._fabric = fabric
         self._settings = settings
         self._probe_ids = probe_ids
         self._server = server
         self._client = client
         self._folder = folder
-        self._check = check
+        self._checks = checks
+        self._on_batch = on_batch
         self._model: Any = None
         self._step = 0
 
@@ -205,6 +237,7 @@ class VllmSampler:
 
         Raises:
             RunError: it has failed again.
+            RunStopped: ``on_batch`` raised it.
         """
         self._free_cached_memory()
         self._run_on_rank_0(VllmServer.wake)
@@ -222,11 +255,11 @@ class VllmSampler:
         return [completions[index] for index in range(len(requests))]
 
     def close(self) -> None:
-        """End the server. One rank may call this alone."""
+        """End the server, see ``Sampler.close``."""
         self._model = None
         self._folder.remove()
         if self._server is not None:
-            self._server.close()
+            self._server.stop()
 
     def _free_cached_memory(self) -> None:
         """Give memory of the GPU that no tensor uses back, for a server on the same GPU."""
@@ -260,47 +293,46 @@ class VllmSampler:
         return f"step-{self._step}"
 
     def _compare(self) -> None:
-        """Compare log-probabilities of the server with those of the model in training.
+        """Compare log-probabilities of each replica of the server with those of the model in training.
 
         Raises:
-            RunError: the server does not have the weights.
+            RunError: a replica does not have the weights.
         """
-        # the server's
-        answer: Any = None
-        fault = None
-        if self._server is not None:
-            try:
-                answer = self._ask_probe()
-            except RunError as error:
-                fault = str(error)
-        fault = first_text(self._fabric, fault)
-        if fault is not None:
-            raise RunError(fault)
+        engine_answers: list[EngineAnswer] = []
 
-        # the trainer's, for which all ranks compute together
-        sampled_ids: list[int] | None = self._fabric.broadcast(
-            answer[0].token_ids.tolist() if answer is not None else None
-        )
-        assert sampled_ids is not None  # rank 0's
-        trainer = compute_answer(self._fabric, self._model, self._probe_ids, sampled_ids, self._settings.temperature)
-        if answer is not None:
-            completion, text = answer
-            fault = self._check.find_fault(ProbeAnswer(text, completion.log_probabilities), trainer)
-        fault = first_text(self._fabric, fault)
-        if fault is not None:
-            raise RunError(f"vLLM does not have the weights of step {self._step}: {fault}")
+        def ask_replicas(server: VllmServer) -> None:
+            for replica in range(len(self._checks)):
+                engine_answers.append(self._ask_probe(server.client, replica))
 
-    def _ask_probe(self) -> tuple[Completion, np.ndarray]:
-        """Return a completion of the probe's text, and the log-probabilities of the text, fp32 [tokens - 1]."""
+        self._run_on_rank_0(ask_replicas)
+        for replica, check in enumerate(self._checks):
+            # all ranks compute the trainer's answer together
+            sampled_ids: list[int] | None = None
+            if engine_answers:
+                sampled_ids = engine_answers[replica].sampled_ids
+            sampled_ids = self._fabric.broadcast(sampled_ids)
+            assert sampled_ids is not None  # rank 0's
+            trainer_answer = compute_answer(
+                self._fabric, self._model, self._probe_ids, sampled_ids, self._settings.temperature
+            )
+            fault = None
+            if engine_answers:
+                fault = check.find_fault(engine_answers[replica], trainer_answer)
+            fault = first_text(self._fabric, fault)
+            if fault is not None:
+                raise RunError(f"vLLM does not have the weights of step {self._step}: {fault}")
+
+    def _ask_probe(self, client: VllmClient, replica: int) -> EngineAnswer:
+        """Return what a replica computes for the probe."""
         request = SampleRequest(self._probe_ids, _PROBE_SEED)
         parameters = {**self._parameters(request), "max_tokens": _PROBE_NEW_TOKENS, "prompt_logprobs": 0}
-        answer = self._client.post(
-            "/inference/v1/generate", {"token_ids": list(self._probe_ids), "sampling_params": parameters}
+        generated = client.generate(self._probe_ids, parameters, replica)
+        completion = self._make_completion(generated)
+        return EngineAnswer(
+            text=np.array(generated.prompt_log_probabilities, dtype=np.float32),
+            sampled=completion.log_probabilities,
+            sampled_ids=generated.token_ids,
         )
-        text = []
-        for token_id, log_probabilities in zip(self._probe_ids[1:], answer["prompt_logprobs"][1:], strict=True):
-            text.append(log_probabilities[str(token_id)]["logprob"])
-        return self._read_completion(answer), np.array(text, dtype=np.float32)
 
     def _parameters(self, request: SampleRequest) -> dict[str, Any]:
         """Return vLLM's sampling parameters for a request: the full distribution at the temperature."""
@@ -318,42 +350,54 @@ class VllmSampler:
         }
 
     def _request(self, requests: Sequence[SampleRequest], completions: dict[int, Completion]) -> str | None:
-        """Add the completions of the requests that have none, by their index; return what has failed, or None."""
+        """Add the completions of the requests that have none, by their index; return what has failed, or None.
+
+        All ranks call this together, and ``on_batch`` equally often.
+        """
         indices = [index for index in range(len(requests)) if index not in completions]
-        num_threads = max(1, _REQUESTS_AT_ONCE // self._fabric.world_size)
+        most_indices = int(gather_over_ranks(self._fabric, torch.tensor(len(indices))).max())
+        batch_size = max(1, _REQUESTS_PER_REPLICA * len(self._checks) // self._fabric.world_size)
 
         def complete(index: int) -> None:
             request = requests[index]
-            content = {"token_ids": list(request.prompt_ids), "sampling_params": self._parameters(request)}
-            completions[index] = self._read_completion(self._client.post("/inference/v1/generate", content))
+            generated = self._client.generate(request.prompt_ids, self._parameters(request))
+            completions[index] = self._make_completion(generated)
 
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="vllm") as threads:
+        # The server always has ``batch_size`` requests to compute, so the threads do not wait for a batch to end.
+        threads = ThreadPoolExecutor(batch_size, thread_name_prefix="vllm")
+        fault = None
+        try:
             futures = [threads.submit(complete, index) for index in indices]
-            try:
-                for future in futures:
-                    future.result()
-            except RunError as error:
-                threads.shutdown(cancel_futures=True)
-                return str(error)
-        return None
+            for batch_index in range(math.ceil(most_indices / batch_size)):
+                self._on_batch()
+                start = batch_index * batch_size
+                try:
+                    for future in futures[start : start + batch_size]:
+                        future.result()
+                except RunError as error:
+                    fault = str(error)
+                    threads.shutdown(cancel_futures=True)
+                    futures = []  # this rank only counts the batches of the others
+        finally:
+            # A run that stops does not wait for the requests that the server computes: they end with the server.
+            threads.shutdown(wait=False, cancel_futures=True)
+        return fault
 
-    def _read_completion(self, answer: Any) -> Completion:
+    def _make_completion(self, generated: GeneratedTokens) -> Completion:
         """Return the completion in an answer.
 
         Raises:
             RunError: it was not completed, or with other weights.
         """
-        (choice,) = answer["choices"]
-        reason: FinishReason = choice["finish_reason"]
-        if reason not in ("stop", "length"):
-            raise RunError(f"vLLM ended a completion with {reason!r}")
-        versions = {span["version"] for span in choice["weight_versions"]}
+        if generated.finish_reason not in ("stop", "length"):
+            raise RunError(f"vLLM ended a completion with {generated.finish_reason!r}")
+        reason: FinishReason = "stop" if generated.finish_reason == "stop" else "length"
+        versions = generated.weight_versions
         if versions != {self._weight_version}:
             raise RunError(f"vLLM sampled with weights of {', '.join(sorted(versions))}, not {self._weight_version}")
-        log_probabilities = [token["logprob"] for token in choice["logprobs"]["content"]]
         return Completion(
-            token_ids=np.array(choice["token_ids"], dtype=np.int64),
-            log_probabilities=np.array(log_probabilities, dtype=np.float32),
+            token_ids=np.array(generated.token_ids, dtype=np.int64),
+            log_probabilities=np.array(generated.log_probabilities, dtype=np.float32),
             finish_reason=reason,
         )
 

@@ -6,16 +6,18 @@ vLLM needs other versions of torch and transformers than training, so it is neve
 import logging
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fabric_train.cli.errors import InputError, RunError
+from fabric_train.cli.errors import InputError, RunError, describe_os_error
 from fabric_train.rollouts import vllm_supervisor
 from fabric_train.rollouts.vllm_client import VllmClient
 
@@ -28,7 +30,7 @@ _FIND_VERSION = (
     "names = m.packages_distributions().get('vllm', []) if u.find_spec('vllm') else []\n"
     "print(m.version(names[0]) if names else '')"
 )
-_OF_LAUNCHERS = re.compile(
+_LAUNCHER_VARIABLES = re.compile(
     "RANK|LOCAL_RANK|GROUP_RANK|ROLE_.*|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|"
     "LT_.*|PL_.*|OMP_NUM_THREADS|PYTHON.*|VIRTUAL_ENV"
 )
@@ -38,7 +40,9 @@ _PROGRESS_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"\b\w*(Error|Exception): \S|\berror[:,] \S")
-_POINTS_ELSEWHERE = re.compile("root cause|stack trace above|Engine core initialization failed|EngineDeadError")
+_SECONDARY_ERRORS = re.compile("root cause|stack trace above|Engine core initialization failed|EngineDeadError")
+
+"""What vLLM logs after an error, and which does not say the cause."""
 
 _progress = logging.getLogger("fabric_train.progress")
 
@@ -59,8 +63,8 @@ class ServerSettings:
     """How long the server may take to start."""
     devices: tuple[str, ...] | None = None
     """The GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: those that this process sees."""
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
+    num_replicas: int = 1
+    """The number of GPUs, each of which has a copy of the model."""
     memory_share: float | None = None
     """The share of a GPU's memory that the server may use; None leaves it to vLLM."""
     compiles: bool = True
@@ -77,8 +81,8 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_asleep = False
         self._log_start = 0  # of the current process, in bytes
-        # Linux limits the path of a socket to 107 bytes, so it is not in the folder of the run
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="fabric-train-vllm-"))
+        # ``start`` creates it. Linux limits the path of a socket to 107 bytes, so it is not in the folder of the run
+        self._socket_dir = Path(tempfile.gettempdir()) / f"fabric-train-vllm-{secrets.token_hex(8)}"
         self.client = VllmClient(self._socket_dir / "socket")
 
     @property
@@ -90,23 +94,14 @@ class VllmServer:
         """Start the server with the weights in a folder, and wait until it answers.
 
         Raises:
-            RunError: it has ended, or does not answer in time.
+            RunError: it cannot be started, or has ended, or does not answer in time.
         """
         self.stop()
         settings = self._settings
-        settings.log.parent.mkdir(parents=True, exist_ok=True)
-        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), str(self._socket_dir)]
-        with settings.log.open("ab") as log:
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                supervisor + self._command(model_dir),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment(),
-                cwd=self._socket_dir,
-                start_new_session=True,  # Ctrl-C reaches only the run, which ends the server
-            )
+        try:
+            self._process = self._start_process(model_dir)
+        except OSError as error:
+            raise RunError(f"vLLM could not be started: {describe_os_error(error)}") from error
         started = time.monotonic()
         shown = started
         while not self.client.is_healthy():
@@ -121,6 +116,24 @@ class VllmServer:
                 shown = now
                 _progress.info("starting vLLM, %.0f s", now - started)
             time.sleep(_POLL_SECONDS)
+
+    def _start_process(self, model_dir: Path) -> "subprocess.Popen[bytes]":
+        """Start the server's supervisor; an OSError if the folder of its socket or of its log cannot be created."""
+        log_path = self._settings.log
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._socket_dir.mkdir(mode=0o700)
+        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), str(self._socket_dir)]
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            return subprocess.Popen(
+                supervisor + self._command(model_dir),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                cwd=self._socket_dir,
+                start_new_session=True,  # Ctrl-C reaches only the run, which ends the server
+            )
 
     def reload(self, model_dir: Path) -> None:
         """Load other weights of the same model from a folder, which is not needed afterwards.
@@ -141,35 +154,30 @@ class VllmServer:
             self._is_asleep = True
 
     def wake(self) -> None:
-        """End the sleep, with an empty prefix cache."""
+        """End the sleep. The prefix cache is empty: vLLM empties it when it begins to sleep."""
         if self._is_asleep:
             self.client.post("/wake_up")
             self._is_asleep = False
 
     def describe_end(self) -> str:
         """Return the last error in the server's log, or else its last line, and where the log is."""
-        with self._settings.log.open("rb") as log:
+        text = ""
+        with suppress(OSError), self._settings.log.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
         return f"{last_error(text)} (log: {self._settings.log})"
 
     def stop(self) -> None:
-        """End the server and all of its processes; do nothing if none runs."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the server and all of its processes, if it runs, and remove the folder of its socket."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._process = None
         self._is_asleep = False
-        self.client.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """End the server, and remove its socket."""
-        self.stop()
         shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def _command(self, model_dir: Path) -> list[str]:
@@ -188,10 +196,8 @@ class VllmServer:
         ]
         if not settings.compiles:
             command.append("--enforce-eager")
-        if settings.tensor_parallel_size > 1:
-            command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
-        if settings.data_parallel_size > 1:
-            command += ["--data-parallel-size", str(settings.data_parallel_size)]
+        if settings.num_replicas > 1:
+            command += ["--data-parallel-size", str(settings.num_replicas)]
         if settings.memory_share is not None:
             command += ["--gpu-memory-utilization", str(settings.memory_share)]
         if settings.sleeps:
@@ -199,7 +205,7 @@ class VllmServer:
         return command
 
     def _environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+        environment = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}
         binaries = str(self._settings.python.absolute().parent)  # vLLM starts compilers of its environment
         environment["PATH"] = os.pathsep.join([binaries, environment.get("PATH", os.defpath)])
         environment["VLLM_SERVER_DEV_MODE"] = "1"  # for the endpoints that load other weights
@@ -209,6 +215,14 @@ class VllmServer:
         if self._settings.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._settings.devices)
         return environment
+
+
+def vllm_python_path(python: str) -> Path:
+    """Return the path of ``--vllm_python`` for a process that starts in any folder.
+
+    A link is kept: it belongs to the environment, and its target, the Python that created the environment, does not.
+    """
+    return Path(python).expanduser().absolute()
 
 
 def check_environment(python: Path) -> str:
@@ -240,7 +254,7 @@ def last_error(log: str) -> str:
     """Return the last line of a log that says what failed, without what vLLM puts in front of it."""
     lines: Sequence[str] = [_LOG_PREFIX.sub("", line).strip() for line in log.splitlines()]
     lines = [line for line in lines if line]
-    errors = [line for line in lines if _ERROR.search(line) and not _POINTS_ELSEWHERE.search(line)]
+    errors = [line for line in lines if _ERROR.search(line) and not _SECONDARY_ERRORS.search(line)]
     if errors:
         return errors[-1]
     return lines[-1] if lines else "it wrote no log"

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning import Fabric
@@ -21,6 +20,7 @@ from fabric_train.rollouts.rewards import RewardLimits, Rewards, open_rewards
 from fabric_train.rollouts.sampler import Sampler, SamplingSettings
 from fabric_train.rollouts.store import RolloutStore
 from fabric_train.rollouts.vllm_sampler import VllmSampler, open_vllm_sampler
+from fabric_train.rollouts.vllm_server import vllm_python_path
 from fabric_train.rollouts.windows import RolloutPlan, RolloutWindows
 from fabric_train.training.prepared_run import PreparedRun
 
@@ -66,7 +66,7 @@ def build_rollout_windows(
 
     sampler: Sampler
     if rollouts.sampler == "vllm":
-        sampler = _open_vllm(fabric, run, prompts, settings)
+        sampler = _open_vllm(fabric, run, prompts, settings, enter_batch)
     else:
         sampler = ProcessSampler(fabric, settings, rollouts.sampler_batch_size, open_copy, enter_batch)
     rewards = open_run_rewards(arguments)
@@ -121,7 +121,9 @@ def _open_rows_beside(fabric: Fabric, run: PreparedRun, prompts: Prompts) -> Tra
     )
 
 
-def _open_vllm(fabric: Fabric, run: PreparedRun, prompts: Prompts, settings: SamplingSettings) -> VllmSampler:
+def _open_vllm(
+    fabric: Fabric, run: PreparedRun, prompts: Prompts, settings: SamplingSettings, on_batch: Callable[[], None]
+) -> VllmSampler:
     """Open the sampler of ``--sampler vllm``; all ranks call this together."""
     arguments = run.arguments
     rollouts = arguments.rollouts
@@ -138,8 +140,9 @@ def _open_vllm(fabric: Fabric, run: PreparedRun, prompts: Prompts, settings: Sam
         max_prompt_length=max(prompt_lengths),
         probe_ids=longest_prompt.token_ids,
         dtype=compute_dtype(arguments.model.precision),
-        python=Path(rollouts.vllm_python).expanduser(),
+        python=vllm_python_path(rollouts.vllm_python),
         devices=devices,
+        on_batch=on_batch,
     )
 
 

@@ -76,6 +76,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory, model: Any) -> ModelShape:
 
 def open_sampler(fabric: Fabric, shape: ModelShape, run_dir: Path, **options: Any) -> VllmSampler:
     arguments = {"max_prompt_length": 64, "probe_ids": PROMPT, "dtype": torch.float32, "python": PYTHON, **options}
+    arguments |= {"devices": None, "on_batch": lambda: None}
     return open_vllm_sampler(fabric, shape, SETTINGS, run_dir=run_dir, **arguments)
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,13 @@ import pytest
 
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.rollouts import vllm_supervisor
-from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment, last_error
+from fabric_train.rollouts.vllm_server import (
+    ServerSettings,
+    VllmServer,
+    check_environment,
+    last_error,
+    vllm_python_path,
+)
 
 GRANDCHILD = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
 SLEEP = "import time; time.sleep(600)"
@@ -70,7 +77,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_error(tmp_path: Pa
     server = VllmServer(settings)
     with pytest.raises(RunError, match=r"vLLM ended while it was starting: .*No module named.*\(log: .*vllm\.log\)"):
         server.start(tmp_path)
-    server.close()
+    server.stop()
     assert not server.client.path.parent.exists()
 
 
@@ -82,7 +89,19 @@ def test_a_server_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"vLLM did not start within 0\.5 s: loading"):
         server.start(tmp_path)
     assert not server.is_running
-    server.close()
+    server.stop()
+
+
+def test_a_relative_path_of_python_is_one_from_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server starts in another folder. The link belongs to the environment, so it is not resolved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").write_text('#!/bin/sh\necho "error: started as $0"; exit 1\n')
+    (tmp_path / "real").chmod(0o755)
+    (tmp_path / "python").symlink_to("real")
+    server = VllmServer(ServerSettings(vllm_python_path("python"), tmp_path / "vllm.log", "float32", max_length=64))
+    with pytest.raises(RunError, match=rf"error: started as {tmp_path}/python \("):
+        server.start(tmp_path)
+    server.stop()
 
 
 def test_an_environment_without_vllm_is_refused(tmp_path: Path) -> None:
@@ -105,11 +124,32 @@ def test_the_server_gets_no_variables_of_a_launcher(tmp_path: Path, monkeypatch:
         monkeypatch.setenv(name, "1")
     server = VllmServer(ServerSettings(Path("/opt/v/bin/python"), tmp_path / "log", "float32", 64, devices=("4", "5")))
     environment = server._environment()
-    server.close()
+    server.stop()
     assert environment.keys().isdisjoint({"RANK", "MASTER_ADDR", "LT_DEVICES", "TORCHELASTIC_RUN_ID", "PYTHONPATH"})
     assert "OMP_NUM_THREADS" not in environment
     assert environment["PATH"].startswith("/opt/v/bin:")
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_only_a_started_server_has_a_folder_for_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may end before its first step."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    server = VllmServer(ServerSettings(Path("/bin/false"), tmp_path / "log", "float32", max_length=64))
+    assert not list((tmp_path / "temporary").iterdir())
+    with pytest.raises(RunError):
+        server.start(tmp_path)
+    assert server.client.path.parent.stat().st_mode & 0o777 == 0o700
+    server.stop()
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_log_that_cannot_be_written_is_an_error_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    server = VllmServer(ServerSettings(Path(sys.executable), tmp_path / "file" / "log", "float32", max_length=64))
+    with pytest.raises(RunError, match=r"vLLM could not be started: .*file"):
+        server.start(tmp_path)
+    server.stop()
 
 
 def test_the_last_error_is_the_cause_and_not_what_points_to_it() -> None:
