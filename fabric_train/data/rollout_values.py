@@ -28,5 +28,7 @@ class RolloutValues(TensorRecord):
     """The share, or 0 if the completion ended by itself and not at the largest number of tokens, fp32 [N]."""
     lacks_variance: torch.Tensor
     """The share, or 0 if the rewards in the completion's group differ, fp32 [N]."""
+    has_failed: torch.Tensor
+    """The share, or 0 if all rewards of the completion were computed, fp32 [N]."""
     rewards: torch.Tensor
     """The weighted sum of the completion's rewards, and each reward, times the share, fp32 [1 + R, N]."""

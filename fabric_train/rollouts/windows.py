@@ -351,5 +351,6 @@ def _join_values(completions: Sequence[StoredCompletion], num_rewards: int) -> R
         completion_shares=of_tokens(np.ones(len(completions))),
         is_cut=of_tokens([float(completion.finish_reason == "length") for completion in completions]),
         lacks_variance=of_tokens([float(completion.lacks_variance) for completion in completions]),
+        has_failed=of_tokens([float(completion.reward_error is not None) for completion in completions]),
         rewards=of_tokens(rewards),
     )

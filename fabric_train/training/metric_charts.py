@@ -27,6 +27,7 @@ _UNITS = {
     "completions": "number in a step",
     "completion_tokens": "tokens of a completion",
     "cut_completions": "share of completions",
+    "failed_rewards": "share of completions",
     "flat_groups": "share of completions, in groups of equal rewards",
     "sampler_weight": "mean over tokens",
     "weights_cut": "share of tokens",

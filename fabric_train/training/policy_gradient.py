@@ -30,9 +30,10 @@ from fabric_train.training.teacher import LiveTeacher
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
-_COMPLETION_NAMES = ("completions", "completion_tokens", "cut_completions", "flat_groups")
+_COMPLETION_NAMES = ("completions", "completion_tokens", "cut_completions", "flat_groups", "failed_rewards")
 """The metrics of completions beside the rewards: their number, their mean number of tokens, the share that has the
-largest number of tokens without an end, and the share in groups whose rewards are all equal."""
+largest number of tokens without an end, the share in groups whose rewards are all equal, and the share of which a
+reward failed."""
 
 _SFT_NAMES = ("sft_tokens", "sft_loss")
 """The metrics of the rows of a token dataset: the number of supervised tokens, and their mean cross entropy."""
@@ -167,6 +168,7 @@ class PolicyGradient:
             "completion_tokens": torch.ones_like(token_losses),
             "cut_completions": rollout.is_cut,
             "flat_groups": rollout.lacks_variance,
+            "failed_rewards": rollout.has_failed,
         }
         ordered_metrics = [completion_metrics[name] for name in _COMPLETION_NAMES]
         sft_metrics = [torch.zeros_like(token_losses) for _ in _SFT_NAMES] if self._sft_weight > 0 else []
@@ -211,7 +213,7 @@ class PolicyGradient:
                 values[name] = total / num_tokens
         values["completions"] = float(num_completions)
         values["completion_tokens"] = num_tokens / num_completions
-        for name in ("cut_completions", "flat_groups"):
+        for name in ("cut_completions", "flat_groups", "failed_rewards"):
             values[name] = round(sums[name]) / num_completions
         values["weights_cut"] = round(sums["weights_cut"]) / num_tokens
         if self._sft_weight > 0:
@@ -228,6 +230,7 @@ class PolicyGradient:
             completion_shares=empty,
             is_cut=empty,
             lacks_variance=empty,
+            has_failed=empty,
             rewards=torch.zeros(self._num_rewards, 0, device=device),
         )
 

@@ -139,6 +139,13 @@ def test_other_arguments_sample_again(reinforcing: Reinforcing) -> None:
     assert reinforcing.tokens("changed", 4) != old_tokens
 
 
+def test_failed_rewards_are_counted_in_the_metrics(reinforcing: Reinforcing) -> None:
+    failing = "def odd(completions, answer):\n    return [1 if int(text) % 2 else None for text in answer]\n"
+    (reinforcing.folder / "failing.py").write_text(failing)
+    reinforcing.train("failing", rewards="failing.py:odd", max_step=3, number_epochs=1)
+    assert sum(reinforcing.column("failing", "train_failed_rewards")) == 3 / 2  # three steps of four: all prompts
+
+
 def test_a_changed_file_of_a_reward_is_named(reinforcing: Reinforcing) -> None:
     judge = reinforcing.folder / "changing.py"
     judge.write_text(VOWELS)

@@ -72,6 +72,7 @@ class SampledCompletion:
     """The weighted sum and then each reward."""
     is_cut: bool
     lacks_variance: bool
+    has_failed: bool
     source: int
 
 
@@ -141,6 +142,7 @@ def _draw_completion(random: np.random.Generator) -> SampledCompletion:
         rewards=[float(rewards.sum()), *rewards.tolist()],
         is_cut=is_cut,
         lacks_variance=bool(random.random() < 0.3),
+        has_failed=bool(random.random() < 0.3),
         source=int(random.integers(0, NUM_SOURCES)),
     )
 
@@ -199,6 +201,7 @@ def _rollout_values(completions: Sequence[SampledCompletion], lengths: torch.Ten
         completion_shares=by_token(shares),
         is_cut=by_token(shares * torch.tensor([completion.is_cut for completion in completions])),
         lacks_variance=by_token(shares * torch.tensor([completion.lacks_variance for completion in completions])),
+        has_failed=by_token(shares * torch.tensor([completion.has_failed for completion in completions])),
         rewards=torch.stack([by_token(shares * reward) for reward in rewards]),
     )
 
@@ -280,6 +283,7 @@ def _plain_metrics(
     metrics["completion_tokens"] = float(np.mean([len(completion.token_ids) for completion in completions]))
     metrics["cut_completions"] = float(np.mean([completion.is_cut for completion in completions]))
     metrics["flat_groups"] = float(np.mean([completion.lacks_variance for completion in completions]))
+    metrics["failed_rewards"] = float(np.mean([completion.has_failed for completion in completions]))
     for name in values[0]:
         metrics[name] = float(torch.cat([token_values[name] for token_values in values]).double().mean())
     return metrics
