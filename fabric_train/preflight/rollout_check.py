@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _OBJECTIVES = ("rl", "distill")
 _OPTION = "--prompts"
+_ONLY_WITH_REWARDS = ("reward_weights", "reward_settings", "advantage", "loss_normalisation", "kl_weight")
 
 
 def faults_of_rollouts(arguments: "TrainArguments") -> list[str]:
@@ -34,6 +35,11 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
     if objective == "distill" and rollouts.rewards:
         yield "--rewards only applies to --objective rl: distill learns from the teacher alone; leave it out"
+    if objective == "distill":
+        defaults_of_rollouts = type(rollouts)()
+        for name in _ONLY_WITH_REWARDS:
+            if getattr(rollouts, name) != getattr(defaults_of_rollouts, name):
+                yield f"--{name} only applies to --objective rl; leave it out"
     if arguments.preference.teacher_states is not None:
         yield f"--teacher_states has no values for completions that {_OPTION} samples; give --teacher"
     if arguments.preference.distill_on == "all":
