@@ -780,7 +780,7 @@ def test_a_fall_of_the_chosen_answers_is_warned_of() -> None:
         ({"isolate_documents": "false"}, "leave out --isolate_documents false"),
         (
             {"objective": "simpo", "reference": "x"},
-            "--reference only applies to --objective dpo, ipo, apo_zero, dpop, kto, apo_zero_unpaired, not simpo",
+            "--reference only applies to --objective rl, dpo, ipo, apo_zero, dpop, kto, apo_zero_unpaired, not simpo",
         ),
         (
             {"objective": "sft", "dpo_beta": 0.2},
