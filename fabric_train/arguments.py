@@ -78,6 +78,11 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
+REWARD_ARGUMENTS = (
+    *("rewards", "reward_weights", "reward_settings", "on_reward_error", "reward_timeout", "reward_memory_gb"),
+    *("advantage", "refill", "loss_normalisation", "kl_weight"),
+)
+"""The arguments of completions that only an objective with rewards uses."""
 LOWEST_TEMPERATURE = 0.01
 """The lowest ``--temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill", "rl")
@@ -648,13 +653,8 @@ class RolloutArguments:
     """How many of the newest steps keep their completions in OUTPUT_DIR/rollouts. Default: all."""
 
     def faults(self) -> list[str]:
-        """Return groups without an advantage, and temperatures by which logits cannot be divided."""
+        """Return temperatures by which logits cannot be divided, and arguments of another sampler."""
         faults = []
-        if self.group_size < 2:
-            faults.append(
-                "--group_size 1 leaves every advantage at 0, because a reward is compared with its group; give 2 or "
-                "more"
-            )
         if self.temperature < LOWEST_TEMPERATURE:
             faults.append(f"--temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it")
         defaults = {field.name: field.default for field in fields(self)}

@@ -20,6 +20,7 @@ from fabric_train.model.attention import VARLEN
 from fabric_train.model.context_parallel import CONTEXT_VARLEN
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.learning_rate import RATE_ARGUMENTS, SCHEDULES_VERSION, Schedule
+from fabric_train.rollouts.prompts import Prompts
 from fabric_train.training.checkpoint_description import saved_schedules
 from fabric_train.training.components import (
     describe_other_component,
@@ -414,12 +415,12 @@ def _read_saved_lengths(run: PreparedRun, run_schedule: Schedule, saved: Trainer
 
 
 def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
-    """Compare the hash of the rows up to the checkpoint's step; the lanes of a stream check their own rows.
+    """Compare the hash of the rows up to the checkpoint's step; a stream and sampled rows are checked elsewhere.
 
     Rank 0 does this for all ranks. In a long run, it begins at the last step before the checkpoint in ``metrics.csv``.
     """
     step = run.start.state.step
-    if isinstance(run.data, Stream) or step > run.plan.num_steps or global_rank():
+    if isinstance(run.data, Stream | Prompts) or step > run.plan.num_steps or global_rank():
         return []
     saved_hash = run.start.state.rows_hash
     data_starts_after = run.plan.data_starts_after

@@ -1,15 +1,16 @@
 """Check the arguments of a run that samples its rows from --prompts, before its data are opened."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from fabric_train.arguments import REWARD_ARGUMENTS
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
 _OBJECTIVES = ("rl", "distill")
 _OPTION = "--prompts"
-_ONLY_WITH_REWARDS = ("reward_weights", "reward_settings", "advantage", "loss_normalisation", "kl_weight")
 
 
 def faults_of_rollouts(arguments: "TrainArguments") -> list[str]:
@@ -31,15 +32,17 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         yield f"{_OPTION} only applies to --objective {' or '.join(_OBJECTIVES)}, not {objective}; leave it out"
     if objective == "rl" and not rollouts.rewards:
         yield "--objective rl needs --rewards; give a built-in reward, or FILE.py:NAME for a function"
-    if objective == "rl" and arguments.preference.reference is not None and rollouts.kl_weight == 0:
-        yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
-    if objective == "distill" and rollouts.rewards:
-        yield "--rewards only applies to --objective rl: distill learns from the teacher alone; leave it out"
+    if objective == "rl":
+        if rollouts.group_size < 2:
+            yield (
+                "--group_size 1 leaves every advantage at 0, because a reward is compared with its group; give 2 or "
+                "more"
+            )
+        if arguments.preference.reference is not None and not rollouts.kl_weight:
+            yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
     if objective == "distill":
-        defaults_of_rollouts = type(rollouts)()
-        for name in _ONLY_WITH_REWARDS:
-            if getattr(rollouts, name) != getattr(defaults_of_rollouts, name):
-                yield f"--{name} only applies to --objective rl; leave it out"
+        for name in _find_given(arguments, REWARD_ARGUMENTS):
+            yield f"--{name} only applies to --objective rl: distill learns from the teacher alone; leave it out"
     if arguments.preference.teacher_states is not None:
         yield f"--teacher_states has no values for completions that {_OPTION} samples; give --teacher"
     if arguments.preference.distill_on == "all":
@@ -88,7 +91,12 @@ def _find_faults_of_rows(arguments: "TrainArguments") -> Iterator[str]:
 
 def _find_unused(arguments: "TrainArguments") -> Iterator[str]:
     """Yield a fault for each argument of completions and rewards that a run without prompts was given."""
+    for name in _find_given(arguments, asdict(arguments.rollouts)):
+        yield f"--{name} only applies to {_OPTION}; leave out --{name}"
+
+
+def _find_given(arguments: "TrainArguments", names: Iterable[str]) -> list[str]:
+    """Return which of some arguments of completions and rewards have another value than their default."""
+    values = asdict(arguments.rollouts)
     defaults = asdict(type(arguments.rollouts)())
-    for name, value in asdict(arguments.rollouts).items():
-        if value != defaults[name]:
-            yield f"--{name} only applies to {_OPTION}; leave out --{name}"
+    return [name for name in names if values[name] != defaults[name]]

@@ -16,7 +16,8 @@ from fabric_train.cli.errors import InputError, naming_option
 from fabric_train.cli.shares import Shares
 from fabric_train.data.mixture import rows_of_shares
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.inference.prompt_file import Prompt as EncodedContent
+from fabric_train.files.atomic_folder import complete_folder
+from fabric_train.inference.prompt_file import Prompt as PromptText
 from fabric_train.inference.prompts import PromptEncoder
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.reading.documents import BadRowError, Chat, Row
@@ -68,7 +69,7 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """The prompts with one name."""
+    """A source of prompts: all entries of --prompts with the same name."""
 
     name: str
     num_rows: int
@@ -130,10 +131,11 @@ class Prompts:
 
     def save_tokenizer(self) -> None:
         """Write the tokenizer's folder if it is not there."""
-        if not self.tokenizer_folder.is_dir():
-            self.tokenizer_folder.parent.mkdir(parents=True, exist_ok=True)
-            self.tokenizer_folder.mkdir()
-            self.tokenizer.save(self.tokenizer_folder)
+        if self.tokenizer_folder.is_dir():
+            return
+        self.tokenizer_folder.parent.mkdir(parents=True, exist_ok=True)
+        with complete_folder(self.tokenizer_folder) as folder:
+            self.tokenizer.save(folder)
 
 
 @dataclass(frozen=True)
@@ -189,12 +191,14 @@ def open_prompts(
     # Encode the prompts of all sources; a row without one is refused, one that is too long is left out.
     prompts: list[Prompt] = []
     num_too_long = 0
+    num_rows_of_source: Counter[str] = Counter()
     faults: list[str] = []
     for (name, _), rows in zip(names_and_locations, rows_of_sources, strict=True):
         for place, number, row in rows:
+            num_rows_of_source[name] += 1
             try:
                 content = _read_content(row)
-                token_ids = tuple(encoder.encode(EncodedContent(content, place, number, is_from_file=True)))
+                token_ids = tuple(encoder.encode(PromptText(content, place, number, is_from_file=True)))
             except BadRowError as error:
                 faults.append(f"{place}: {error}")
                 continue
@@ -206,9 +210,12 @@ def open_prompts(
                 continue
             columns = {column: value for column, value in row.items() if column != PROMPT}
             source_index = source_names.index(name)
-            prompts.append(Prompt(f"{name}:{number}", source_index, row[PROMPT], token_ids, columns))
+            prompt_id = f"{name}:{num_rows_of_source[name]}"
+            prompts.append(Prompt(prompt_id, source_index, row[PROMPT], token_ids, columns))
     if faults:
-        raise InputError(*faults[:_MOST_FAULTS])
+        num_hidden = len(faults) - _MOST_FAULTS
+        hidden = [f"and {num_hidden:,} more rows"] if num_hidden > 0 else []
+        raise InputError(*faults[:_MOST_FAULTS], *hidden)
     if not prompts and not num_too_long:
         raise InputError(f"{_OPTION} {' '.join(entries)}: there is no row; give files with prompts")
     if not prompts:

@@ -7,7 +7,7 @@ folder its name. A folder with this name is complete.
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from fabric_train.cli.errors import RunError
+from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
@@ -134,46 +134,64 @@ class RolloutStore:
 
         Others, which a run has left that was changed since, are removed.
         """
+        folder = self.path(step)
         is_stored = False
-        if self._fabric.is_global_zero and self.path(step).is_dir():
-            is_stored = read_manifest(self.path(step)).policy == policy
+
+        def compare() -> None:
+            nonlocal is_stored
+            if not folder.is_dir():
+                return
+            is_stored = read_manifest(folder).policy == policy
             if is_stored:
                 self._remove_old(step)  # the steps before it, which a run that was killed may have left
             else:
-                shutil.rmtree(self.path(step))
+                shutil.rmtree(folder)
+
+        self._run_together(compare, runs=self._fabric.is_global_zero)
         return bool(self._fabric.broadcast(is_stored))
 
     def write(self, completions: Sequence[StoredCompletion], manifest: RolloutManifest) -> None:
         """Write the completions of this data rank; the manifest is that of rank 0, which lacks the hashes.
 
         Raises:
-            RunError: A rank cannot write its file; it is raised on all ranks.
+            RunError: A rank cannot write; it is raised on all ranks.
         """
-        from fabric_train.distributed.ranks import data_ranks, first_text  # slow, and readers do without it
+        from fabric_train.distributed.ranks import data_ranks  # slow, and readers do without it
 
         target = self.path(manifest.step)
         temporary = temporary_for(target, self._process_name)
-        if self._fabric.is_global_zero:
-            temporary.mkdir(parents=True, exist_ok=True)
-        self._fabric.barrier()
-
         ranks = data_ranks(self._fabric)
+        is_first_of_group = self._fabric.global_rank % ranks.group_size == 0
+        is_first = self._fabric.is_global_zero
+
+        def write_part() -> None:
+            parquet.write_table(_to_table(completions), temporary / _file_name(ranks.rank), compression="zstd")
+
+        def complete_folder() -> None:
+            hashes = tuple(_hash_file(temporary / _file_name(rank)) for rank in range(ranks.size))
+            write_atomically(temporary / MANIFEST, _to_json(dataclasses.replace(manifest, sha256=hashes)))
+            sync_and_rename(temporary, target)
+            self._remove_old(manifest.step)
+
+        self._run_together(lambda: temporary.mkdir(parents=True, exist_ok=True), runs=is_first)
+        self._run_together(write_part, runs=is_first_of_group)
+        self._run_together(complete_folder, runs=is_first)
+
+    def _run_together(self, action: Callable[[], object], *, runs: bool) -> None:
+        """Run an action on the ranks with ``runs``; if it fails on one, raise a RunError on all. Other ranks wait."""
+        from fabric_train.distributed.ranks import first_text  # slow, and readers do without it
+
         fault = None
-        if self._fabric.global_rank % ranks.group_size == 0:
+        if runs:
             try:
-                parquet.write_table(_to_table(completions), temporary / _file_name(ranks.rank), compression="zstd")
+                action()
+            except InputError as error:
+                fault = "; ".join(error.faults)
             except OSError as error:
-                fault = f"{temporary}: {error.strerror or error}; free some space, and resume"
+                fault = f"{self.folder}: {first_line(error)}; make room, or make the folder writable, and resume"
         fault = first_text(self._fabric, fault)
         if fault is not None:
             raise RunError(fault)
-        if self._fabric.is_global_zero:
-            hashes = tuple(_hash_file(temporary / _file_name(rank)) for rank in range(ranks.size))
-            complete = dataclasses.replace(manifest, sha256=hashes)
-            write_atomically(temporary / MANIFEST, _to_json(complete))
-            sync_and_rename(temporary, target)
-            self._remove_old(manifest.step)
-        self._fabric.barrier()
 
     def _remove_old(self, step: int) -> None:
         """Remove the steps before the newest ones that are kept."""

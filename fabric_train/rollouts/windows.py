@@ -7,21 +7,23 @@ the window are always made from what is stored. So a run that is killed and resu
 import hashlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import xxhash
 from lightning import Fabric
 
-from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
-from fabric_train.data.rollout_values import RolloutValues
+from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window, WindowOrder, WindowSource, positions
 from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.inference.generate import continuation
 from fabric_train.rollouts.advantages import compute_advantages, groups_without_variance
+from fabric_train.rollouts.completion_rows import batch_completions, pack_rows
 from fabric_train.rollouts.prompts import Prompt, Prompts
 from fabric_train.rollouts.rewards import Rewards
 from fabric_train.rollouts.sampler import Completion, Sampler, SampleRequest
@@ -32,11 +34,10 @@ from fabric_train.rollouts.store import (
     StoredRollouts,
     read_rollouts,
 )
-from fabric_train.token_dataset.rows import plan_rows
 
 _MOST_REFILLS = 4
 """How often the prompts of a step may be replaced."""
-_FURTHER_PROMPTS = 1
+_REPLACEMENT_STREAM = 1
 """The number of the random stream that orders the prompts which may replace others."""
 
 
@@ -52,29 +53,36 @@ class RolloutPlan:
     refills: bool
     """Whether prompts whose completions all have the same reward are replaced by further ones."""
     deciding_values: str
-    """The values of the run that decide its weights, as text; see :meth:`hash_policy`."""
+    """The values of the run that decide its weights beside its completions, as text; see :meth:`hash_policy`."""
     sampler_name: str
 
-    def hash_policy(self, step: int, prompts_hash: str) -> str:
-        """Return a hash of what decides a step's completions.
+    def hash_policy(self, step: int, history: str) -> str:
+        """Return a hash of what decides the weights that sample a step's completions.
 
-        A run that resumes with the same values has the same weights at a step, bit for bit, and so takes the stored
-        completions. If a value has changed, they are sampled again.
+        A run that resumes with the same values, after the same completions, has the same weights, bit for bit if it
+        also has the same devices. So it takes the stored completions of the step. Otherwise they are sampled again.
+
+        Args:
+            step: The step.
+            history: The hash of the completions that the steps before it were trained on.
         """
-        return hashlib.sha256(json.dumps([self.deciding_values, step, prompts_hash]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.deciding_values, step, history]).encode()).hexdigest()
 
-    def seed_of(self, step: int, prompt_index: int, completion: int) -> int:
+    def completion_seed(self, step: int, prompt_index: int, completion: int) -> int:
         """Return the seed of a completion of a prompt, from 0 to 2³¹ - 1."""
         sequence = np.random.SeedSequence([self.seed, step, prompt_index, completion])
         return int(sequence.generate_state(1)[0]) >> 1
 
-    def further_prompts(self, step: int, num_prompts: int, used: np.ndarray) -> np.ndarray:
-        """Return the prompts that may replace those of a step, in the order in which they are taken, int64.
+    def replacements_by_source(self, step: int, prompts: Sequence[Prompt], used: np.ndarray) -> dict[int, list[int]]:
+        """Return the prompts that may replace those of a step, by source, in the order in which they are taken.
 
-        It is a function of the seed and the step. ``used`` are the prompts of the step.
+        The order is a function of the seed and the step. ``used`` are the prompts of the step.
         """
-        shuffled = np.random.default_rng([self.seed, step, _FURTHER_PROMPTS]).permutation(num_prompts)
-        return shuffled[~np.isin(shuffled, used)]
+        shuffled = np.random.default_rng([self.seed, step, _REPLACEMENT_STREAM]).permutation(len(prompts))
+        indices_by_source: dict[int, list[int]] = defaultdict(list)
+        for index in shuffled[~np.isin(shuffled, used)].tolist():
+            indices_by_source[prompts[index].source].append(index)
+        return indices_by_source
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class RolloutWindows:
     known_step: int = 0
     """The step of the checkpoint that the run resumed from."""
     known_hash: str = ""
-    """The hash of the prompts up to ``known_step``, see ``WindowOrder.rows_hash``."""
+    """The hash of the completions up to ``known_step``, the ``rows_hash`` of its window."""
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``.
@@ -109,21 +117,17 @@ class RolloutWindows:
         Raises:
             RunStopped: The ranks have agreed to stop while completions are sampled.
         """
-        # the order counts its steps from where it begins
         order = self.order
-        after_order_step = after_step - self.data_starts_after
-        prompts_hash = ""
-        if after_order_step > 0:
-            prompts_hash = order.rows_hash(after_order_step, self.known_step - self.data_starts_after, self.known_hash)
+        history = self.known_hash
         windows_beside: Iterator[Window] = iter(())
         if self.rows_beside is not None:
             windows_beside = self.rows_beside.windows(after_step, last_step)
         try:
             for step in range(after_step + 1, last_step + 1):
-                order_step = step - self.data_starts_after
+                order_step = step - self.data_starts_after  # the order counts its steps from where it begins
                 prompt_indices = order.rows_of(order_step)
-                prompts_hash = order.rows_hash_after(order_step, prompt_indices, prompts_hash)
-                rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, prompts_hash))
+                rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, history))
+                history = hash_after(history, rollouts.manifest)
                 rows = pack_rows(rollouts.completions, self.prompts.train.row_length)
                 batches = self._make_batches(rows)
                 window_beside = next(windows_beside, None)
@@ -138,7 +142,7 @@ class RolloutWindows:
                     rows=np.arange(len(rows)),
                     micro_batch_size=order.micro_batch_size,
                     batches=batches,
-                    rows_hash=prompts_hash,
+                    rows_hash=history,
                     rows_of_sources=order.mixture.count(prompt_indices) if order.mixture else None,
                 )
         finally:
@@ -156,22 +160,26 @@ class RolloutWindows:
         """Sample, reward and store the completions of this rank's prompts."""
         self.sampler.update_weights(self.model, step - 1)
         ranks = data_ranks(self.fabric)
-        further_prompts = self.plan.further_prompts(step, len(self.prompts.train), prompt_indices)
+        prompts = self.prompts.train.prompts
+        replacements_by_source = self.plan.replacements_by_source(step, prompts, prompt_indices)
+        # the prompts of this rank's groups that are to be sampled
         pending = {group: int(prompt_indices[group]) for group in range(ranks.rank, len(prompt_indices), ranks.size)}
         stored: dict[int, list[StoredCompletion]] = {}
         seconds = torch.zeros(2, dtype=torch.float64)
         num_replaced = 0
         for attempt in range(1 + _MOST_REFILLS):
-            stored |= self._complete(step, pending, seconds)
+            stored |= self._sample_and_reward(step, pending, seconds)
             if not self.plan.refills or attempt == _MOST_REFILLS:
                 break
-            # Every rank knows the groups of all ranks that are to be replaced, so all take the same prompts for them.
-            flat_groups = self._find_flat_groups(pending, stored, len(prompt_indices))[: len(further_prompts)]
-            if not len(flat_groups):
+            # Every rank goes through the groups of all ranks, so all take the same prompts for them.
+            replacements: dict[int, int] = {}
+            for group in self._find_flat_groups(pending, stored, len(prompt_indices)):
+                candidates = replacements_by_source[prompts[prompt_indices[group]].source]
+                if candidates:
+                    replacements[group] = candidates.pop(0)
+            if not replacements:
                 break
-            replacements = dict(zip(flat_groups.tolist(), further_prompts.tolist(), strict=False))
-            further_prompts = further_prompts[len(flat_groups) :]
-            num_replaced += len(flat_groups)
+            num_replaced += len(replacements)
             pending = {group: replacements[group] for group in pending if group in replacements}
 
         sampling_seconds, reward_seconds = gather_over_ranks(self.fabric, seconds).amax(dim=0).tolist()
@@ -190,7 +198,7 @@ class RolloutWindows:
         completions = [completion for group in sorted(stored) for completion in stored[group]]
         self.store.write(completions, manifest)
 
-    def _complete(
+    def _sample_and_reward(
         self, step: int, prompt_of_group: dict[int, int], seconds: torch.Tensor
     ) -> dict[int, list[StoredCompletion]]:
         """Sample and reward the completions of some groups of this rank; all ranks call this together.
@@ -208,7 +216,7 @@ class RolloutWindows:
         for prompt_index in prompt_of_group.values():
             token_ids = self.prompts.train.prompts[prompt_index].token_ids
             for completion in range(self.plan.group_size):
-                requests.append(SampleRequest(token_ids, self.plan.seed_of(step, prompt_index, completion)))
+                requests.append(SampleRequest(token_ids, self.plan.completion_seed(step, prompt_index, completion)))
         completions = self.sampler.sample(requests)
         sampled = time.monotonic()
         groups = list(prompt_of_group)
@@ -216,15 +224,15 @@ class RolloutWindows:
         rewarded = self._reward(groups, group_prompts, completions)
         seconds += torch.tensor([sampled - started, time.monotonic() - sampled], dtype=torch.float64)
 
-        of_groups: dict[int, list[StoredCompletion]] = {group: [] for group in groups}
+        completions_by_group: dict[int, list[StoredCompletion]] = {group: [] for group in groups}
         for stored in rewarded:
-            of_groups[stored.group].append(stored)
-        return of_groups
+            completions_by_group[stored.group].append(stored)
+        return completions_by_group
 
     def _find_flat_groups(
         self, sampled: Collection[int], stored: Mapping[int, list[StoredCompletion]], num_groups: int
-    ) -> np.ndarray:
-        """Return the groups of all ranks whose completions have the same reward, ascending, int64.
+    ) -> list[int]:
+        """Return the groups of all ranks whose completions have the same reward, ascending.
 
         Args:
             sampled: The groups of this rank that were sampled last; others are not looked at again.
@@ -234,7 +242,8 @@ class RolloutWindows:
         is_flat = torch.zeros(num_groups, dtype=torch.int64)
         for group in sampled:
             is_flat[group] = int(stored[group][0].lacks_variance)
-        return np.flatnonzero(gather_over_ranks(self.fabric, is_flat).sum(dim=0).cpu().numpy())
+        is_flat_on_any_rank = gather_over_ranks(self.fabric, is_flat).sum(dim=0)
+        return is_flat_on_any_rank.nonzero().flatten().tolist()
 
     def _reward(
         self, groups: Sequence[int], group_prompts: Sequence[Prompt], completions: Sequence[Completion]
@@ -280,77 +289,11 @@ class RolloutWindows:
         batches = []
         for batch_index in range(order.num_batches(len(rows))):
             indices = positions(batch_index, order.micro_batch_size, order.world_size, order.rank)
-            batch = make_batch_of(rows[indices.start : indices.stop], num_rewards)
+            batch = batch_completions(rows[indices.start : indices.stop], num_rewards)
             batches.append(batch.pin_memory() if self.fabric.device.type == "cuda" else batch)
         return batches
 
 
-def pack_rows(completions: Sequence[StoredCompletion], row_length: int) -> list[list[StoredCompletion]]:
-    """Return which completions are in which row, as chats are packed: prompts and completions are whole."""
-    lengths = []
-    for completion in completions:
-        lengths.append(len(completion.prompt_token_ids) + len(completion.token_ids))
-    plan = plan_rows(np.array(lengths), np.arange(len(lengths)), "best_fit", row_length, overlap=0)
-    rows = []
-    for row in range(plan.num_rows):
-        pieces = slice(plan.row_offsets[row], plan.row_offsets[row + 1])
-        rows.append([completions[document] for document in plan.documents(pieces)])
-    return rows
-
-
-def make_batch_of(rows: Sequence[Sequence[StoredCompletion]], num_rewards: int) -> Batch:
-    """Return rows of completions as a batch whose targets are the tokens of the completions.
-
-    Args:
-        rows: The completions in each row, at least one; no rows give the batch of a rank without any.
-        num_rewards: The number of rewards of each completion.
-    """
-    row_ids = []
-    row_labels = []
-    row_starts = []
-    for row in rows:
-        ids: list[np.ndarray] = []
-        labels: list[np.ndarray] = []
-        for completion in row:
-            ids += [completion.prompt_token_ids, completion.token_ids]
-            labels += [np.full(len(completion.prompt_token_ids), IGNORED_LABEL), completion.token_ids]
-        lengths = [len(completion.prompt_token_ids) + len(completion.token_ids) for completion in row]
-        row_ids.append(np.concatenate(ids).astype(np.int64))
-        row_labels.append(np.concatenate(labels).astype(np.int64))
-        row_starts.append(np.cumsum([0, *lengths[:-1]]))
-    batch = pad_rows(row_ids, row_labels, row_starts)
-    completions = [completion for row in rows for completion in row]
-    return replace(batch, pieces=_describe_pieces(completions), rollout=_join_values(completions, num_rewards))
-
-
-def _describe_pieces(completions: Sequence[StoredCompletion]) -> Pieces:
-    """Return the pieces of a batch with these completions, in order."""
-    return Pieces(
-        num_targets=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
-        sources=torch.tensor([completion.source for completion in completions], dtype=torch.int64),
-        num_bytes=torch.full((len(completions),), torch.nan, dtype=torch.float64),
-    )
-
-
-def _join_values(completions: Sequence[StoredCompletion], num_rewards: int) -> RolloutValues:
-    """Return the values of the targets of a batch with these completions, in order."""
-    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
-    log_probabilities = np.concatenate([np.empty(0), *(completion.log_probabilities for completion in completions)])
-    rewards = np.empty((1 + num_rewards, len(completions)))
-    for index, completion in enumerate(completions):
-        rewards[:, index] = [completion.reward, *completion.rewards]
-
-    def of_tokens(values: Sequence[float] | np.ndarray, *, divides: bool = True) -> torch.Tensor:
-        """Return the value of each token's completion, divided by the completion's number of tokens."""
-        divisors = np.maximum(lengths, 1) if divides else 1
-        return torch.from_numpy(np.repeat(np.asarray(values) / divisors, lengths, axis=-1)).float()
-
-    return RolloutValues(
-        log_probabilities=torch.from_numpy(log_probabilities).float(),
-        advantages=of_tokens([completion.advantage for completion in completions], divides=False),
-        completion_shares=of_tokens(np.ones(len(completions))),
-        is_cut=of_tokens([float(completion.finish_reason == "length") for completion in completions]),
-        lacks_variance=of_tokens([float(completion.lacks_variance) for completion in completions]),
-        has_failed=of_tokens([float(completion.reward_error is not None) for completion in completions]),
-        rewards=of_tokens(rewards),
-    )
+def hash_after(history: str, manifest: RolloutManifest) -> str:
+    """Return the hash of the completions of all steps up to a step, from the hash of the steps before it."""
+    return xxhash.xxh3_128_hexdigest("".join([history, *manifest.sha256]).encode())

@@ -1,6 +1,7 @@
 """Whole runs of --objective rl: the same on any ranks, exact after kills and stops, and they learn."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,22 @@ def test_stored_completions_are_not_sampled_again(reinforcing: Reinforcing) -> N
     fails = "from fabric_train.rollouts.process_sampler import ProcessSampler\ndel ProcessSampler.sample\n"
     reinforcing.train("reused", resume="true", before=fails)  # steps 3 and 4 are stored
     assert differences(reinforcing.folder / "reused", reinforcing.folder / "whole") == []
+
+
+def test_completions_after_others_are_sampled_again(reinforcing: Reinforcing) -> None:
+    """A run that resumes before stored completions does not take those of a later step that follow others."""
+    reinforcing.train("chained", max_step=4)
+    folder = reinforcing.folder / "chained"
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
+    shutil.rmtree(step_folder(folder, 3))
+    policy = read_manifest(step_folder(folder, 4)).policy
+    text = "import fabric_train.rollouts.windows as windows\n"  # other completions of step 3
+    text += "original = windows.RolloutPlan.completion_seed\n"
+    text += "windows.RolloutPlan.completion_seed = lambda plan, step, *rest: original(plan, step + 100, *rest)\n"
+    reinforcing.train("chained", resume="true", before=text)
+    assert read_manifest(step_folder(folder, 4)).policy != policy
+    assert reinforcing.tokens("chained", 4) != reinforcing.tokens("whole", 4)
 
 
 def test_other_arguments_sample_again(reinforcing: Reinforcing) -> None:
@@ -279,6 +296,12 @@ def check(words: list[str]) -> None:
         ({"train_data_dir": "tokens"}, "needs --sft_weight above 0"),
         ({"sft_weight": 0.5}, "needs --train_data_dir"),
         ({"group_size": 1}, "leaves every advantage at 0"),
+        ({"reference": "model"}, "--reference only applies to --kl_weight above 0"),
+        ({"objective": "distill", "teacher": "model"}, "--rewards only applies to --objective rl"),
+        (
+            {"objective": "distill", "teacher": "model", "rewards": None, "refill": "true"},
+            "--refill only applies to --objective rl",
+        ),
         ({"temperature": 0.001}, "--temperature must be at least 0.01"),
         ({"total_batch_size": 8}, "give --prompts_per_step"),
         ({"self_check": "true"}, "--self_check does not work with --prompts"),
