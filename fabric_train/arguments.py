@@ -78,11 +78,6 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
-REWARD_ARGUMENTS = (
-    *("rewards", "reward_weights", "reward_settings", "on_reward_error", "reward_timeout", "reward_memory_gb"),
-    *("advantage", "refill", "loss_normalisation", "kl_weight"),
-)
-"""The arguments of completions that only an objective with rewards uses."""
 LOWEST_TEMPERATURE = 0.01
 """The lowest ``--temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill", "rl")

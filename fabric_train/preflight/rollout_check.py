@@ -4,12 +4,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fabric_train.arguments import REWARD_ARGUMENTS
-
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
 _OBJECTIVES = ("rl", "distill")
+_REWARD_ARGUMENTS = (
+    *("rewards", "reward_weights", "reward_settings", "on_reward_error", "reward_timeout", "reward_memory_gb"),
+    *("advantage", "refill", "loss_normalisation", "kl_weight"),
+)
+"""The arguments of completions that only an objective with rewards uses."""
 _OPTION = "--prompts"
 
 
@@ -41,7 +44,7 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         if arguments.preference.reference is not None and not rollouts.kl_weight:
             yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
     if objective == "distill":
-        for name in _find_given(arguments, REWARD_ARGUMENTS):
+        for name in _find_given(arguments, _REWARD_ARGUMENTS):
             yield f"--{name} only applies to --objective rl: distill learns from the teacher alone; leave it out"
     if arguments.preference.teacher_states is not None:
         yield f"--teacher_states has no values for completions that {_OPTION} samples; give --teacher"
