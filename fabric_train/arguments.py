@@ -641,8 +641,8 @@ class RolloutArguments:
     vllm_python: str = ".cache/vllm/bin/python"
     """With --sampler vllm: Python of the environment that has vLLM; `make install-vllm` creates the default."""
     sampler_devices: str | None = None
-    """With --sampler vllm: GPUs of its own for the server, such as 6,7. Default: the run's GPUs, whose memory the
-    server frees while the model trains.
+    """With --sampler vllm: GPUs of its own for the server, such as 6,7: their numbers on the machine, whatever
+    CUDA_VISIBLE_DEVICES is. Default: the run's GPUs, whose memory the server frees while the model trains.
     """
     keep_rollouts: PositiveInt | None = None
     """How many of the newest steps keep their completions in OUTPUT_DIR/rollouts. Default: all."""
@@ -657,8 +657,12 @@ class RolloutArguments:
         for name in unused:
             if getattr(self, name) != defaults[name]:
                 faults.append(f"--{name} does not apply to --sampler {self.sampler}; leave it out")
-        if self.sampler_devices is not None and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", self.sampler_devices):
-            faults.append(f"--sampler_devices: expected indices such as 6,7; got {self.sampler_devices!r}")
+        if self.sampler_devices is not None:
+            devices = self.sampler_devices.split(",")
+            if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", self.sampler_devices):
+                faults.append(f"--sampler_devices: expected indices such as 6,7; got {self.sampler_devices!r}")
+            elif len(set(devices)) < len(devices):
+                faults.append(f"--sampler_devices {self.sampler_devices} names a GPU twice; give each GPU once")
         return faults
 
 

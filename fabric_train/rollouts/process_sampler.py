@@ -22,6 +22,7 @@ from fabric_train.distributed.ranks import gather_over_ranks
 from fabric_train.distributed.sharded_parameters import original_name
 from fabric_train.inference.generate import GumbelNoise
 from fabric_train.model.attention import VARLEN
+from fabric_train.model.evaluation_mode import evaluation_mode
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
 
 
@@ -156,18 +157,15 @@ def _cut_at_end(new_ids: np.ndarray, log_probabilities: np.ndarray, end_ids: Seq
 
 @contextmanager
 def _for_sampling(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode, with uncompiled layers; afterwards into training mode if it was in it."""
-    was_training = model.training
+    """Put a model into evaluation mode, with attention that takes padded prompts; afterwards into its mode before."""
     attention = model.config._attn_implementation
-    model.eval()
     if attention == VARLEN:  # it knows documents, but no padding
         model.config._attn_implementation = "sdpa"
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with evaluation_mode(model):
             yield
     finally:
         model.config._attn_implementation = attention
-        model.train(was_training)
 
 
 def is_sharded(model: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.model.attention import forward
+from fabric_train.model.evaluation_mode import evaluation_mode
 
 _UNIT_ROUNDOFFS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 _TF32_UNIT_ROUNDOFF = 2.0**-12
@@ -63,11 +64,8 @@ def compute_answer(
         temperature: The temperature of the completion.
     """
     token_ids = torch.tensor([[*text_ids, *sampled_ids]], device=fabric.device)  # [1, T]
-    was_training = model.training
-    model.eval()  # no dropout
-    with torch.compiler.set_stance("force_eager"):
+    with evaluation_mode(model):
         logits = forward(model, token_ids, None).logits[0, :-1].float()  # fp32 [T - 1, V]
-    model.train(was_training)
 
     num_before = len(text_ids) - 1
     next_ids = token_ids[0, 1:, None]  # [T - 1, 1]

@@ -379,7 +379,7 @@ class VllmSampler:
                     threads.shutdown(cancel_futures=True)
                     futures = []  # this rank only counts the batches of the others
         finally:
-            # A run that stops does not wait for the requests that the server computes: they end with the server.
+            # A run that stops does not wait for requests of the next batches: they end with the server.
             threads.shutdown(wait=False, cancel_futures=True)
         return fault
 

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from types import FrameType
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 _END_SECONDS = 10  # for the server
 _LEFT_SECONDS = 5  # for what the server has left: Python's resource tracker removes its shared memory
 
@@ -28,23 +28,27 @@ def main() -> NoReturn:
     parent_pid = int(sys.argv[1])
     folder = sys.argv[2]
     command = sys.argv[3:]
-    signal.signal(signal.SIGTERM, _exit)
+    # Both signals are taken from ``sigwait`` alone: a handler could interrupt the start of the server, or its end.
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, some systems drop it although it is blocked
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     _end_with_parent()
     if os.getppid() != parent_pid:  # it has ended before this process asked for the signal
         sys.exit(1)
 
-    server = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
-    try:
-        code = server.wait()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(_END_SECONDS)
-        _end_session(server.pid)
-        if os.getppid() != parent_pid:
-            shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(code)
+    server = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_server)
+    received = signal.SIGCHLD
+    while received == signal.SIGCHLD and server.poll() is None:  # it may have been stopped, and not have ended
+        received = signal.Signals(signal.sigwait(_SIGNALS))
+    code = server.poll()
+
+    # end what is left
+    server.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(_END_SECONDS)
+    _end_session(server.pid)
+    if os.getppid() != parent_pid:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(1 if code is None else code)
 
 
 def _end_session(group_id: int) -> None:
@@ -64,8 +68,10 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _exit(_signal_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(1)
+def _prepare_server() -> None:
+    """Let the server end with this process, and receive the signals that this process blocks."""
+    _end_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 if __name__ == "__main__":

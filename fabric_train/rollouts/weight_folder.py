@@ -29,6 +29,7 @@ from fabric_train.checkpoint.merged_weights import MergedWeights
 from fabric_train.checkpoint.rank_writer import Write, join_rank_hashes, write_rank_hashes, write_tensors
 from fabric_train.checkpoint.tensors import safetensors_header, select_owned
 from fabric_train.cli.errors import InputError, RunError, describe_os_error
+from fabric_train.distributed.memory import available_memory
 from fabric_train.distributed.ranks import first_text
 from fabric_train.files.atomic_folder import this_process
 from fabric_train.files.requirements import free_bytes
@@ -86,11 +87,15 @@ class WeightFolder:
             step: The step that the weights are from.
 
         Returns:
-            The complete folder.
+            The folder, which is complete on all ranks.
 
         Raises:
             RunError: some rank could not write its part, or a tensor is missing; raised on all ranks.
         """
+        weights = MergedWeights(model, self._dtype, self._fabric.device)
+        difference = first_text(self._fabric, self._find_difference(weights))
+        if difference is not None:
+            raise RunError(f"--sampler vllm: {difference}; leave out --sampler to sample in the processes that train")
         target = self._root / f"step-{step:08d}"
         temporary = self._root / f".step-{step:08d}"
         fault = None
@@ -99,8 +104,6 @@ class WeightFolder:
         self._raise_fault(fault)
 
         # each rank writes its part of the tensors
-        weights = MergedWeights(model, self._dtype, self._fabric.device)
-        self._raise_fault(self._find_difference(weights))
         self._raise_fault(_attempt(lambda: self._write_part(temporary, weights)))
 
         # rank 0 joins the hashes, which finds bytes that no rank has written; then each rank reads a share of the file
@@ -110,7 +113,8 @@ class WeightFolder:
         rank = self._fabric.global_rank
         self._raise_fault(find_wrong_content(temporary, rank=rank, num_ranks=self._fabric.world_size))
         if self._fabric.is_global_zero:
-            temporary.rename(target)
+            fault = _attempt(lambda: temporary.rename(target))
+        self._raise_fault(fault)
         return target
 
     def remove(self) -> None:
@@ -147,14 +151,21 @@ class WeightFolder:
         write_rank_hashes(folder, self._fabric.global_rank, hashes)
 
     def _find_difference(self, weights: MergedWeights) -> str | None:
-        """Return which tensor the model has too many, or too few, or in another shape than its configuration."""
+        """Return how the tensors of the model differ from those that its configuration describes, or None."""
         trained_shapes = {tensor.name: tensor.shape for tensor in weights.tensors}
         expected_shapes = {name: shape for name, shape in self._shapes.items() if name not in self._tied_names}
         for name in sorted(trained_shapes.keys() | expected_shapes.keys()):
             trained_shape = trained_shapes.get(name)
             expected_shape = expected_shapes.get(name)
+            if trained_shape is None:
+                return f"the model in training has no {name}, which its configuration describes"
+            if expected_shape is None:
+                return f"the model in training has {name}, which its configuration does not describe"
             if trained_shape != expected_shape:
-                return f"{name} has the shape {trained_shape} in training and {expected_shape} by its configuration"
+                return (
+                    f"{name} has the shape {list(trained_shape)} in the model in training, and {list(expected_shape)} "
+                    "by its configuration"
+                )
         return None
 
     def _raise_fault(self, fault: str | None) -> None:
@@ -195,7 +206,12 @@ def _published_shapes(meta_model: PreTrainedModel, source: str) -> dict[str, tor
 def _choose_parent(num_bytes: int) -> Path | None:
     """Return the folder in memory, or the one for temporary files; None if neither has room for the weights."""
     for folder in (_MEMORY, Path(tempfile.gettempdir())):
-        if folder.is_dir() and os.access(folder, os.W_OK) and free_bytes(folder) > num_bytes:
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            continue
+        num_free = free_bytes(folder)
+        if folder == _MEMORY:  # its limit is often half of the memory, whether or not this half is in use
+            num_free = min(num_free, available_memory())
+        if num_free > num_bytes:
             return folder
     return None
 

@@ -308,6 +308,7 @@ def check(words: list[str]) -> None:
         ({"precision": "16-mixed"}, "16-mixed"),
         ({"max_new_tokens": 64}, "leaves no room for a prompt"),
         ({"max_length": 512}, "256 positions"),
+        ({"sampler": "vllm", "sampler_batch_size": None, "sampler_devices": "6,7,6"}, "names a GPU twice"),
         ({"rewards": "lenght"}, "no built-in reward"),
         ({"rewards": "regex"}, "needs a column pattern"),
         ({"rewards": "missing.py:good"}, "no file missing.py"),

@@ -1,13 +1,18 @@
 """The comparison of an engine's log-probabilities with those of the model in training, without an engine."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from lightning import Fabric
+from transformers import AutoModelForCausalLM
 
 from fabric_train.rollouts.transfer_check import (
     ProbeAnswer,
     TrainerAnswer,
     TransferCheck,
+    compute_answer,
     log_probability_tolerance,
 )
 
@@ -60,3 +65,13 @@ def test_the_tolerance_follows_the_dtype_and_the_depth() -> None:
     bf16 = log_probability_tolerance(torch.bfloat16, 32, 16_384, 3.0)
     assert bf16 / fp32 == 2.0**15 / 128
     assert log_probability_tolerance(torch.bfloat16, 128, 16_384, 3.0) == 2 * bf16
+
+
+def test_a_model_stays_in_training_if_its_answer_fails(tiny_model_dir: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup_module(AutoModelForCausalLM.from_pretrained(tiny_model_dir))
+    model.train()
+    missing_id = model.module.config.vocab_size
+    with pytest.raises(IndexError):
+        compute_answer(fabric, model, [5, missing_id], [6], 1.0)
+    assert model.training

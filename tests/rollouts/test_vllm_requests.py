@@ -115,7 +115,7 @@ def test_batches_are_counted_and_completions_keep_their_order(
     assert [tuple(completion.token_ids) for completion in completions] == [(index + 2, 3) for index in range(9)]
 
 
-def test_a_stop_waits_neither_for_the_requests_of_the_server_nor_for_those_after_them(
+def test_a_stop_waits_for_no_request_of_a_later_batch(
     server: _Server, open_sampler: Callable[..., VllmSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_sampler, "_REQUESTS_PER_REPLICA", 2)

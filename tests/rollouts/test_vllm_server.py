@@ -71,6 +71,33 @@ def test_an_engine_ends_when_its_server_is_killed(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
+INTERRUPTED_START = """
+import os, pathlib, runpy, signal, subprocess
+
+class InterruptedPopen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        while not pathlib.Path({pid_file!r}).exists():
+            pass
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = InterruptedPopen
+runpy.run_path({supervisor!r}, run_name="__main__")
+"""
+
+
+def test_signals_while_the_server_starts_end_it_and_its_engine(tmp_path: Path) -> None:
+    pid_file = tmp_path / "engine"
+    source = INTERRUPTED_START.format(supervisor=vllm_supervisor.__file__, pid_file=str(pid_file))
+    server = f"sleep 600 & echo $! > {pid_file}.part; mv {pid_file}.part {pid_file}; wait"
+    command = [sys.executable, "-c", source, str(os.getpid()), str(tmp_path), "/bin/sh", "-c", server]
+    supervisor = subprocess.Popen(command)
+    assert supervisor.wait(20) == 1
+    engine_pid = int(pid_file.read_text())
+    assert wait_until(lambda: not psutil.pid_exists(engine_pid))
+
+
 def test_a_server_that_cannot_start_is_reported_with_its_last_error(tmp_path: Path) -> None:
     """This environment has no vLLM."""
     settings = ServerSettings(Path(sys.executable), tmp_path / "vllm.log", "float32", max_length=64)

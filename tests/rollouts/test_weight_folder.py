@@ -101,7 +101,25 @@ def test_a_tensor_that_the_configuration_does_not_have_is_refused(
 ) -> None:
     folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
     del tiny_model.model.layers[1]
-    with pytest.raises(RunError, match=r"layers\.1\.input_layernorm\.weight has the shape None in training"):
+    message = r"the model in training has no model\.layers\.1\.input_layernorm\.weight, .*; leave out --sampler"
+    with pytest.raises(RunError, match=message):
+        folder.write(fabric.setup_module(tiny_model), 0)
+
+
+def test_a_folder_that_cannot_be_completed_is_an_error_of_the_run(
+    fabric: Fabric, tiny_model: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process puts a file in its place."""
+
+    def take_place(folder: Path, **arguments: int) -> str | None:
+        fault = original(folder, **arguments)
+        (folder.parent / "step-00000000").touch()
+        return fault
+
+    original = weight_folder.find_wrong_content
+    monkeypatch.setattr(weight_folder, "find_wrong_content", take_place)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    with pytest.raises(RunError, match=r"could not be written to .*step-00000000"):
         folder.write(fabric.setup_module(tiny_model), 0)
 
 
@@ -119,6 +137,18 @@ def test_bytes_that_changed_after_they_were_written_are_found(
     folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
     with pytest.raises(RunError, match=r"of model\.safetensors have changed since they were written"):
         folder.write(fabric.setup_module(tiny_model), 0)
+
+
+def test_weights_that_the_memory_has_no_room_for_are_temporary_files(
+    fabric: Fabric, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a folder in memory says nothing about memory that processes use."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(weight_folder, "_MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(weight_folder, "available_memory", lambda: 1000)
+    monkeypatch.setattr(weight_folder, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    assert folder._root.parent == tmp_path
 
 
 def test_without_memory_the_folder_is_among_the_temporary_files(
