@@ -66,6 +66,8 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         )
     if arguments.model.family:
         yield f"{_OPTION} does not work with a new model, whose completions are noise; give --model_name"
+    if arguments.data.text_column != type(arguments.data)(prompts=[""]).text_column:
+        yield f"--text_column does not apply to {_OPTION}, whose column is called prompt; leave it out"
     for name in ("eval_only", "self_check"):
         if getattr(arguments.evaluation, name):
             yield f"--{name} does not work with {_OPTION}; give a token dataset with --train_data_dir"

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from fabric_train.cli.errors import InputError, RunError, first_line
+from fabric_train.cli.errors import InputError, RunError, first_line, note
 from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
@@ -132,7 +132,7 @@ class RolloutStore:
     def has(self, step: int, policy: str) -> bool:
         """Return whether a step's completions are stored and were sampled from the same policy.
 
-        Others, which a run has left that was changed since, are removed.
+        Others, which a run has left that was changed since, are removed, and so are damaged ones, which a note names.
         """
         folder = self.path(step)
         is_stored = False
@@ -141,7 +141,14 @@ class RolloutStore:
             nonlocal is_stored
             if not folder.is_dir():
                 return
-            is_stored = read_manifest(folder).policy == policy
+            try:
+                manifest = read_manifest(folder)
+                for _ in read_tables(folder, manifest, ("group",)):
+                    pass  # the files are whole
+                is_stored = manifest.policy == policy
+            except (InputError, RunError) as error:
+                damage, _, _ = first_line(error).partition(";")
+                note(f"step {step} samples its completions again: {damage}")
             if is_stored:
                 self._remove_old(step)  # the steps before it, which a run that was killed may have left
             else:

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from lightning import Fabric
 
+from fabric_train.cli.errors import note
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window, WindowOrder, WindowSource, positions
 from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
@@ -35,6 +36,8 @@ from fabric_train.rollouts.store import (
     read_rollouts,
 )
 
+_FLAT_STEPS_NOTED = 10
+"""After so many steps in a row without anything to learn, a note says so."""
 _MOST_REFILLS = 4
 """How often the prompts of a step may be replaced."""
 _REPLACEMENT_STREAM = 1
@@ -122,12 +125,20 @@ class RolloutWindows:
         windows_beside: Iterator[Window] = iter(())
         if self.rows_beside is not None:
             windows_beside = self.rows_beside.windows(after_step, last_step)
+        num_flat_steps = 0
         try:
             for step in range(after_step + 1, last_step + 1):
                 order_step = step - self.data_starts_after  # the order counts its steps from where it begins
                 prompt_indices = order.rows_of(order_step)
                 rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, history))
                 history = hash_after(history, rollouts.manifest)
+                is_flat = all(completion.lacks_variance for completion in rollouts.completions)
+                num_flat_steps = num_flat_steps + 1 if is_flat else 0
+                if num_flat_steps == _FLAT_STEPS_NOTED:
+                    note(
+                        f"in the last {_FLAT_STEPS_NOTED} steps, all completions of each prompt had the same reward, "
+                        "so there is nothing to learn; see them with fabric-train rollouts"
+                    )
                 rows = pack_rows(rollouts.completions, self.prompts.train.row_length)
                 batches = self._make_batches(rows)
                 window_beside = next(windows_beside, None)

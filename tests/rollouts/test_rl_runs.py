@@ -132,6 +132,29 @@ def test_stored_completions_are_not_sampled_again(reinforcing: Reinforcing) -> N
     assert differences(reinforcing.folder / "reused", reinforcing.folder / "whole") == []
 
 
+def test_damaged_completions_are_sampled_again(reinforcing: Reinforcing) -> None:
+    killed = reinforcing.start("damaged", before=at_point(KILL, 4, "COMPUTING"))
+    assert killed.wait() == [-9]
+    (file,) = step_folder(reinforcing.folder / "damaged", 3).glob("*.parquet")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    resumed = reinforcing.train("damaged", resume="true")
+    assert any("step 3 samples its completions again" in line for line in resumed.lines())
+    assert differences(reinforcing.folder / "damaged", reinforcing.folder / "whole") == []
+
+
+def test_steps_without_anything_to_learn_give_a_note(reinforcing: Reinforcing) -> None:
+    run = reinforcing.train(
+        "flat-steps",
+        rewards="length",
+        reward_settings='{"length": {"max_characters": 999}}',
+        max_step=10,
+        number_epochs=9,
+        prompts_per_step=1,
+        group_size=2,
+    )
+    assert sum("there is nothing to learn" in line for line in run.lines()) == 1
+
+
 def test_completions_after_others_are_sampled_again(reinforcing: Reinforcing) -> None:
     """A run that resumes before stored completions does not take those of a later step that follow others."""
     reinforcing.train("chained", max_step=4)
@@ -302,6 +325,7 @@ def check(words: list[str]) -> None:
             {"objective": "distill", "teacher": "model", "rewards": None, "refill": "true"},
             "--refill only applies to --objective rl",
         ),
+        ({"text_column": "question"}, "--text_column does not apply to --prompts"),
         ({"temperature": 0.001}, "--temperature must be at least 0.01"),
         ({"total_batch_size": 8}, "give --prompts_per_step"),
         ({"self_check": "true"}, "--self_check does not work with --prompts"),
