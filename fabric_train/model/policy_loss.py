@@ -22,14 +22,15 @@ WEIGHT_CAP = 2.0
 VALUES = ("loss", "sampler_weight", "weights_cut", "sampler_kl", "entropy")
 """The values of each token. ``weights_cut`` is 1 if its ratio π / μ is above the cap, and otherwise 0. ``sampler_kl``
 estimates the divergence of the model from the sampler, KL(μ ‖ π), see :func:`estimate_kl`. ``entropy`` is that of the
-model's distribution. With a reference, ``reference_kl`` follows, which estimates KL(π ‖ reference)."""
+model's distribution. With a reference, ``reference_kl`` follows, which estimates KL(π ‖ reference), taking the tokens
+for samples of π: they were drawn from μ, and no weight corrects for it."""
 
 
 def estimate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
-    """Estimate KL(p ‖ q) in nats from each of some tokens that were drawn from p.
+    """Estimate KL(p ‖ q) in nats from each of some tokens, taking them for samples of p.
 
     This is the estimator k3 of John Schulman (http://joschu.net/blog/kl-approx.html), r - 1 - log r with r = q / p, as
-    in equation 4 of arXiv:2402.03300. It is never negative, and its mean over p is the divergence.
+    in equation 4 of arXiv:2402.03300. It is never negative, and its mean over samples of p is the divergence.
 
     Args:
         log_ratios: log q - log p of each token.

@@ -10,7 +10,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+CALL_ARGUMENTS = ("completions", "prompts")
+"""The arguments of a reward that are no columns of the prompts file."""
 _LENGTH = struct.Struct("!Q")  # the number of bytes of the JSON that follows
+_TRANSFER_SECONDS = 5.0
+"""The time for the rest of a message that has begun to arrive: it is sent at once, but a socket buffers little."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +93,26 @@ class MessageChannel:
         """
         content = json.dumps(vars(message), default=str).encode("ascii")
         self._limit_wait(deadline)
-        self._connection.sendall(_LENGTH.pack(len(content)) + content)
+        try:
+            self._connection.sendall(_LENGTH.pack(len(content)) + content)
+        except BlockingIOError:
+            raise TimeoutError from None
 
     def receive(self, max_bytes: int | None = None, deadline: float | None = None) -> bytes:
         """Return the JSON of the next message.
 
         Args:
             max_bytes: The largest message to accept; None accepts any.
-            deadline: As for :meth:`send`.
+            deadline: The time of ``time.monotonic`` until which to wait for the message; None waits forever. A message
+                that has arrived is returned even if the deadline has passed.
 
         Raises:
-            TimeoutError: The message was not complete in time.
+            TimeoutError: The message had not arrived at the deadline.
             ConnectionError: The other end was closed, or sent something else than a message.
         """
         (num_bytes,) = _LENGTH.unpack(self._receive_bytes(_LENGTH.size, deadline))
+        if deadline is not None:
+            deadline = max(deadline, time.monotonic() + _TRANSFER_SECONDS)
         if max_bytes is not None and num_bytes > max_bytes:
             raise ConnectionError(f"a message of {num_bytes} bytes")
         return self._receive_bytes(num_bytes, deadline)
@@ -111,20 +121,21 @@ class MessageChannel:
         content = bytearray()
         while len(content) < num_bytes:
             self._limit_wait(deadline)
-            received = self._connection.recv(min(num_bytes - len(content), 1 << 20))
+            try:
+                received = self._connection.recv(min(num_bytes - len(content), 1 << 20))
+            except BlockingIOError:
+                raise TimeoutError from None
             if not received:
                 raise ConnectionError("the other end was closed")
             content += received
         return bytes(content)
 
     def _limit_wait(self, deadline: float | None) -> None:
+        """Let the socket wait until the deadline; after it, the socket raises a BlockingIOError instead of waiting."""
         if deadline is None:
             self._connection.settimeout(None)
             return
-        seconds_left = deadline - time.monotonic()
-        if seconds_left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(seconds_left)
+        self._connection.settimeout(max(deadline - time.monotonic(), 0))
 
     def close(self) -> None:
         self._connection.close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fabric_train.cli.commands import project_first
+from fabric_train.cli.errors import describe_os_error
 from fabric_train.cli.output import escape_controls, is_secret_variable
 from fabric_train.files.typed_json import parse_json
 from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRequest, MessageChannel, RewardCall
@@ -85,7 +86,7 @@ class RewardProcess:
         Raises:
             RewardFailedError: The process died, or did not answer in time. It is killed.
         """
-        channel = self._open_channel()
+        channel = self._connected_channel()
         try:
             channel.send(self._request, self._deadline)
             answer = self._receive(LoadAnswer, _MAX_ANSWER_BYTES)
@@ -94,7 +95,7 @@ class RewardProcess:
             raise RewardFailedError(f"it was not imported within {self._limits.start_seconds:g} s") from None
         except ConnectionError:
             raise self._died() from None
-        failure = None if answer.failure is None else _one_line(answer.failure)
+        failure = None if answer.failure is None else one_line(answer.failure)
         return replace(answer, failure=failure)
 
     def send(self, call: RewardCall, seconds: float) -> None:
@@ -113,13 +114,18 @@ class RewardProcess:
             if self._process is None:
                 self._restart()
             self._deadline = time.monotonic() + seconds
-            self._open_channel().send(call, self._deadline)
+            self._connected_channel().send(call, self._deadline)
         except RewardFailedError as failure:
             self._send_failure = failure
         except TimeoutError:
             self._send_failure = self._took_too_long()
         except ConnectionError:
             self._send_failure = self._died()
+        except OSError as error:  # a limit on processes, files or memory is reached
+            self.kill()
+            self._send_failure = RewardFailedError(
+                f"its process could not be started again: {one_line(describe_os_error(error))}"
+            )
 
     def receive(self) -> CallAnswer:
         """Wait for the answer to the last call and return it, with a value and an error for each completion.
@@ -139,11 +145,11 @@ class RewardProcess:
             raise self._died() from None
         if answer.failure is not None:
             advice = "; raise --reward_memory_gb" if answer.failure == "out of memory" else ""
-            raise RewardFailedError(_one_line(answer.failure) + advice)
+            raise RewardFailedError(one_line(answer.failure) + advice)
         if not len(answer.values) == len(answer.errors) == self._num_completions:
             self.kill()
             raise RewardFailedError("its process sent a wrong message")
-        errors = [None if error is None else _one_line(error) for error in answer.errors]
+        errors = [None if error is None else one_line(error) for error in answer.errors]
         return CallAnswer(None, answer.values, errors)
 
     def kill(self) -> None:
@@ -168,14 +174,14 @@ class RewardProcess:
 
     def _receive(self, kind: type[Answer], max_bytes: int) -> Answer:
         """Return the next message of the process, whose content is not trusted."""
-        content = self._open_channel().receive(max_bytes, self._deadline)
+        content = self._connected_channel().receive(max_bytes, self._deadline)
         try:
             return parse_json(content, kind)
         except ValueError:
             self.kill()
             raise RewardFailedError("its process sent a wrong message") from None
 
-    def _open_channel(self) -> MessageChannel:
+    def _connected_channel(self) -> MessageChannel:
         assert self._channel is not None
         return self._channel
 
@@ -200,11 +206,18 @@ class RewardProcess:
         if exit_code is None:
             return RewardFailedError("its process closed the connection to the run")
         if exit_code < 0:
-            name = signal.Signals(-exit_code).name
+            name = _signal_name(-exit_code)
             return RewardFailedError(f"its process was killed by {name}, as when memory runs out")
         return RewardFailedError(f"its process ended with exit code {exit_code}")
 
 
-def _one_line(text: str) -> str:
-    """Return a text of the process as one line that can be stored and printed."""
-    return escape_controls(" ".join(text.split())[:_MAX_CHARACTERS])
+def _signal_name(number: int) -> str:
+    names = {member.value: member.name for member in signal.Signals}  # without most real-time signals
+    return names.get(number, f"signal {number}")
+
+
+def one_line(text: str) -> str:
+    """Return a text of a process or a user as one line that can be stored and printed."""
+    line = " ".join(text.split())[:_MAX_CHARACTERS]
+    encodable = line.encode("utf-8", "backslashreplace").decode("utf-8")  # a file name may have lone surrogates
+    return escape_controls(encodable)

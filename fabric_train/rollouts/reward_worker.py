@@ -26,13 +26,18 @@ from types import ModuleType
 from typing import Any
 
 from fabric_train.rollouts.builtin_rewards import BUILTIN_REWARDS
-from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRequest, MessageChannel, RewardCall
+from fabric_train.rollouts.reward_messages import (
+    CALL_ARGUMENTS,
+    CallAnswer,
+    LoadAnswer,
+    LoadRequest,
+    MessageChannel,
+    RewardCall,
+)
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _MODULE = "fabric_train_reward_file"
 """The name of the module of a user's file; the file's own name could hide a module, such as math.py."""
-_OWN_PARAMETERS = ("completions", "prompts")
-"""The parameters that are no columns."""
 _MAX_ERROR_CHARACTERS = 300
 _LARGEST_REWARD = 1e30
 """The largest absolute value of a reward. The loss is computed in fp32, which ends at 3e38."""
@@ -110,7 +115,7 @@ def _load(request: LoadRequest) -> _LoadedReward:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
             continue  # arguments are passed by name
         parameter_names.append(parameter.name)
-        if parameter.default is inspect.Parameter.empty and parameter.name not in _OWN_PARAMETERS:
+        if parameter.default is inspect.Parameter.empty and parameter.name not in CALL_ARGUMENTS:
             required_columns.append(parameter.name)
     loaded = _LoadedReward(
         function, request.file, request.settings, parameter_names, required_columns, takes_any_column
@@ -119,9 +124,9 @@ def _load(request: LoadRequest) -> _LoadedReward:
         raise _WrongRewardError(
             "it has no parameter completions; define it as def reward(completions, prompts, **columns)"
         )
-    unknown = [name for name in request.settings if name in _OWN_PARAMETERS or not loaded.accepts(name)]
+    unknown = [name for name in request.settings if name in CALL_ARGUMENTS or not loaded.accepts(name)]
     if unknown:
-        settings = [name for name in parameter_names if name not in _OWN_PARAMETERS]
+        settings = [name for name in parameter_names if name not in CALL_ARGUMENTS]
         known = f"it has {', '.join(settings)}" if settings else "it has none"
         raise _WrongRewardError(f"no setting {', '.join(unknown)}; {known}")
     return loaded
@@ -170,7 +175,7 @@ def _check_values(returned: Sequence[Any], num_completions: int) -> CallAnswer:
     values = []
     errors: list[str | None] = []
     for value in returned:
-        if not isinstance(value, Real):
+        if not _is_number(value):
             values.append(0.0)
             errors.append(f"it returned {_type_name(value)}, not a number")
             continue
@@ -186,6 +191,14 @@ def _check_values(returned: Sequence[Any], num_completions: int) -> CallAnswer:
             too_large = ", which is too large" if math.isfinite(number) else ""
             errors.append(f"it returned {number}{too_large}")
     return CallAnswer(None, values, errors)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number or a truth value, of Python or numpy."""
+    if isinstance(value, Real):  # Python's bool, and numpy's numbers, but not numpy's bool
+        return True
+    numpy = sys.modules.get("numpy")  # not imported here: only a function that has imported it can return its values
+    return numpy is not None and isinstance(value, numpy.bool_)
 
 
 def _all_failed(num_completions: int, error: str) -> CallAnswer:

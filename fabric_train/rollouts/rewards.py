@@ -22,21 +22,30 @@ from typing import Any, Literal
 import numpy as np
 
 from fabric_train.cli.argument_types import nearest_name
-from fabric_train.cli.errors import InputError, RunError, note
+from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import Component
 from fabric_train.files.requirements import check_package
 from fabric_train.rollouts.builtin_rewards import BUILTIN_REWARDS
-from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRequest, RewardCall
-from fabric_train.rollouts.reward_processes import RewardFailedError, RewardLimits, RewardProcess
+from fabric_train.rollouts.reward_messages import CALL_ARGUMENTS, CallAnswer, LoadAnswer, LoadRequest, RewardCall
+from fabric_train.rollouts.reward_processes import RewardFailedError, RewardLimits, RewardProcess, one_line
 
 _DEFAULT_FUNCTION = "reward"
 _FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py)(:(?P<function>.*))?", re.DOTALL)
 _RESERVED_NAMES = ("error",)  # reward_error is a column of the stored rollouts
-_PARAMETERS = ("completions", "prompts")
-_ALONE_PARTS = 10
-"""A completion alone may take this part of the time of a call with all completions."""
-_RETRY_LIMITS = 4
-"""How often the time of a call the calls with one completion may take together."""
+_SINGLE_CALL_DIVISOR = 10
+"""The time of a call with all completions divided by that of a call with one, see :meth:`Rewards.compute`."""
+_RETRY_TIME_FACTOR = 4
+"""The time of all calls with one completion together, divided by that of a call with all completions."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """An item of ``--rewards``."""
+
+    name: str
+    """The name of the built-in or of the function; empty in ``FILE.py:``, which ``open_rewards`` refuses."""
+    file: str | None
+    """The file of the function as it was given; None for a built-in."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,20 @@ class RewardTable:
     """The weighted sum of a completion's values, fp64 [completions]."""
     errors: list[str | None]
     """Which rewards of a completion failed, and why, in one line; None if none did."""
+    first_errors: list[str | None]
+    """For each reward the item of ``--rewards``, how many completions it failed for, and why it failed for the first of
+    them, in one line without control characters; None if it did not fail. A reward that failed for completions together
+    but for none alone has an entry here only."""
 
     @property
     def num_errors(self) -> int:
         """The number of completions of which a reward failed."""
         return sum(error is not None for error in self.errors)
+
+    @property
+    def first_error(self) -> str | None:
+        """The first of ``first_errors``; None if no reward failed."""
+        return next((error for error in self.first_errors if error is not None), None)
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,6 @@ class Rewards:
         self._rewards = rewards
         self._on_error = on_error
         self._limits = limits
-        self._warned_names: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,7 +123,7 @@ class Rewards:
             InputError: A column is missing, or has the name of another argument of a reward.
         """
         faults = []
-        for column in _PARAMETERS:
+        for column in CALL_ARGUMENTS:
             if column in columns:
                 faults.append(f"{source}: a column is called {column}, as an argument of rewards; rename the column")
         for reward in self._rewards:
@@ -128,29 +145,43 @@ class Rewards:
         completions, fails for these completions. If a whole call fails, because the function raises, its process dies
         or the time is over, each completion is sent alone, so that the fault of one does not cost the others their
         reward. A completion alone has a tenth of the time, or the share of its call if that had fewer than ten
-        completions. After four times the time of a call, the completions that are left fail.
+        completions. After four times the time of a call, the completions that are left fail. With ``on_error``
+        ``stop``, the run is about to end, so no completion is sent alone.
+
+        A failure is returned, never raised or printed, because ranks differ in it: see ``reward_errors.py``.
 
         Args:
             completions: The texts of the completions.
             prompts: The prompt of each completion: a text, or the list of messages of a chat.
             columns: The values of the other columns of the prompts file for each completion.
-
-        Raises:
-            RunError: A reward failed, and ``on_error`` is ``stop``; completions are not sent alone then. Only the ranks
-                whose completions are concerned raise it.
         """
         num_completions = len(completions)
         values = np.zeros((len(self._rewards), num_completions))
         errors: list[str | None] = [None] * num_completions
         if num_completions == 0:
-            return RewardTable(values, np.zeros(0), errors)
+            return RewardTable(values, np.zeros(0), errors, [None] * len(self._rewards))
 
         # all rewards work at the same time
         call = RewardCall(completions, prompts, columns)
         for reward in self._rewards:
             reward.process.send(call, self._limits.call_seconds)
-        for reward_index, reward in enumerate(self._rewards):
-            answer = self._finish(reward, call)
+        outcomes: list[CallAnswer | RewardFailedError] = []
+        for reward in self._rewards:
+            try:
+                outcomes.append(reward.process.receive())
+            except RewardFailedError as failure:
+                outcomes.append(failure)
+
+        # retry failed calls only after all answers are in, because retries may outlast the deadlines of the others
+        first_errors: list[str | None] = []
+        for reward_index, (reward, outcome) in enumerate(zip(self._rewards, outcomes, strict=True)):
+            call_failure = None
+            if isinstance(outcome, RewardFailedError):
+                call_failure = str(outcome)
+                answer = self._send_alone(reward, call, call_failure)
+            else:
+                answer = outcome
+            first_errors.append(_describe_failures(reward, answer, call_failure))
             values[reward_index] = answer.values
             for completion_index, error in enumerate(answer.errors):
                 if error is None:
@@ -163,45 +194,20 @@ class Rewards:
         total = np.zeros(num_completions)
         for reward_index, reward in enumerate(self._rewards):
             total += reward.weight * values[reward_index]
-        return RewardTable(values, total, errors)
+        return RewardTable(values, total, errors, first_errors)
 
     def close(self) -> None:
         """End the processes."""
         for reward in self._rewards:
             reward.process.kill()
 
-    def _finish(self, reward: _Reward, call: RewardCall) -> CallAnswer:
-        """Return the answer of a reward to its call, also if the call as a whole failed."""
-        call_failure = None
-        try:
-            answer = reward.process.receive()
-        except RewardFailedError as failure:
-            call_failure = str(failure)
-            self._stop_if_asked(reward, call_failure)
-            answer = self._send_alone(reward, call, call_failure)
-        completion_errors = [error for error in answer.errors if error is not None]
-        if completion_errors:
-            self._stop_if_asked(reward, completion_errors[0])
-
-        # the first failure of a reward is shown, all are counted
-        first_error = completion_errors[0] if completion_errors else call_failure
-        if first_error is not None and reward.name not in self._warned_names:
-            self._warned_names.add(reward.name)
-            num_completions = len(call.completions)
-            if completion_errors:
-                outcome = f"failed for {len(completion_errors)} of {num_completions} completions, which get 0"
-            else:
-                outcome = f"failed for {num_completions} completions together, but not for each alone"
-            note(f"--rewards {reward.spec} {outcome}: {first_error}; later failures are only counted")
-        return answer
-
     def _send_alone(self, reward: _Reward, call: RewardCall, call_failure: str) -> CallAnswer:
         """Send each completion of a call that has failed alone, within the limits of :meth:`compute`."""
         num_completions = len(call.completions)
-        if num_completions == 1:
-            return CallAnswer(None, [0.0], [call_failure])
-        alone_seconds = self._limits.call_seconds / min(num_completions, _ALONE_PARTS)
-        end = time.monotonic() + _RETRY_LIMITS * self._limits.call_seconds
+        if num_completions == 1 or self._on_error == "stop":
+            return CallAnswer(None, [0.0] * num_completions, [call_failure] * num_completions)
+        alone_seconds = self._limits.call_seconds / min(num_completions, _SINGLE_CALL_DIVISOR)
+        end = time.monotonic() + _RETRY_TIME_FACTOR * self._limits.call_seconds
         values = []
         errors: list[str | None] = []
         for index in range(num_completions):
@@ -220,10 +226,6 @@ class Rewards:
                 errors += answer.errors
         return CallAnswer(None, values, errors)
 
-    def _stop_if_asked(self, reward: _Reward, error: str) -> None:
-        if self._on_error == "stop":
-            raise RunError(f"--rewards {reward.spec} failed: {error}; correct it, or give --on_reward_error zero")
-
 
 def open_rewards(
     specs: Sequence[str],
@@ -238,7 +240,7 @@ def open_rewards(
         specs: The items of ``--rewards``.
         weights: The weights by the name of a reward; 1 for the others.
         settings: Values of columns that are the same for all prompts, by the name of a reward and the column.
-        on_error: Whether a completion whose reward fails gets 0, or the run ends.
+        on_error: Whether a completion whose reward fails gets 0, or the run ends; see :meth:`Rewards.compute`.
         limits: The limits of each process.
 
     Raises:
@@ -308,14 +310,18 @@ def open_rewards(
 
 def name_rewards(specs: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the rewards in ``--rewards``, without opening them."""
-    names = []
-    for spec in specs:
-        match = _FUNCTION_IN_FILE.fullmatch(spec)
-        if match is None:
-            names.append(spec)
-        else:
-            names.append(match["function"] or _DEFAULT_FUNCTION)
-    return tuple(names)
+    return tuple(parse_spec(spec).name for spec in specs)
+
+
+def parse_spec(spec: str) -> RewardSpec:
+    """Return the parts of an item of ``--rewards``, which need not exist."""
+    match = _FUNCTION_IN_FILE.fullmatch(spec)
+    if match is None:
+        return RewardSpec(spec, None)
+    name = match["function"]
+    if name is None:
+        name = _DEFAULT_FUNCTION
+    return RewardSpec(name, match["file"])
 
 
 def describe_rewards(specs: Sequence[str]) -> list[Component]:
@@ -324,14 +330,14 @@ def describe_rewards(specs: Sequence[str]) -> list[Component]:
     A file that cannot be read has no SHA-256; ``open_rewards`` refuses it.
     """
     components = []
-    for spec, name in zip(specs, name_rewards(specs), strict=True):
-        match = _FUNCTION_IN_FILE.fullmatch(spec)
-        if match is None:
+    for spec in specs:
+        parsed = parse_spec(spec)
+        if parsed.file is None:
             continue
         source_sha256 = None
         with suppress(OSError):
-            source_sha256 = hashlib.sha256(Path(match["file"]).expanduser().read_bytes()).hexdigest()
-        components.append(Component("reward", name, match["file"], source=source_sha256))
+            source_sha256 = hashlib.sha256(Path(parsed.file).expanduser().read_bytes()).hexdigest()
+        components.append(Component("reward", parsed.name, parsed.file, source=source_sha256))
     return components
 
 
@@ -339,9 +345,11 @@ def _load_request(
     spec: str, settings: Mapping[str, Mapping[str, Any]], limits: RewardLimits
 ) -> tuple[str, LoadRequest]:
     """Return the name of a reward and the request to load it; InputError if it cannot exist."""
+    parsed = parse_spec(spec)
+    name = parsed.name
+
     # a built-in
-    match = _FUNCTION_IN_FILE.fullmatch(spec)
-    if match is None:
+    if parsed.file is None:
         if spec not in BUILTIN_REWARDS:
             raise InputError(
                 f"--rewards {spec}: no built-in reward{nearest_name(spec, BUILTIN_REWARDS)}; give "
@@ -352,8 +360,7 @@ def _load_request(
         return spec, LoadRequest("", "", spec, dict(settings.get(spec, {})), limits.memory_bytes)
 
     # a function in a file
-    file = Path(match["file"]).expanduser()
-    name = match["function"] if match["function"] is not None else _DEFAULT_FUNCTION
+    file = Path(parsed.file).expanduser()
     if not name.isidentifier() or name in _RESERVED_NAMES:
         raise InputError(f"--rewards {spec}: {name!r} cannot be the name of a reward; give the name of a function")
     if not file.is_file():
@@ -363,6 +370,25 @@ def _load_request(
     except UnicodeDecodeError:
         raise InputError(f"--rewards {spec}: {file} is not UTF-8; save it as UTF-8") from None
     return name, LoadRequest(str(file.resolve()), source, name, dict(settings.get(name, {})), limits.memory_bytes)
+
+
+def _describe_failures(reward: _Reward, answer: CallAnswer, call_failure: str | None) -> str | None:
+    """Return one line on the failures of a reward in a call, see ``RewardTable.first_errors``.
+
+    Args:
+        reward: The reward.
+        answer: Its values, after completions were sent alone.
+        call_failure: Why the call with all completions failed; None if it did not.
+    """
+    num_completions = len(answer.errors)
+    completion_errors = [error for error in answer.errors if error is not None]
+    spec = one_line(reward.spec)
+    if completion_errors:
+        count = f"{len(completion_errors)} of {num_completions} completions"
+        return f"--rewards {spec} failed for {count}: {completion_errors[0]}"
+    if call_failure is not None:
+        return f"--rewards {spec} failed for {num_completions} completions together, not for each alone: {call_failure}"
+    return None
 
 
 def _wait_until_loaded(

@@ -95,6 +95,8 @@ class RolloutManifest:
     """The SHA-256 of each rank's file."""
     num_replaced: int = 0
     """The number of prompts that were replaced, because all their completions had the same reward."""
+    num_reward_errors: int = 0
+    """The number of completions for which a reward failed, those of replaced prompts included."""
 
 
 @dataclass(frozen=True)

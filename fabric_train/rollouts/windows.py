@@ -26,6 +26,7 @@ from fabric_train.inference.generate import continuation
 from fabric_train.rollouts.advantages import compute_advantages, groups_without_variance
 from fabric_train.rollouts.completion_rows import batch_completions, pack_rows
 from fabric_train.rollouts.prompts import Prompt, Prompts
+from fabric_train.rollouts.reward_errors import RewardErrors
 from fabric_train.rollouts.rewards import Rewards
 from fabric_train.rollouts.sampler import Completion, Sampler, SampleRequest
 from fabric_train.rollouts.store import (
@@ -101,6 +102,7 @@ class RolloutWindows:
     plan: RolloutPlan
     sampler: Sampler
     rewards: Rewards
+    reward_errors: RewardErrors
     store: RolloutStore
     tokenizer: Any
     """transformers' tokenizer, which decodes completions for the rewards."""
@@ -205,6 +207,7 @@ class RolloutWindows:
             reward_seconds=reward_seconds,
             sha256=(),
             num_replaced=num_replaced,
+            num_reward_errors=self.reward_errors.take_count(),
         )
         completions = [completion for group in sorted(stored) for completion in stored[group]]
         self.store.write(completions, manifest)
@@ -259,7 +262,10 @@ class RolloutWindows:
     def _reward(
         self, groups: Sequence[int], group_prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[StoredCompletion]:
-        """Return completions with their rewards and advantages; those of a group follow one another."""
+        """Return completions with their rewards and advantages; all ranks call this together.
+
+        The completions of a group follow one another.
+        """
         group_size = self.plan.group_size
         prompts = [prompt for prompt in group_prompts for _ in range(group_size)]
         texts = []
@@ -267,6 +273,7 @@ class RolloutWindows:
             texts.append(continuation(self.tokenizer, list(prompt.token_ids), completion.token_ids.tolist()))
         columns = {name: [prompt.columns[name] for prompt in prompts] for name in self.prompts.column_names}
         table = self.rewards.compute(texts, [prompt.content for prompt in prompts], columns)
+        self.reward_errors.report(self.rewards.names, table)
         totals = table.total.reshape(-1, group_size)
         advantages = compute_advantages(totals, self.plan.advantage)
         lacks_variance = groups_without_variance(totals)

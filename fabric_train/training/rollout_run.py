@@ -16,6 +16,7 @@ from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.rollouts.process_sampler import ProcessSampler
 from fabric_train.rollouts.prompts import Prompts
+from fabric_train.rollouts.reward_errors import RewardErrors
 from fabric_train.rollouts.rewards import RewardLimits, Rewards, open_rewards
 from fabric_train.rollouts.sampler import Sampler, SamplingSettings
 from fabric_train.rollouts.store import RolloutStore
@@ -86,6 +87,7 @@ def build_rollout_windows(
         ),
         sampler=sampler,
         rewards=rewards,
+        reward_errors=RewardErrors(fabric, rollouts.on_reward_error),
         store=RolloutStore(run.folder, fabric, rollouts.keep_rollouts),
         tokenizer=load_hf_tokenizer(prompts.tokenizer_folder),
         heartbeat=heartbeat,

@@ -1,9 +1,13 @@
 """Rewards run in processes of their own, whose failures cost the run no more than the reward."""
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from fabric_train.cli.errors import InputError, RunError
+from fabric_train.cli.errors import InputError
+from fabric_train.rollouts.reward_messages import CallAnswer, MessageChannel
 from fabric_train.rollouts.reward_processes import RewardLimits
-from fabric_train.rollouts.rewards import Rewards, open_rewards
+from fabric_train.rollouts.rewards import Rewards, name_rewards, open_rewards
 
 LIMITS = RewardLimits(call_seconds=0.9)
 PATIENT = RewardLimits(call_seconds=60)
@@ -115,7 +120,9 @@ def test_a_function_keeps_its_variables_between_calls_and_may_print(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_exception_costs_only_its_completion(open_file: Open, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_costs_only_its_completion(
+    tmp_path: Path, open_file: Open, capsys: pytest.CaptureFixture[str]
+) -> None:
     rewards = open_file(
         "def reward(completions):\n"
         "    if '\\x1b[31mred\\ud800' in completions:\n"
@@ -129,11 +136,10 @@ def test_an_exception_costs_only_its_completion(open_file: Open, capsys: pytest.
     assert table.errors[1] == "reward: ZeroDivisionError: division by zero (line 4)"
     assert table.errors[3] == r"reward: ValueError: \x1b[31mred\ud800 red (line 3)"
 
-    # one line, for the first failure of the run
-    rewards.compute(["0"], ["p"], {})
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "failed for 2 of 4 completions, which get 0: ZeroDivisionError: division by zero (line 4)" in lines[0]
+    assert table.first_error == (
+        f"--rewards {tmp_path}/rewards.py failed for 2 of 4 completions: ZeroDivisionError: division by zero (line 4)"
+    )
+    assert capsys.readouterr() == ("", "")  # the ranks print it together
 
 
 @pytest.mark.parametrize(
@@ -164,6 +170,8 @@ def test_what_is_no_finite_number_is_a_failure(open_file: Open, returned: str, v
 def test_numbers_of_numpy_are_numbers(open_file: Open) -> None:
     rewards = open_file("import numpy\ndef reward(completions):\n    return numpy.float32([0.5, 2])\n")
     assert rewards.compute(["a", "b"], ["p"] * 2, {}).total.tolist() == [0.5, 2]
+    rewards = open_file("import numpy\ndef reward(completions):\n    return numpy.array(completions) == 'a'\n")
+    assert rewards.compute(["a", "b"], ["p"] * 2, {}).total.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +197,57 @@ def test_a_completion_that_hangs_costs_only_its_own_reward(open_file: Open, hang
     assert table.errors[1] == ("reward: it took longer than 0.3 s for this completion alone; raise --reward_timeout")
     assert not psutil.pid_exists(first_process)
     assert rewards.compute(["a"], ["p"], {}).total.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("on_error", "error", "count"),
+    [
+        ("zero", None, "3 completions together, not for each alone"),
+        ("stop", "slow_together: it took longer than 0.9 s; raise --reward_timeout", "3 of 3 completions"),
+    ],
+)
+def test_a_slow_reward_costs_the_rewards_after_it_nothing(
+    tmp_path: Path, open_file: Open, on_error: Literal["zero", "stop"], error: str | None, count: str
+) -> None:
+    rewards = open_file(
+        "import time\n"
+        "def slow_together(completions):\n"
+        "    if len(completions) > 1:\n"
+        "        time.sleep(60)\n"
+        "    return [1]\n"
+        "def one_fails(completions):\n"
+        "    return ['?'] + [2] * (len(completions) - 1)\n",
+        "slow_together",
+        "one_fails",
+        limits=LIMITS,
+        on_error=on_error,
+    )
+    table = rewards.compute(["a", "b", "c"], ["p"] * 3, {})
+    assert table.values[1].tolist() == [0, 2, 2]
+    assert table.errors[1] == table.errors[2] == error
+    assert table.first_errors == [
+        f"--rewards {tmp_path}/rewards.py:slow_together failed for {count}: it took longer than 0.9 s; raise "
+        "--reward_timeout",
+        f"--rewards {tmp_path}/rewards.py:one_fails failed for 1 of 3 completions: it returned str, not a number",
+    ]
+    assert table.first_error == table.first_errors[0]
+
+
+def test_an_answer_that_has_arrived_is_read_after_its_deadline() -> None:
+    run_end, process_end = socket.socketpair()
+    receiver = MessageChannel(run_end)
+    sender = MessageChannel(process_end)
+    deadline = time.monotonic()
+    with pytest.raises(TimeoutError):
+        receiver.receive(deadline=deadline)
+    answer = CallAnswer(None, [0.0], ["x" * 3_000_000])  # more than the socket buffers
+    thread = threading.Thread(target=sender.send, args=[answer])
+    thread.start()
+    assert select.select([run_end], [], [], 10)[0]
+    assert json.loads(receiver.receive(deadline=deadline)) == vars(answer)
+    thread.join()
+    receiver.close()
+    sender.close()
 
 
 def test_calls_of_completions_alone_end_after_four_time_limits(open_file: Open) -> None:
@@ -219,6 +278,7 @@ def test_memory_over_the_limit_costs_only_its_completion(open_file: Open) -> Non
         ("os._exit(3)", "its process ended with exit code 3"),
         ("os.kill(os.getpid(), 9)", "its process was killed by SIGKILL, as when memory runs out"),
         ("os.abort()", "its process was killed by SIGABRT, as when memory runs out"),
+        ("os.kill(os.getpid(), 40)", "its process was killed by signal 40, as when memory runs out"),
         ("sys.exit(3)", "SystemExit: 3 (line 5)"),
         ("os.closerange(3, 100); time.sleep(60)", "its process closed the connection to the run"),
         (
@@ -279,17 +339,32 @@ def test_a_process_gets_no_secrets_and_imports_no_torch(open_file: Open, monkeyp
     assert rewards.compute(["a"] * 4, ["p"] * 4, {}).total.tolist() == [0, 0, 1, 0]
 
 
-def test_stop_ends_the_run_at_the_first_failure(tmp_path: Path, open_file: Open) -> None:
-    rewards = open_file("def reward(completions):\n    return [1 / 0]\n", on_error="stop")
-    with pytest.raises(RunError) as raised:
-        rewards.compute(["a", "b"], ["p"] * 2, {})
-    assert str(raised.value) == (
-        f"--rewards {tmp_path}/rewards.py failed: ZeroDivisionError: division by zero (line 2); correct it, or give "
-        "--on_reward_error zero"
+def test_a_process_that_cannot_start_again_is_a_failure(open_file: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = open_file("def reward(completions):\n    return [1] * len(completions)\n")
+    (process_id,) = process_ids(rewards)
+    kill(process_id)
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    table = rewards.compute(["a", "b"], ["p"] * 2, {})
+    assert table.errors == ["reward: its process could not be started again: No such file or directory: /no/python"] * 2
+    monkeypatch.undo()
+    assert rewards.compute(["a"], ["p"], {}).errors == [None]
+
+
+def test_the_name_of_a_reward_is_that_of_its_function() -> None:
+    assert name_rewards(["length", "a.py", "~/b.py:polite", "c.py:"]) == ("length", "reward", "polite", "")
+    assert faults_of("c.py:")[0].startswith("--rewards c.py:: '' cannot be the name of a reward")
+
+
+def test_a_file_name_with_control_characters_makes_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "a\nb\x1b.py"
+    file.write_text("def reward(completions):\n    return None\n")
+    rewards = open_rewards([str(file)], None, None, "stop", PATIENT)
+    table = rewards.compute(["a"], ["p"], {})
+    rewards.close()
+    assert table.first_error == (
+        f"--rewards {tmp_path}/a b\\x1b.py failed for 1 of 1 completions: it returned NoneType, not a list with a "
+        "number for each completion"
     )
-    wrong_value = open_file("def reward(completions):\n    return [float('nan')]\n", on_error="stop")
-    with pytest.raises(RunError, match="it returned nan"):
-        wrong_value.compute(["a"], ["p"], {})
 
 
 def test_closing_ends_the_processes_and_what_they_started(tmp_path: Path, open_file: Open) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fabric_train.arguments import TrainArguments, parse
-from fabric_train.cli.errors import INPUT_ERROR, STOPPED, InputError
+from fabric_train.cli.errors import FAILURE, INPUT_ERROR, STOPPED, InputError
 from fabric_train.preflight.paths import check_paths
 from fabric_train.preflight.prepare import prepare
 from fabric_train.rollouts.store import read_manifest, read_rollouts, step_folder
@@ -25,13 +25,38 @@ TOLERANCE = 1e-5
 """Relative, in fp32: sums of a few hundred terms in another order."""
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 VOWELS = """
+import os
+
 def vowels(completions, **columns):
     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
 
 def vowels_of_odd_prompts(completions, answer, **columns):
     odd = [int(number) % 2 for number in answer]
     return [value if is_odd else 0 for value, is_odd in zip(vowels(completions), odd)]
+
+def vowels_but_one(completions, **columns):
+    values = vowels(completions)
+    if os.environ["RANK"] == "1":
+        values[0] = None
+    return values
 """
+RECORD_RAISED = """
+from pathlib import Path
+from fabric_train.cli.errors import RunError
+from fabric_train.rollouts.reward_errors import RewardErrors
+
+report = RewardErrors.report
+
+def record_raised(*arguments):
+    try:
+        report(*arguments)
+    except RunError:
+        Path(f"raised-{rank}").touch()
+        raise
+
+RewardErrors.report = record_raised
+"""
+"""Source that makes each rank create a file when it raises the error of a reward."""
 SETTINGS = {
     "objective": "rl",
     "model_name": "model",
@@ -226,6 +251,30 @@ def test_a_signal_while_sampling_saves_the_step_before(reinforcing: Reinforcing,
     assert saved_steps(reinforcing.folder / run) == [2, 3]
     reinforcing.train(run, num_ranks, resume="true", **options)
     assert reinforcing.tokens(run, 4) == reinforcing.tokens("whole", 4)
+
+
+def test_a_failure_on_one_rank_is_printed_and_counted(reinforcing: Reinforcing) -> None:
+    options: dict[str, Any] = {"rewards": ["judge.py:vowels", "judge.py:vowels_but_one"], "max_step": 2}
+    failing = reinforcing.train("failing-rank", 2, devices=2, parallelism="ddp", **options)
+    notes = [line for line in failing.lines() if "failed for" in line]
+    assert notes == [
+        "note: --rewards judge.py:vowels_but_one failed for 1 of 8 completions: it returned NoneType, not a number; a "
+        "reward that fails counts as 0, and later failures are only counted"
+    ]
+    for step in (1, 2):
+        assert read_manifest(step_folder(reinforcing.folder / "failing-rank", step)).num_reward_errors == 1
+
+
+def test_a_failure_on_one_rank_stops_all_ranks_with_one_message(reinforcing: Reinforcing) -> None:
+    options: dict[str, Any] = {"rewards": "judge.py:vowels_but_one", "on_reward_error": "stop"}
+    stopped = reinforcing.start("failed-rank", 2, RECORD_RAISED, devices=2, parallelism="ddp", **options)
+    assert stopped.wait() == [FAILURE] * 2
+    assert {path.name for path in reinforcing.folder.glob("raised-*")} == {"raised-0", "raised-1"}
+    errors = [line for rank in range(2) for line in stopped.stderr(rank).splitlines() if "error" in line]
+    assert errors == [
+        "error: --rewards judge.py:vowels_but_one failed for 1 of 8 completions: it returned NoneType, not a number; "
+        "correct the reward, or give --on_reward_error zero"
+    ]
 
 
 def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
