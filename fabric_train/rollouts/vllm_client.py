@@ -82,7 +82,7 @@ class VllmClient:
             headers["X-data-parallel-rank"] = str(replica)
         answer = self.post(path, {"token_ids": list(prompt_ids), "sampling_params": parameters}, headers)
         try:
-            return _read_generated(answer, prompt_ids)
+            return _read_generated(answer, prompt_ids, has_prompt="prompt_logprobs" in parameters)
         except (LookupError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise RunError(f"vLLM answered {path} in an unknown form ({reason}); install another version") from error
@@ -112,15 +112,20 @@ class VllmClient:
             raise RunError(f"vLLM answered {path} with what is no JSON: {_message_of(answer)}") from error
 
 
-def _read_generated(answer: Any, prompt_ids: Sequence[int]) -> GeneratedTokens:
-    """Return the completion in the JSON of an answer; a LookupError, TypeError or ValueError if it has another form."""
+def _read_generated(answer: Any, prompt_ids: Sequence[int], *, has_prompt: bool) -> GeneratedTokens:
+    """Return the completion in the JSON of an answer; a LookupError, TypeError or ValueError if it has another form.
+
+    With ``has_prompt``, the answer must have the log-probabilities of the prompt as well.
+    """
     (choice,) = answer["choices"]
     token_ids = [int(token_id) for token_id in choice["token_ids"]]
     log_probabilities = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+    if not token_ids:
+        raise ValueError("it has no tokens")
     if len(token_ids) != len(log_probabilities):
         raise ValueError(f"{len(token_ids)} tokens have {len(log_probabilities)} log-probabilities")
     prompt_log_probabilities = []
-    if answer.get("prompt_logprobs") is not None:
+    if has_prompt:
         for token_id, candidates in zip(prompt_ids[1:], answer["prompt_logprobs"][1:], strict=True):
             prompt_log_probabilities.append(float(candidates[str(token_id)]["logprob"]))
     return GeneratedTokens(

@@ -167,6 +167,7 @@ def test_a_rank_whose_requests_fail_counts_the_batches_of_the_others(
     [
         (b"<html>", "with what is no JSON: <html>"),
         (b"[]", "in an unknown form (TypeError"),
+        (json.dumps(completion([], [])).encode(), "it has no tokens"),
         (json.dumps(completion([2, 3], [-1.0])).encode(), "2 tokens have 1 log-probabilities"),
     ],
 )
@@ -177,6 +178,14 @@ def test_malformed_answers_are_errors_of_the_run(
     fault = open_sampler()._request(requests(1), {})
     assert fault is not None
     assert message in fault
+
+
+def test_a_probe_needs_the_log_probabilities_of_its_text(
+    server: _Server, open_sampler: Callable[..., VllmSampler]
+) -> None:
+    sampler = open_sampler()
+    with pytest.raises(RunError, match=r"in an unknown form \(KeyError: 'prompt_logprobs'\)"):
+        sampler._ask_probe(VllmClient(Path(str(server.server_address))), 0)
 
 
 def test_each_replica_must_have_the_weights(
