@@ -211,9 +211,8 @@ def _faults_of_distillation(arguments: "TrainArguments", data: "TrainingData", a
         faults.append(
             "--distill_on all does not work with --streaming_dataset; tokenize the texts and give --train_data_dir"
         )
-    for name in ("tensor_parallel_size", "context_parallel_size"):
-        if getattr(arguments.fsdp, name) > 1:
-            faults.append(f"{option} does not work with --{name}; leave out --{name}")
+    if arguments.fsdp.context_parallel_size > 1:
+        faults.append(f"{option} does not work with --context_parallel_size; leave out --context_parallel_size")
     return faults
 
 

@@ -421,8 +421,7 @@ class RunRequest:
         activations = trace_activations(shape, self.arguments, micro_batch)
 
         # tensor parallelism splits every parameter before it is sharded
-        tensor_parallel_size = plan.world_size // layout.num_gradients
-        collectives = collectives_of_step(units.part(tensor_parallel_size), layout)
+        collectives = collectives_of_step(units.part(layout.tensor_parallel_size), layout)
         if micro_batch.context_size > 1:
             collectives += collectives_of_slices(shape, self.arguments, layout, micro_batch)
 

@@ -120,7 +120,12 @@ class Layout:
     @property
     def num_parts(self) -> int:
         """The number of ranks among which a parameter is divided, by tensor parallelism and by sharding."""
-        return self.num_shards * self.world_size // self.num_gradients
+        return self.num_shards * self.tensor_parallel_size
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of ranks among which tensor parallelism divides a parameter before it is sharded."""
+        return self.world_size // self.num_gradients
 
     @property
     def is_sharded(self) -> bool:

@@ -52,13 +52,15 @@ def forecast_teacher(shape: ModelShape, arguments: "TrainArguments", layout: Lay
     itemsize = compute_dtype(arguments.model.precision).itemsize
     head_bytes = itemsize * shape.vocab_size * shape.config.get_text_config().hidden_size
     num_bytes = _weigh(shape, arguments).total
-    shard_bytes = num_bytes // layout.num_shards
+    shard_bytes = num_bytes // layout.num_parts
     flops_per_row = shape.flops.count_forward([plan.tokens_per_row])
     return TeacherForecast(
         device_bytes=head_bytes + (0 if layout.offloads else shard_bytes),
         host_bytes=shard_bytes if layout.offloads else 0,
         flops_of_step=flops_per_row * plan.most_rows_per_step / plan.world_size,
-        collectives=tuple(gather_of_frozen("all-gather of the teacher's weights", num_bytes, layout)),
+        collectives=tuple(
+            gather_of_frozen("all-gather of the teacher's weights", num_bytes // layout.tensor_parallel_size, layout)
+        ),
     )
 
 
@@ -78,7 +80,8 @@ def forecast_pass(
     gathered_layers = 0
     gathered_embedding = 0
     if layout.is_sharded:
-        gathered_layers = min(_GATHERED_LAYERS[layout.name], 2 * weights.num_layers) * weights.layer
+        layer_bytes = weights.layer // layout.tensor_parallel_size
+        gathered_layers = min(_GATHERED_LAYERS[layout.name], 2 * weights.num_layers) * layer_bytes
         gathered_embedding = _GATHERED_EMBEDDINGS[layout.name] * weights.embedding
     # the embedding is gathered before there are activations of layers
     num_tokens = batch.num_rows * batch.length

@@ -523,12 +523,6 @@ CASES: dict[str, Case] = {
         f"{DISTILL} model -accelerator --precision 16-mixed --plan true --device_memory 80GB --devices 1",
         "--objective distill does not work with --precision 16-mixed; give bf16-mixed or bf16-true",
     ),
-    "distillation with split matrices": Case(
-        "train",
-        f"{DISTILL} model --parallelism fsdp2 --devices 2 --tensor_parallel_size 2",
-        "--objective distill does not work with --tensor_parallel_size; leave out --tensor_parallel_size",
-        num_ranks=2,
-    ),
     "distillation with split rows": Case(
         "train",
         f"{DISTILL} model --parallelism fsdp2 --devices 2 --context_parallel_size 2",

@@ -87,8 +87,10 @@ CASES = [
     Case("ddp", "ddp", 2, 1, teacher="tied_teacher", loss={"temperature": 0.5}),
     Case("fsdp", "fsdp", 3, 1, student="tied_student", loss={"divergence": "jsd", "jsd_beta": 0.3}),
     Case("fsdp2", "fsdp2", 2, 3, loss={"sft_weight": 0.5}, options={"activation_checkpointing": "full"}),
+    Case("tensor parallel", "fsdp2", 2, 3, loss={"temperature": 2.0}, options={"tensor_parallel_size": 2}),
     Case("fsdp2 adapters", "fsdp2", 3, 2, student="student_adapter", teacher="teacher_adapter"),
     # further points, in tests/matrix.txt
+    Case("tensor parallel on 4", "fsdp2", 4, 1, teacher="tied_teacher", options={"tensor_parallel_size": 2}),
     Case("fsdp on 2", "fsdp", 2, 3, teacher="tied_teacher", options={"activation_checkpointing": "full"}),
     Case("fsdp2 on 3", "fsdp2", 3, 1, student="tied_student", teacher="tied_teacher", loss={"divergence": "jsd"}),
     Case("fsdp adapters", "fsdp", 2, 1, student="student_adapter", teacher="teacher_adapter"),
