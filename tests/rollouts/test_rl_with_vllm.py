@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -42,7 +43,7 @@ def test_the_server_samples_what_the_trainer_computes(tmp_path: Path, forked_run
     )
     random_llama(config).save_pretrained(tmp_path / "model")
     reinforcing = Reinforcing(tmp_path, forked_runs)
-    options = {
+    options: dict[str, Any] = {
         "sampler": "vllm",
         "vllm_python": os.path.relpath(PYTHON, tmp_path),
         "sampler_batch_size": None,

@@ -69,9 +69,10 @@ def test_the_tolerance_follows_the_dtype_and_the_depth() -> None:
 
 def test_a_model_stays_in_training_if_its_answer_fails(tiny_model_dir: Path) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
-    model = fabric.setup_module(AutoModelForCausalLM.from_pretrained(tiny_model_dir))
+    unwrapped = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model = fabric.setup_module(unwrapped)
     model.train()
-    missing_id = model.module.config.vocab_size
+    missing_id: int = unwrapped.config.vocab_size
     with pytest.raises(IndexError):
         compute_answer(fabric, model, [5, missing_id], [6], 1.0)
     assert model.training

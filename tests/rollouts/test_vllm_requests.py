@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = self.server.answer(self.headers, content)
+        body = self.server.answer(dict(self.headers), content)
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -121,7 +121,7 @@ def test_a_stop_waits_for_no_request_of_a_later_batch(
     monkeypatch.setattr(vllm_sampler, "_REQUESTS_PER_REPLICA", 2)
     stopped = threading.Event()
     received = []
-    batches = []
+    batches: list[None] = []
 
     def answer(headers: Mapping[str, str], content: dict[str, Any]) -> bytes:
         received.append(content)

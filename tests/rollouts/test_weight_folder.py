@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_completed_is_an_error_of_the_run(
 ) -> None:
     """Another process puts a file in its place."""
 
-    def take_place(folder: Path, **arguments: int) -> str | None:
+    def take_place(folder: Path, **arguments: Any) -> str | None:
         fault = original(folder, **arguments)
         (folder.parent / "step-00000000").touch()
         return fault
