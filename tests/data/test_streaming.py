@@ -379,7 +379,7 @@ def test_training_rows_have_one_kind_of_source() -> None:
     def parsed(*line: str) -> TrainArguments:
         return parse(TrainArguments, [*line, "--output_dir", "run"])
 
-    assert refusal(parsed) == "--train_data_dir or --streaming_dataset is required"
+    assert refusal(parsed) == "--train_data_dir, --streaming_dataset or --prompts is required"
     shuffled = refusal(lambda: parsed("--train_data_dir", "a", "--shuffle_buffer", "9"))
     assert shuffled.startswith("--shuffle_buffer only applies to --streaming_dataset; ")
     assert parsed("--streaming_dataset", "a.jsonl").data.streaming_dataset == ["a.jsonl"]

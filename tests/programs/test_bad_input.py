@@ -141,7 +141,7 @@ CASES: dict[str, Case] = {
     "required arguments left out": Case(
         "train",
         "-train_data_dir",
-        "--train_data_dir or --streaming_dataset is required",
+        "--train_data_dir, --streaming_dataset or --prompts is required",
     ),
     # ------------------------------------------------------------------------------------------------- the YAML file
     "no config": Case(

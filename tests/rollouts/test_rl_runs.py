@@ -40,23 +40,6 @@ def vowels_but_one(completions, **columns):
         values[0] = None
     return values
 """
-RECORD_RAISED = """
-from pathlib import Path
-from fabric_train.cli.errors import RunError
-from fabric_train.rollouts.reward_errors import RewardErrors
-
-report = RewardErrors.report
-
-def record_raised(*arguments):
-    try:
-        report(*arguments)
-    except RunError:
-        Path(f"raised-{rank}").touch()
-        raise
-
-RewardErrors.report = record_raised
-"""
-"""Source that makes each rank create a file when it raises the error of a reward."""
 SETTINGS = {
     "objective": "rl",
     "model_name": "model",
@@ -267,9 +250,8 @@ def test_a_failure_on_one_rank_is_printed_and_counted(reinforcing: Reinforcing) 
 
 def test_a_failure_on_one_rank_stops_all_ranks_with_one_message(reinforcing: Reinforcing) -> None:
     options: dict[str, Any] = {"rewards": "judge.py:vowels_but_one", "on_reward_error": "stop"}
-    stopped = reinforcing.start("failed-rank", 2, RECORD_RAISED, devices=2, parallelism="ddp", **options)
+    stopped = reinforcing.start("failed-rank", 2, devices=2, parallelism="ddp", **options)
     assert stopped.wait() == [FAILURE] * 2
-    assert {path.name for path in reinforcing.folder.glob("raised-*")} == {"raised-0", "raised-1"}
     errors = [line for rank in range(2) for line in stopped.stderr(rank).splitlines() if "error" in line]
     assert errors == [
         "error: --rewards judge.py:vowels_but_one failed for 1 of 8 completions: it returned NoneType, not a number; "

@@ -316,7 +316,7 @@ def test_replay_imports_only_modules_that_its_command_names(
         ({"extensions": "absent"}, "--extensions absent: no module absent"),
         ({"extensions": "broken"}, "--extensions broken: importing it failed: ZeroDivisionError"),
         ({"extensions": "../parts"}, "--extensions ../parts: expected the name of a module"),
-        ({"objective": "weighted"}, "--objective: expected one of sft, distill, dpo"),
+        ({"objective": "weighted"}, "--objective: expected one of sft, distill, rl, dpo"),
         ({"optimizer": "sgd", "extensions": "parts"}, "--optimizer: expected one of adamw"),
         (PARTS | {"objective_settings": "{wait: 3}"}, "weighted has no setting wait; it has weight"),
         (PARTS | {"objective_settings": "{weight: high}"}, "weight has the wrong type: the default is 2.0, got 'high'"),

@@ -14,15 +14,19 @@ OBJECTIVE = """
 import torch
 from dataclasses import replace
 from fabric_train.cli.tables import OBJECTIVES
+from fabric_train.data.batch import count_supervised
 from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.training.policy_gradient import PolicyGradient
 
 class OnRows(PolicyGradient):
     # the supervised tokens of a token dataset, as if a model had sampled them
+    def count(self, batch):
+        return count_supervised(batch.labels)
+
     def loss(self, model, batch, scale=None):
         zeros = torch.zeros(len(batch.targets.ids))
         ones = zeros + 1
-        rollout = RolloutValues(zeros - 5.7, ones, ones, zeros, zeros, ones[None])
+        rollout = RolloutValues(zeros - 5.7, ones, ones, zeros, zeros, zeros, ones[None])
         return super().loss(model, replace(batch, rollout=rollout), scale)
 
 OBJECTIVES["rl-on-rows"] = lambda arguments: OnRows((), temperature=1.0, max_new_tokens=1, kl_weight=0.1)

@@ -179,7 +179,9 @@ def test_the_first_step_is_part_of_the_start_and_phases_add_up() -> None:
     assert spent[StepPhase.LOADING] >= 5
     assert spent[StepPhase.SAVING] == 3
     assert sum(spent.values()) == pytest.approx(elapsed, abs=0.1)
-    assert seconds_by_part(spent).keys() == {"starting", "training", "data", "evaluation", "saving", "ending"}
+    assert seconds_by_part(spent).keys() == {
+        *("starting", "training", "rollouts", "data", "evaluation", "saving", "ending")
+    }
 
 
 def attempts_of(lines: list[TimesLine]) -> list[list[TimesLine]]:
