@@ -66,7 +66,7 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
         )
     if arguments.model.family:
         yield f"{_OPTION} does not work with a new model, whose completions are noise; give --model_name"
-    if arguments.data.text_column != type(arguments.data)(prompts=[""]).text_column:
+    if arguments.data.text_column != type(arguments.data).text_column:
         yield f"--text_column does not apply to {_OPTION}, whose column is called prompt; leave it out"
     for name in ("eval_only", "self_check"):
         if getattr(arguments.evaluation, name):
@@ -76,7 +76,7 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
 def _find_faults_of_rows(arguments: "TrainArguments") -> Iterator[str]:
     """Yield faults in the number of rows of a step: of completions, and of a token dataset beside them."""
     training = arguments.training
-    if training.gradient_accumulation_steps != type(training)().gradient_accumulation_steps:
+    if training.gradient_accumulation_steps != type(training).gradient_accumulation_steps:
         yield f"--gradient_accumulation_steps does not apply to {_OPTION}; give --prompts_per_step and --group_size"
     sft_weight = arguments.preference.sft_weight
     if arguments.preference.objective == "distill" and sft_weight:

@@ -22,6 +22,7 @@ from fabric_train.model.rope import how_to_extend
 from fabric_train.optim.learning_rate import num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset, resize_advice
 from fabric_train.rollouts.prompts import Prompts
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 from fabric_train.training.metrics import are_columns
 from fabric_train.training.prepared_run import StartingPoint, TrainingData
 from fabric_train.training.step_plan import RunPhase, StepPlan
@@ -148,7 +149,7 @@ def _check_data(arguments: "TrainArguments", model: ModelShape, data: TrainingDa
         faults += _faults_of_stream(data, model, arguments.training.max_step)
     elif isinstance(data, Prompts):
         token_data = data.dataset
-        faults += _faults_of_prompts(data, model)
+        faults += _faults_of_rows(model, data.train.row_length, data.tokenizer)
     else:
         token_data = data
         # with --eval_only, the data are never a stream
@@ -230,28 +231,19 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
     faults = []
     if max_step is None:
         faults.append("--streaming_dataset has no known length; give --max_step")
-    if model.max_positions is not None and stream.max_length > model.max_positions:
-        advice = f"give a smaller --max_length{how_to_extend(model, stream.max_length)}"
-        faults.append(f"--max_length {stream.max_length}: {model.source} has {model.max_positions} positions; {advice}")
-    if stream.tokenizer.vocab_size > model.vocab_size:
-        faults.append(
-            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, but "
-            f"{model.source} has {model.vocab_size} tokens; {resize_advice(model, stream.tokenizer.vocab_size)}"
-        )
-    return faults
+    return faults + _faults_of_rows(model, stream.max_length, stream.tokenizer)
 
 
-def _faults_of_prompts(prompts: Prompts, model: ModelShape) -> list[str]:
-    """Return why a model cannot complete prompts."""
+def _faults_of_rows(model: ModelShape, row_length: int, tokenizer: CorpusTokenizer) -> list[str]:
+    """Return why a model cannot read rows of --max_length tokens that a run encodes itself."""
     faults = []
-    row_length = prompts.train.row_length
     if model.max_positions is not None and row_length > model.max_positions:
         advice = f"give a smaller --max_length{how_to_extend(model, row_length)}"
         faults.append(f"--max_length {row_length}: {model.source} has {model.max_positions} positions; {advice}")
-    if prompts.tokenizer.vocab_size > model.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         faults.append(
-            f"{prompts.tokenizer.name}: its tokenizer has ids up to {prompts.tokenizer.vocab_size - 1}, but "
-            f"{model.source} has {model.vocab_size} tokens; {resize_advice(model, prompts.tokenizer.vocab_size)}"
+            f"{tokenizer.name}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, but {model.source} has "
+            f"{model.vocab_size} tokens; {resize_advice(model, tokenizer.vocab_size)}"
         )
     return faults
 

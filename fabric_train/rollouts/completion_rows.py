@@ -5,6 +5,7 @@ Shapes: N targets in a batch, which are the tokens of its completions, and R rew
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def batch_completions(rows: Sequence[Sequence[StoredCompletion]], num_rewards: i
         row_labels.append(np.concatenate(labels).astype(np.int64))
         row_starts.append(np.cumsum([0, *lengths[:-1]]))
     batch = pad_rows(row_ids, row_labels, row_starts)
-    completions = [completion for row in rows for completion in row]
+    completions = list(chain.from_iterable(rows))
     return replace(batch, pieces=_describe_pieces(completions), rollout=_values_of_targets(completions, num_rewards))
 
 

@@ -8,7 +8,7 @@ This is for small models, CPUs and tests: an engine made for inference samples m
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from fabric_train.distributed.ranks import gather_over_ranks
-from fabric_train.distributed.sharded_parameters import original_name
+from fabric_train.distributed.sharded_parameters import named_parameters, original_name
 from fabric_train.inference.generate import GumbelNoise
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.evaluation_mode import evaluation_mode
@@ -183,20 +183,10 @@ def copy_weights(model: Any, target: Any) -> None:
     """
     targets = dict(target.named_parameters(remove_duplicate=False))
     targets.update(target.named_buffers(remove_duplicate=False))
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        gathered = FullyShardedDataParallel.summon_full_params(model, writeback=False)
-    else:
-        gathered = _resharded(model)
+    is_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    # fsdp2 gathers one parameter at a time, below
+    gathered = FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_fsdp1 else nullcontext()
     with gathered:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for name, tensor in (*named_parameters(model), *model.named_buffers()):
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             targets[original_name(name)].copy_(full)
-
-
-@contextmanager
-def _resharded(model: Any) -> Iterator[None]:
-    """Let the parameters of a model under fsdp2 be its shards, also after a forward pass without a backward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    yield

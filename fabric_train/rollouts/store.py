@@ -6,6 +6,7 @@ folder its name. A folder with this name is complete.
 
 import dataclasses
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -261,8 +262,6 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def _to_json(manifest: RolloutManifest) -> str:
-    import json
-
     return json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
 
 

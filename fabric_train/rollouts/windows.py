@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -209,7 +210,7 @@ class RolloutWindows:
             num_replaced=num_replaced,
             num_reward_errors=self.reward_errors.take_count(),
         )
-        completions = [completion for group in sorted(stored) for completion in stored[group]]
+        completions = list(chain.from_iterable(stored[group] for group in sorted(stored)))
         self.store.write(completions, manifest)
 
     def _sample_and_reward(
