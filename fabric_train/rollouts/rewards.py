@@ -68,11 +68,6 @@ class RewardTable:
         """The number of completions of which a reward failed."""
         return sum(error is not None for error in self.errors)
 
-    @property
-    def first_error(self) -> str | None:
-        """The first of ``first_errors``; None if no reward failed."""
-        return next((error for error in self.first_errors if error is not None), None)
-
 
 @dataclass(frozen=True)
 class _Reward:

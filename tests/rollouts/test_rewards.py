@@ -136,7 +136,7 @@ def test_an_exception_costs_only_its_completion(
     assert table.errors[1] == "reward: ZeroDivisionError: division by zero (line 4)"
     assert table.errors[3] == r"reward: ValueError: \x1b[31mred\ud800 red (line 3)"
 
-    assert table.first_error == (
+    assert next(filter(None, table.first_errors)) == (
         f"--rewards {tmp_path}/rewards.py failed for 2 of 4 completions: ZeroDivisionError: division by zero (line 4)"
     )
     assert capsys.readouterr() == ("", "")  # the ranks print it together
@@ -230,7 +230,6 @@ def test_a_slow_reward_costs_the_rewards_after_it_nothing(
         "--reward_timeout",
         f"--rewards {tmp_path}/rewards.py:one_fails failed for 1 of 3 completions: it returned str, not a number",
     ]
-    assert table.first_error == table.first_errors[0]
 
 
 def test_an_answer_that_has_arrived_is_read_after_its_deadline() -> None:
@@ -362,7 +361,7 @@ def test_a_file_name_with_control_characters_makes_one_line(tmp_path: Path) -> N
     rewards = open_rewards([str(file)], None, None, "stop", PATIENT)
     table = rewards.compute(["a"], ["p"], {})
     rewards.close()
-    assert table.first_error == (
+    assert next(filter(None, table.first_errors)) == (
         f"--rewards {tmp_path}/a b\\x1b.py failed for 1 of 1 completions: it returned NoneType, not a list with a "
         "number for each completion"
     )
