@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M on CPU on the same rows: all weights, LoRA and QLoRA here, and LoRA with TRL and peft."""
+"""Train adapters of SmolLM2-135M on CPU on the rows of a full training, LoRA also compiled and with TRL and peft."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ FULL = "all weights"
 LORA = "LoRA"
 QLORA = "QLoRA"
 PEER = "LoRA, TRL with peft"
+_COMPILED = ", compiled"
 _LARGEST_DIFFERENCE = 1e-3  # between the losses of LoRA here and in TRL, in fp32
 
 
@@ -51,7 +52,7 @@ class AdapterSummary:
 
 
 def measure(work: Path) -> Report:
-    """Measure the systems in turn; both kinds of LoRA begin with the same adapter.
+    """Measure the systems in turn; those with an adapter begin with the same one.
 
     Args:
         work: folder for the files, relative to the project's root.
@@ -66,23 +67,26 @@ def measure(work: Path) -> Report:
     first = our_command(model, tokens, start, RunLength(1, 1))
     run(replace(first, words=(*first.words, "--lora_rank", str(RANK))))
     adapter = start / "checkpoints" / "step-00000001"
-    options = {
+    from_start = ("--init_adapter", str(adapter))
+    options: dict[str, tuple[str, ...]] = {
         FULL: (),
-        LORA: ("--init_adapter", str(adapter)),
-        QLORA: ("--init_adapter", str(adapter), "--base_weights", "nf4"),
+        LORA: from_start,
+        LORA + _COMPILED: (*from_start, "--compile", "true"),
+        QLORA: (*from_start, "--base_weights", "nf4"),
     }
     commands = {}
     systems = {}
     for name, words in options.items():
-        target = work / name.replace(" ", "-")
+        target = _run_folder(work, name)
         plain = our_command(model, tokens, target, LENGTH)
         commands[name] = replace(plain, words=(*plain.words, *words))
         systems[name] = partial(run_ours, commands[name], target)
-    peer = peer_command("trl", model, tokens, LENGTH)
-    commands[PEER] = replace(peer, words=(*peer.words, "--adapter", str(adapter)))
-    systems[PEER] = partial(run_peer, commands[PEER])
+    for name, compiled in ((PEER, False), (PEER + _COMPILED, True)):
+        peer = peer_command("trl", model, tokens, LENGTH, compiled=compiled)
+        commands[name] = replace(peer, words=(*peer.words, "--adapter", str(adapter)))
+        systems[name] = partial(run_peer, commands[name])
     runs: dict[str, list[TrainingRun]] = interleave(systems, dict.fromkeys(systems, REPETITIONS), "adapters", {})
-    sizes = {name: _checkpoint_bytes(ROOT / work / name.replace(" ", "-")) for name in options}
+    sizes = {name: _checkpoint_bytes(ROOT / _run_folder(work, name)) for name in options}
     pairs = zip(runs[LORA][0].losses, runs[PEER][0].losses, strict=True)
     summary = AdapterSummary(
         {
@@ -101,6 +105,10 @@ def measure(work: Path) -> Report:
     settings = {"model": "SmolLM2-135M", "precision": "fp32", "max_length": MAX_LENGTH, "rank": RANK}
     settings |= {"steps": LENGTH.steps, "accumulation": LENGTH.accumulation, "threads": THREADS}
     return Report("adapters", settings, commands, runs, summary)
+
+
+def _run_folder(work: Path, name: str) -> Path:
+    return work / name.replace(",", "").replace(" ", "-")
 
 
 def _checkpoint_bytes(run_folder: Path) -> int:
