@@ -28,7 +28,7 @@ from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenize
 PROMPT = "prompt"
 """The column with the prompt: a text, or the messages of a chat."""
 _OPTION = "--prompts"
-_PART_BYTES = 1 << 30
+_RANGE_BYTES = 1 << 30  # of a file, or of a dataset's rows, that is read at once
 _MOST_FAULTS = 20  # that are listed
 
 
@@ -99,6 +99,7 @@ class Prompts:
     rows_per_epoch: tuple[int, ...] | None
     """How many prompts of each source an epoch takes; None if it takes every prompt once, in an order of all."""
     parts = ()
+    """The token datasets whose rows a run trains on; completions are in none."""
     validation = None
     manifest = None
     isolates = True
@@ -164,7 +165,7 @@ def open_prompts(
     """Read and encode all prompts.
 
     Args:
-        entries: The values of ``--prompts``: files, folders or datasets, also as NAME=PLACE.
+        entries: The values of ``--prompts``: files, folders or datasets, also as NAME=LOCATION.
         tokenizer_name: A folder or a hub name.
         lengths: The room for a prompt. Longer ones are left out, which a note says.
         tokenizer_folder: Where the run will store the tokenizer.
@@ -194,13 +195,13 @@ def open_prompts(
     num_rows_of_source: Counter[str] = Counter()
     faults: list[str] = []
     for (name, _), rows in zip(names_and_locations, rows_of_sources, strict=True):
-        for place, number, row in rows:
+        for location, row_number, row in rows:
             num_rows_of_source[name] += 1
             try:
                 content = _read_content(row)
-                token_ids = tuple(encoder.encode(PromptText(content, place, number, is_from_file=True)))
+                token_ids = tuple(encoder.encode(PromptText(content, location, row_number, is_from_file=True)))
             except BadRowError as error:
-                faults.append(f"{place}: {error}")
+                faults.append(f"{location}: {error}")
                 continue
             except InputError as error:
                 faults += error.faults
@@ -286,37 +287,37 @@ def _rows_per_epoch(shares: Shares, sources: Sequence[PromptSource]) -> tuple[in
     faults += [f"{shares.option} has no number for {name}" for name in names if name not in share_by_name]
     if faults:
         raise InputError(*faults)
-    taken = rows_of_shares([source.num_rows for source in sources], [share_by_name[name] for name in names])
-    for source, num_taken in zip(sources, taken, strict=True):
-        if share_by_name[source.name] and not num_taken:
+    rows_per_epoch = rows_of_shares([source.num_rows for source in sources], [share_by_name[name] for name in names])
+    for source, num_rows in zip(sources, rows_per_epoch, strict=True):
+        if share_by_name[source.name] and not num_rows:
             faults.append(
                 f"{shares.option} reads none of the {source.num_rows:,} prompts of {source.name} in an epoch; give it "
                 "a larger share, or leave it out"
             )
     if faults:
         raise InputError(*faults)
-    return tuple(taken)
+    return tuple(rows_per_epoch)
 
 
 def _read_rows(source: Source) -> Iterator[tuple[str, int, Row]]:
-    """Yield each row of a source with its place, for messages, and its number, which counts from 1.
+    """Yield each row of a source with its file and line, for messages, and its number, which counts from 1.
 
     Raises:
         InputError: A row is damaged.
     """
-    number = 0
-    for part in source.parts(_PART_BYTES):
-        reader = source.reader(part, (PROMPT, *_other_columns(source, part)))
-        for number_in_part, row in reader:
-            number += 1
+    row_number = 0
+    for file_range in source.parts(_RANGE_BYTES):
+        reader = source.reader(file_range, (PROMPT, *_other_columns(source, file_range)))
+        for number_in_range, row in reader:
+            row_number += 1
             if isinstance(row, BadRowError):
                 raise InputError(str(row))
-            yield reader.place(number_in_part), number, row
+            yield reader.place(number_in_range), row_number, row
 
 
-def _other_columns(source: Source, part: Any) -> list[str]:
+def _other_columns(source: Source, file_range: Any) -> list[str]:
     """Return the columns of a table beside the prompts; none of JSON, whose rows have all their keys anyway."""
-    reader = source.reader(part, (PROMPT,))
+    reader = source.reader(file_range, (PROMPT,))
     next(iter(reader), None)  # opens the table
     return sorted(reader.unread_columns)
 
