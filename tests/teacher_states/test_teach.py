@@ -3,7 +3,6 @@
 import csv
 import resource
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from fabric_train.teacher_states.stored import open_states
 from fabric_train.teacher_states.teach import teach
 from fabric_train.teacher_states.teacher import LoadedTeacher, describe_teacher, top_states
 from tests.support.bad_input_folder import edit_json
-from tests.support.forked_runs import ForkedRuns, start_forked_runs
+from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_distillation import write_adapter
 from tests.support.programs import option_words
 from tests.support.short_runs import argv, at_point, metrics
@@ -86,13 +85,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = write_jsonl(folder / f"{name}.jsonl", texts)
         tokenize(folder / name, folder / "student", source, max_length=ROW_LENGTH, validation_split=0.2)
     return folder
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRuns]:
-    runs = start_forked_runs(tmp_path_factory.mktemp("runs"), draws=False)
-    yield runs
-    runs.close()
 
 
 def arguments_of(folder: Path, name: str, **options: object) -> TeachArguments:
@@ -184,14 +176,16 @@ def test_the_rest_is_the_sum_of_all_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["peft", "peft with a head", "checkpoint"])
-def test_an_adapter_teaches_what_peft_computes(folder: Path, runs: ForkedRuns, tmp_path: Path, kind: str) -> None:
+def test_an_adapter_teaches_what_peft_computes(
+    folder: Path, forked_runs: ForkedRuns, tmp_path: Path, kind: str
+) -> None:
     """The live teacher is compared with peft in ``tests/training/test_distillation.py``."""
     settings = {"modules_to_save": ["lm_head"]} if kind == "peft with a head" else {}
     adapter = write_adapter(tmp_path / "adapter", folder / "teacher", **settings)
     teacher = adapter
     if kind == "checkpoint":
         options = {"init_adapter": adapter, "adapter": "lora", "max_step": 1}
-        runs.start(argv(folder / "teacher", folder / "tokens", tmp_path / "run", **options), 1).finish()
+        forked_runs.start(argv(folder / "teacher", folder / "tokens", tmp_path / "run", **options), 1).finish()
         teacher = tmp_path / "run"
         adapter = tmp_path / "run" / "checkpoints" / "step-00000001"
     # rows without borders of documents: each is one text for peft
@@ -228,12 +222,12 @@ def test_a_rest_that_is_left_out_changes_the_loss(folder: Path) -> None:
     assert (with_rest - without_rest).abs().mean() > 0.1
 
 
-def test_a_killed_command_continues_bit_for_bit(folder: Path, runs: ForkedRuns) -> None:
+def test_a_killed_command_continues_bit_for_bit(folder: Path, forked_runs: ForkedRuns) -> None:
     whole = stored(folder, "top", top_k=8)
     words = [f"--{name}={folder / name}" for name in ("teacher",)]
     words += [f"--train_data_dir={folder / 'tokens'}", f"--output_dir={folder / 'killed'}", "--precision=32-true"]
     words += [f"--batch_tokens={2 * ROW_LENGTH}", "--top_k=8"]
-    run = runs.start(words, 1, program="fabric_train.teacher_states.__main__", before=KILLED_AT_BLOCK)
+    run = forked_runs.start(words, 1, program="fabric_train.teacher_states.__main__", before=KILLED_AT_BLOCK)
     assert run.wait() == [-9], run.report()
     unfinished = folder / ".killed.unfinished"
     finished = {file: file.stat().st_mtime_ns for file in unfinished.rglob("*.safetensors")}
@@ -465,18 +459,25 @@ def losses(run: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(lines) if row[column]]
 
 
-def train(runs: ForkedRuns, folder: Path, name: str, num_ranks: int = 1, **options: object) -> Path:
+def train(forked_runs: ForkedRuns, folder: Path, name: str, num_ranks: int = 1, **options: object) -> Path:
     words = argv(folder / "student", folder / "tokens", folder / name, objective="distill", **options)
-    runs.start(words, num_ranks).finish()
+    forked_runs.start(words, num_ranks).finish()
     return folder / name
 
 
-def test_a_run_learns_from_stored_values_as_from_the_live_teacher(folder: Path, runs: ForkedRuns) -> None:
+def test_a_run_learns_from_stored_values_as_from_the_live_teacher(folder: Path, forked_runs: ForkedRuns) -> None:
     settings: dict[str, Any] = {"max_step": 4, "sft_weight": 0.5, "lr": 1e-4}
-    live = train(runs, folder, "run-live", teacher=folder / "teacher", **settings)
-    full = train(runs, folder, "run-all", teacher_states=stored(folder, "all", top_k=NUM_IDS), **settings)
+    live = train(forked_runs, folder, "run-live", teacher=folder / "teacher", **settings)
+    full = train(forked_runs, folder, "run-all", teacher_states=stored(folder, "all", top_k=NUM_IDS), **settings)
     shards = train(
-        runs, folder, "run-ranks", 2, teacher_states=full_shards(folder), num_workers=1, micro_batch_size=1, **settings
+        forked_runs,
+        folder,
+        "run-ranks",
+        2,
+        teacher_states=full_shards(folder),
+        num_workers=1,
+        micro_batch_size=1,
+        **settings,
     )
     for run in (full, shards):
         for column in ("train_loss", "val_loss", "train_divergence", "val_agreement"):
@@ -493,15 +494,15 @@ def full_shards(folder: Path) -> Path:
     return folder / "all-shards"
 
 
-def test_bfloat16_states_give_the_bits_of_the_live_teacher(folder: Path, runs: ForkedRuns) -> None:
+def test_bfloat16_states_give_the_bits_of_the_live_teacher(folder: Path, forked_runs: ForkedRuns) -> None:
     settings: dict[str, Any] = {"max_step": 4, "precision": "bf16-true"}
     states = stored(folder, "hidden-bf16", hidden=True, precision="bf16-true")
-    live = train(runs, folder, "run-bf16-live", teacher=folder / "teacher", **settings)
-    from_states = train(runs, folder, "run-bf16", teacher_states=states, **settings)
+    live = train(forked_runs, folder, "run-bf16-live", teacher=folder / "teacher", **settings)
+    from_states = train(forked_runs, folder, "run-bf16", teacher_states=states, **settings)
     assert metrics(from_states) == metrics(live)
 
 
-def test_a_mixture_learns_from_the_values_of_each_token_dataset(folder: Path, runs: ForkedRuns) -> None:
+def test_a_mixture_learns_from_the_values_of_each_token_dataset(folder: Path, forked_runs: ForkedRuns) -> None:
     settings: dict[str, Any] = {
         "max_step": 2,
         "lr": 1e-4,
@@ -509,22 +510,22 @@ def test_a_mixture_learns_from_the_values_of_each_token_dataset(folder: Path, ru
     }
     others = stored(folder, "all-others", top_k=NUM_IDS, train_data_dir=str(folder / "others"))
     states = [others, stored(folder, "all", top_k=NUM_IDS)]
-    live = train(runs, folder, "mixture-live", teacher=folder / "teacher", **settings)
-    from_states = train(runs, folder, "mixture", 2, teacher_states=states, num_workers=1, **settings)
+    live = train(forked_runs, folder, "mixture-live", teacher=folder / "teacher", **settings)
+    from_states = train(forked_runs, folder, "mixture", 2, teacher_states=states, num_workers=1, **settings)
     for column in ("train_loss", "val_loss"):
         # fp32 sums of a few hundred terms, after an update of 1e-4
         assert losses(from_states, column) == pytest.approx(losses(live, column), rel=1e-5)
 
 
-def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
+def test_a_killed_run_resumes_exactly(folder: Path, forked_runs: ForkedRuns) -> None:
     states = stored(folder, "top", top_k=8)
     options = {"teacher_states": states, "save_step_interval": 2, "async_save": "false", "max_step": 4}
-    whole = train(runs, folder, "run-whole", 2, **options)
+    whole = train(forked_runs, folder, "run-whole", 2, **options)
     words = argv(folder / "student", folder / "tokens", folder / "run-killed", objective="distill", **options)
     kill = at_point("os.kill(os.getpid(), signal.SIGKILL)", step=3, phase="OPTIMIZER")
-    killed = runs.start(words, 2, before=kill)
+    killed = forked_runs.start(words, 2, before=kill)
     assert -9 in killed.wait()
-    runs.start([*words, "--resume=true"], 2).finish()
+    forked_runs.start([*words, "--resume=true"], 2).finish()
     assert metrics(folder / "run-killed") == metrics(whole)
 
     # other values than those of the run are refused
@@ -541,7 +542,7 @@ def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
             "resume": "true",
         },
     )
-    refused = runs.start(other, 1)
+    refused = forked_runs.start(other, 1)
     assert refused.wait() == [2]
     assert "the run now learns from top 327" in refused.stderr()
 
@@ -558,7 +559,7 @@ def test_a_killed_run_resumes_exactly(folder: Path, runs: ForkedRuns) -> None:
     ],
 )
 def test_foreign_states_are_refused_by_name(
-    folder: Path, runs: ForkedRuns, options: dict[str, object], message: str
+    folder: Path, forked_runs: ForkedRuns, options: dict[str, object], message: str
 ) -> None:
     for name in ("train_data_dir", "teacher"):
         if name in options:
@@ -569,7 +570,7 @@ def test_foreign_states_are_refused_by_name(
         folder / "run-refused",
         **{"objective": "distill", "teacher_states": stored(folder, "top", top_k=8), **options},
     )
-    run = runs.start(words, 1)
+    run = forked_runs.start(words, 1)
     assert run.wait() == [2]
     assert message in run.stderr()
     assert not (folder / "run-refused").exists()
