@@ -8,6 +8,7 @@ traced, and the rest is extrapolated.
 """
 
 import copy
+import inspect
 import logging
 import weakref
 from collections import Counter
@@ -25,7 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
 from fabric_train.cli.errors import first_line
 from fabric_train.data.batch import Batch, Targets
@@ -247,6 +248,62 @@ def trace_reading(shape: ModelShape, arguments: "TrainArguments", batch: MicroBa
         return _trace_reading_once(inputs)
 
 
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The completions that a rank samples at once, with prompts of different lengths, which are padded."""
+
+    num_rows: int
+    prompt_length: int
+    """The tokens of the longest prompt."""
+    max_new_tokens: int
+    dtype: torch.dtype
+    """Of the weights."""
+    autocast: torch.dtype | None
+    """The dtype that matrix products are cast to; None if it is ``dtype``."""
+    on_gpu: bool
+    has_copy: bool
+    """Whether a copy of the model samples, and not the model in training itself."""
+
+
+@dataclass(frozen=True)
+class SamplingBytes:
+    """The bytes of a batch of completions at the moment with the most, without the model's."""
+
+    keys_and_values: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.keys_and_values + self.activations
+
+
+def trace_sampling(shape: ModelShape, arguments: "TrainArguments", batch: SamplingBatch) -> SamplingBytes:
+    """Trace the pass over the prompts and the one for the last token, as ``rollouts.process_sampler`` runs them.
+
+    All layers are traced: each of them keeps keys and values.
+
+    Raises:
+        TraceError: The model cannot run on fake tensors.
+    """
+    # layers that are compiled for training are not in sampling, and a copy has no tiles
+    fsdp = replace(arguments.fsdp, activation_checkpointing="none", activation_offload=False, compile=False)
+    if batch.has_copy:
+        fsdp = replace(fsdp, mlp_tile_size="none")
+    micro_batch = MicroBatch(
+        num_rows=batch.num_rows,
+        length=batch.prompt_length,
+        dtype=batch.dtype,
+        autocast=batch.autocast,
+        has_borders=False,
+        on_gpu=batch.on_gpu,
+        by_unit=False,
+    )
+    kinds = _layer_kinds(shape)
+    inputs = _trace_inputs(shape, kinds, replace(arguments, fsdp=fsdp), micro_batch)
+    with _trace_errors():
+        return _trace_sampling_once(inputs, batch)
+
+
 @contextmanager
 def _trace_errors() -> Iterator[None]:
     """Raise a TraceError for what the code of a model raises on fake tensors."""
@@ -320,6 +377,7 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
     """Run a micro-batch on fake tensors, and record the bytes at the moments in ``Activations``."""
     batch = inputs.batch
     with _traced_model(inputs) as (model, layers):
+        _replace_mask(model, layers, batch, needs_mask=inputs.masks)
         head = make_head(batch.teacher, batch.autocast or batch.dtype)
         vocab_size = inputs.config.get_text_config().vocab_size
         objective = build_traced_objective(inputs.preference, batch.teacher, head, vocab_size)
@@ -369,7 +427,8 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
 @cache
 def _trace_reading_once(inputs: _TraceInputs) -> int:
     """Run the forward pass of a frozen model on fake tensors, as a live teacher does, and return its most bytes."""
-    with _traced_model(inputs) as (model, _):
+    with _traced_model(inputs) as (model, layers):
+        _replace_mask(model, layers, inputs.batch, needs_mask=inputs.masks)
         head = TeacherHead(model.get_output_embeddings().weight, bias=None)
         model.set_output_embeddings(nn.Identity())
         model.requires_grad_(False)
@@ -381,6 +440,75 @@ def _trace_reading_once(inputs: _TraceInputs) -> int:
         with _LiveBytes(model) as live:
             teacher.read(input_batch, input_batch.targets)
     return live.most
+
+
+@cache
+def _trace_sampling_once(inputs: _TraceInputs, batch: SamplingBatch) -> SamplingBytes:
+    """Sample the first and the last token of a batch on fake tensors, and return the bytes of the larger moment."""
+    num_rows = batch.num_rows
+    with _traced_model(inputs) as (model, _):
+        model.eval()
+        if batch.has_copy:
+            model.requires_grad_(False)  # autocast keeps a cast copy of weights that train
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+        def sample_token(num_tokens: int, cached: Cache | None = None) -> Cache:
+            """Read those of ``num_tokens`` tokens that are not cached, draw the next one, and return the cache."""
+            mask = torch.ones(num_rows, num_tokens, dtype=torch.int64)
+            num_cached = cached.get_seq_length() if cached is not None else 0
+            input_ids = torch.zeros(num_rows, num_tokens - num_cached, dtype=torch.int64)
+            inputs_of_pass: dict[str, Any] = {"attention_mask": mask, "past_key_values": cached}
+            if takes_positions:  # prompts are padded, so each row has other ones
+                inputs_of_pass["position_ids"] = torch.zeros_like(input_ids)
+            output = model(input_ids, use_cache=True, logits_to_keep=1, **inputs_of_pass)
+            scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+            _draw_tokens(scores, on_gpu=batch.on_gpu)
+            cache: Cache = output.past_key_values
+            return cache
+
+        autocast = torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None)
+        with _LiveBytes(model) as live, torch.no_grad(), autocast:
+            cached = sample_token(batch.prompt_length)
+            first = SamplingBytes(_bytes_of_cache(cached), live.most - _bytes_of_cache(cached))
+            if batch.max_new_tokens == 1:
+                return first
+            # the last token is drawn, but never read
+            num_read = batch.prompt_length + batch.max_new_tokens - 1
+            _extend_cache(cached, num_read - 1 - batch.prompt_length)
+            live.restart()
+            cached = sample_token(num_read, cached)
+            last = SamplingBytes(_bytes_of_cache(cached), live.most - _bytes_of_cache(cached))
+    return max(first, last, key=lambda moment: moment.total)
+
+
+def _draw_tokens(scores: torch.Tensor, *, on_gpu: bool) -> None:
+    """Take as much memory as drawing tokens by their scores, fp32 [rows, V]; see ``rollouts.process_sampler``."""
+    log_probabilities = torch.log_softmax(scores / 1.0, dim=1)
+    # on the CPU, the noise is drawn for each row, stacked, and its logarithm is taken; a GPU has only the logarithm
+    num_noises = 1 if on_gpu else 3
+    noises = [torch.empty_like(log_probabilities) for _ in range(num_noises)]
+    noisy = log_probabilities - noises[-1]
+    noisy.argmax(dim=1, keepdim=True)
+
+
+def _bytes_of_cache(cache: Cache) -> int:
+    """Return the bytes of the keys and values of all layers."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in _cached_layers(cache))
+
+
+def _extend_cache(cache: Cache, num_tokens: int) -> None:
+    """Add keys and values without content for more tokens to each layer."""
+    for layer in _cached_layers(cache):
+        rows, heads, _, key_size = layer.keys.shape
+        value_size = layer.values.shape[-1]
+        new_keys = layer.keys.new_empty(rows, heads, num_tokens, key_size)
+        new_values = layer.values.new_empty(rows, heads, num_tokens, value_size)
+        layer.update(new_keys, new_values)
+
+
+def _cached_layers(cache: Cache) -> list[Any]:
+    """Return the layers of a cache that hold keys and values; a layer with a recurrent state holds none."""
+    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
 
 @contextmanager
@@ -422,7 +550,6 @@ def _traced_model(inputs: _TraceInputs) -> Iterator[tuple[Any, list[nn.Module]]]
             compile_for_trace(layers, inputs.kept_by_compiler, operations_key)
         if inputs.kept < 1:
             checkpoint_layers(layers, inputs.kept)
-        _replace_mask(model, layers, batch, needs_mask=inputs.masks)
         yield model, layers
 
 

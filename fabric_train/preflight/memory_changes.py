@@ -71,6 +71,10 @@ def _apply_change(request: RunRequest, name: str, value: Any) -> RunRequest:
         plan = replace(plan, num_data_ranks=num_data_ranks, accumulation=accumulation)
         arguments = replace(arguments, fsdp=replace(arguments.fsdp, context_parallel_size=value))
         return replace(request, arguments=arguments, plan=plan)
+    if name == "sampler_batch_size":
+        assert request.sampling is not None
+        arguments = replace(arguments, rollouts=replace(arguments.rollouts, sampler_batch_size=value))
+        return replace(request, arguments=arguments, sampling=replace(request.sampling, batch_size=value))
     if name == "precision":
         return replace(request, arguments=replace(arguments, model=replace(arguments.model, precision=value)))
     # all others are arguments of FSDP
@@ -88,6 +92,13 @@ def _candidate_changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     num_nodes = arguments.device.num_nodes
     is_fsdp2 = request.parallelism == "fsdp2"
     sharded = "fsdp2" if arguments.training.orthogonalizes else "fsdp"
+
+    # sample fewer completions at once
+    if request.sampling is not None and arguments.rollouts.sampler == "in_process":
+        batch_size = request.sampling.batch_size
+        while batch_size > 1:
+            batch_size = max(1, batch_size // 4)
+            yield {"sampler_batch_size": batch_size}
 
     # shard everything
     if world_size > 1 and request.parallelism == "ddp":

@@ -28,7 +28,9 @@ from fabric_train.preflight.memory_layout import (
     read_units,
 )
 from fabric_train.preflight.memory_objective import TracedTeacher
+from fabric_train.preflight.memory_sampling import SamplingForecast, SamplingPlan, forecast_sampling
 from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
+from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.step_plan import StepPlan
@@ -40,6 +42,8 @@ DOES_NOT_FIT = "docs/reference/errors.md#does-not-fit"
 """The page for a run that needs more memory than is available."""
 _DDP_BUCKET = 25 * 1024 * 1024
 _TEACHERS_PASS = "teacher's pass"
+SAMPLING = "sampling"
+"""The phase of a step in which completions are sampled."""
 CUDA_ALLOWANCE = 2_000_000_000
 """The bytes of a GPU that are set aside for the CUDA context, NCCL and gaps of the allocator. This is not measured."""
 LATER_BYTES = 60_000_000
@@ -76,8 +80,9 @@ def make_budget(
     saves_in_background: bool,
     teacher: TeacherForecast | None = None,
     teacher_pass: TeacherPass | None = None,
+    sampling: SamplingForecast | None = None,
 ) -> Budget:
-    """Return the bytes that a run needs, with a ``teacher`` and the forward pass of a live one."""
+    """Return the bytes that a run needs, with a ``teacher``, the forward pass of a live one, and ``sampling``."""
     # a checkpoint of an adapter has no copy of its base
     num_saved = units.trained if units.adapter else units.total
     checkpoint = layout.stored_itemsize * num_saved + units.saved_states
@@ -104,11 +109,34 @@ def make_budget(
     phases = step_phases(units, layout, activations, gradients)
     if teacher_pass is not None:
         phases.insert(0, _phase_of_teacher(teacher_pass, phases[0]))
+    if sampling is not None:
+        constant_parts["copy that samples"] = sampling.copy_bytes
+        # an engine that sleeps keeps its context, for which as much is set aside as for this process's
+        constant_parts["vLLM"] = CUDA_ALLOWANCE if sampling.engine_bytes else 0
+        kept_gradients = gradients + units.adapter_bytes if layout.name == "ddp" else 0  # DDP keeps its buckets
+        phases.insert(0, _phase_of_sampling(sampling, kept_gradients))
     optimizer = constant_parts["optimizer"] + units.updating
     phases.append(Phase("optimizer step", {"gradients": gradients, "optimizer": optimizer}))
     phases = [Phase(phase.name, {**constant_parts, **phase.parts}) for phase in phases]
     phases = [_with_adapter(phase, units, layout) for phase in phases]
     return Budget(tuple(phases), staging, checkpoint)
+
+
+def _phase_of_sampling(sampling: SamplingForecast, gradients: int) -> Phase:
+    """Return the phase of sampling, which comes first in a step, at its moment with the most bytes."""
+    moments: list[dict[str, int]] = [
+        # while the copy takes over the weights
+        {"gradients": gradients, "gathered weights": sampling.gathered_bytes},
+        # while a batch is sampled
+        {
+            "gradients": gradients,
+            "keys and values": sampling.keys_and_values,
+            "activations": sampling.activation_bytes,
+        },
+    ]
+    if sampling.engine_bytes:
+        moments.append({"gradients": gradients, "vLLM": sampling.engine_bytes})
+    return Phase(SAMPLING, max(moments, key=lambda parts: sum(parts.values())))
 
 
 def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
@@ -124,6 +152,8 @@ def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
     # while a loss is computed, there are only the gradients of earlier micro-batches
+    if phase.name == SAMPLING:
+        return phase
     has_gradients = phase.name not in (_TEACHERS_PASS, "loss") or layout.accumulation > 1
     is_averaging = layout.is_sharded and phase.name == "end of backward"
     is_computing = phase.name not in (_TEACHERS_PASS, "optimizer step")
@@ -358,8 +388,9 @@ class Forecast:
     collectives: tuple[Collective, ...]
     flops_of_step: float
     process: int  # bytes of a process without a model: on the GPU, or resident on CPU
-    offloaded: int  # bytes that ``--cpu_offload`` keeps in a rank's host memory
+    offloaded: int  # bytes that ``--cpu_offload`` and vLLM keep in a rank's host memory
     on_gpu: bool
+    sampling: SamplingForecast | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -392,6 +423,7 @@ class RunRequest:
     validates: bool = True  # has validation rows
     teacher: ModelShape | None = None  # that reads the same rows
     teacher_states: StoredStates | None = None  # the stored values of a teacher
+    sampling: SamplingPlan | None = None  # of a run that samples its rows
 
     @property
     def largest(self) -> ModelShape:
@@ -437,16 +469,31 @@ class RunRequest:
             collectives += teacher.collectives
         if self.teacher is not None:
             teacher_pass = forecast_pass(self.teacher, self.arguments, layout, micro_batch)
+        sampling = None
+        if self.sampling is not None:
+            sampling = forecast_sampling(
+                shape,
+                self.arguments,
+                layout,
+                units,
+                self.sampling,
+                on_gpu=self.on_gpu,
+                device_memory=self.device_memory,
+            )
+        host_bytes = offloaded_bytes(shape, layout, units.states)
+        host_bytes += teacher.host_bytes if teacher else 0
+        host_bytes += sampling.host_bytes if sampling else 0
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
-            budget=make_budget(units, layout, activations, saves_in_background, teacher, teacher_pass),
+            budget=make_budget(units, layout, activations, saves_in_background, teacher, teacher_pass, sampling),
             collectives=tuple(collectives),
             flops_of_step=flops_of_step,
-            offloaded=offloaded_bytes(shape, layout, units.states) + (teacher.host_bytes if teacher else 0),
+            offloaded=host_bytes,
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
+            sampling=sampling,
         )
 
     def forecast_teacher(self) -> TeacherForecast | None:
@@ -538,6 +585,21 @@ def make_request(run: PreparedRun) -> RunRequest:
         validates=run.data.validation is not None,
         teacher=run.teacher_model,
         teacher_states=run.teacher_states,
+        sampling=_sampling_plan(run),
+    )
+
+
+def _sampling_plan(run: PreparedRun) -> SamplingPlan | None:
+    """Return what a run samples in a step; None if it has no prompts."""
+    if not isinstance(run.data, Prompts):
+        return None
+    rollouts = run.arguments.rollouts
+    return SamplingPlan(
+        num_prompts=rollouts.prompts_per_step,
+        group_size=rollouts.group_size,
+        prompt_length=max(len(prompt.token_ids) for prompt in run.data.train.prompts),
+        max_new_tokens=rollouts.max_new_tokens,
+        batch_size=rollouts.sampler_batch_size,
     )
 
 
@@ -560,6 +622,9 @@ def check_memory(run: PreparedRun) -> None:
     if teacher is not None:
         least += teacher.device_bytes
         subject = "weights, gradients, optimizer and teacher"
+    if request.sampling is not None and request.arguments.rollouts.sampler == "in_process" and layout.is_sharded:
+        least += layout.pass_itemsize * model.num_parameters
+        subject += " and the copy that samples"
     faults = []
     if not layout.offloads and least > request.device_memory:
         ranks_per_machine = layout.world_size // layout.num_nodes

@@ -54,6 +54,7 @@ class Units:
     adapter_states: int = 0  # bytes in memory
     saved_adapter_states: int = 0
     dequantized: int = 0  # the largest weight in 4 bits, which is dequantized to be multiplied
+    largest_parameter: int = 0
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks.
@@ -210,6 +211,7 @@ def read_units(shape: ModelShape, arguments: "TrainArguments") -> Units:
         parameters=shape.num_parameters,
         # with mixed precision the activations have the copy that autocast makes of a weight in 4 bits
         dequantized=0 if precision.endswith("mixed") else _largest_nf4_weight(layers),
+        largest_parameter=max(parameter.numel() for parameter in model.parameters()),
         num_layers=len(layers),
         layer=max(numels),
         rest=_numel(model) - sum(numels),
@@ -372,12 +374,7 @@ def collectives_of_slices(
     Recomputed layers gather the keys and values again. Tensor parallelism divides the heads among the ranks.
     """
     fsdp = arguments.fsdp
-    config: Any = shape.config.get_text_config()
-    width = 0  # of the keys and values of all layers
-    for layer in layer_configs(config):
-        head_size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        num_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        width += 2 * num_heads // fsdp.tensor_parallel_size * head_size
+    width = width_of_keys_and_values(shape, fsdp.tensor_parallel_size)
     numel = width * batch.length * layout.accumulation * (batch.context_size - 1)
 
     # recomputed layers gather twice; the gradients are in fp32
@@ -394,6 +391,17 @@ def collectives_of_slices(
         Collective("all-gather of keys and values", batch.context_size, gathered, gathered_leaving),
         Collective("reduce-scatter of their gradients", batch.context_size, reduced, reduced_leaving),
     ]
+
+
+def width_of_keys_and_values(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
+    """Return how many numbers a token's keys and values have in all layers, on each of the ranks that share heads."""
+    config: Any = shape.config.get_text_config()
+    width = 0
+    for layer in layer_configs(config):
+        head_size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        num_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width += 2 * num_heads // tensor_parallel_size * head_size
+    return width
 
 
 def _leaving(sent: int, layout: Layout) -> int:

@@ -16,10 +16,18 @@ from fabric_train.distributed.memory import machine_memory
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.context_parallel import borders_of, count_keys, deal_chunks
 from fabric_train.model.flops import ModelFlops
-from fabric_train.preflight.duration import USUAL_GPUS, describe_duration
+from fabric_train.preflight.duration import USUAL_GPUS, describe_duration, describe_least_sampling
 from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_changes import change_that_fits
-from fabric_train.preflight.memory_forecast import DOES_NOT_FIT, Forecast, RunRequest, faults_of_disk, make_request
+from fabric_train.preflight.memory_forecast import (
+    DOES_NOT_FIT,
+    SAMPLING,
+    Forecast,
+    RunRequest,
+    faults_of_disk,
+    make_request,
+)
+from fabric_train.preflight.memory_sampling import SamplingForecast, count_work
 from fabric_train.preflight.save_interval import describe_saves
 from fabric_train.training.components import component
 from fabric_train.training.data_tables import describe_mixture, describe_phases
@@ -30,7 +38,12 @@ from fabric_train.training.summary import describe_parts
 from fabric_train.training.tables import facts_table
 
 _BALANCED_MICRO_BATCHES = 64  # micro-batches in which the work of ranks that share rows is compared
-_KINDS = ("weights", "teacher", "optimizer", "gradients", "gathered weights", "activations", "communication")
+_KINDS = (
+    *("weights", "teacher", "copy that samples", "vLLM", "optimizer", "gradients", "gathered weights"),
+    *("keys and values", "activations", "communication"),
+)
+_OPTIONAL_KINDS = ("teacher", "copy that samples", "vLLM", "keys and values")
+"""Kinds that a table has only if a phase has bytes of them."""
 
 
 def print_plan(run: PreparedRun) -> None:
@@ -60,7 +73,7 @@ def _plan_successive_run(run: PreparedRun) -> list[str]:
     planning = run.arguments.planning
     show(
         Group(
-            _facts_table(forecast, run),
+            _facts_table(forecast, run, request),
             _memory_table(forecast, request.device_memory),
             _storage_table(forecast, request.num_checkpoints()),
             _traffic_table(forecast, _bandwidth(planning.interconnect), _bandwidth(planning.network)),
@@ -143,7 +156,7 @@ def _fault_of_device(request: RunRequest, forecast: Forecast) -> str:
     return f"the run needs {needed} on {unit}, which has {available}: {size_list}; {advice} ({DOES_NOT_FIT})"
 
 
-def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
+def _facts_table(forecast: Forecast, run: PreparedRun, request: RunRequest) -> Table:
     """Return a table of the parameters, devices, steps and FLOPs of a run."""
     units = forecast.units
     layout = forecast.layout
@@ -174,15 +187,40 @@ def _facts_table(forecast: Forecast, run: PreparedRun) -> Table:
         num_steps = plan.last_step - plan.data_starts_after
     table.add_row("steps", f"{num_steps:,} of up to {num_tokens:,} tokens, {num_steps * num_tokens:,} in total")
     table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP per step on each device")
+    device_names: tuple[str, ...] = ()
     if forecast.on_gpu:
-        device_names: tuple[str, ...] = USUAL_GPUS
+        device_names = USUAL_GPUS
         if not run.arguments.planning.plans_for_others:
             device_names = (torch.cuda.get_device_name(),)
         dtype = compute_dtype(run.arguments.model.precision)
         num_flops = num_steps * forecast.flops_of_step
         share = measured_peak_share(run.arguments, is_partly_frozen=bool(run.model.frozen))
         table.add_row("time", describe_duration(num_flops, num_steps * num_tokens, device_names, dtype, share))
+    if request.sampling is not None and forecast.sampling is not None:
+        text = _describe_sampler(forecast, forecast.sampling, request)
+        if device_names:
+            work = count_work(request.largest, run.arguments, layout, units, request.sampling)
+            dtype = compute_dtype(run.arguments.model.precision)
+            text += f"; {describe_least_sampling(work, num_steps, device_names, dtype)}"
+        table.add_row("sampling", text)
     return table
+
+
+def _describe_sampler(forecast: Forecast, sampling: SamplingForecast, request: RunRequest) -> str:
+    """Describe what samples, and what it takes or how much more would fit."""
+    if sampling.engine_weights:
+        weights = show_size(sampling.engine_weights)
+        if not sampling.engine_bytes:
+            return f"vLLM, whose GPUs each hold {weights} of weights beside keys and values"
+        return (
+            f"vLLM on the GPUs of the run: {show_size(sampling.engine_bytes)} of each while it samples, {weights} of "
+            "them weights, which wait in host memory while the model trains"
+        )
+    (phase,) = [phase for phase in forecast.budget.phases if phase.name == SAMPLING]
+    freed = sum(phase.parts.get(kind, 0) for kind in ("gathered weights", "keys and values", "activations"))
+    free = request.device_memory - forecast.process - (phase.total - freed)
+    num_fitting = sampling.largest_batch(free)
+    return f"in process, {sampling.num_rows} completions at once on each device; about {num_fitting:,} would fit"
 
 
 def _memory_table(forecast: Forecast, device_memory: int) -> Table:
@@ -190,7 +228,7 @@ def _memory_table(forecast: Forecast, device_memory: int) -> Table:
     phases = forecast.budget.phases
     table = _number_table("memory, GB", *(phase.name for phase in phases))
     for kind in _KINDS:
-        if kind == "teacher" and not phases[0].parts.get(kind):
+        if kind in _OPTIONAL_KINDS and not any(phase.parts.get(kind) for phase in phases):
             continue
         table.add_row(kind, *(_gigabytes(phase.parts.get(kind, 0)) for phase in phases))
     staging = 0 if forecast.on_gpu else forecast.budget.staging

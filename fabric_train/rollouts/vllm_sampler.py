@@ -29,7 +29,9 @@ from fabric_train.rollouts.vllm_client import GeneratedTokens, VllmClient
 from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment
 from fabric_train.rollouts.weight_folder import WeightFolder
 
-_REQUESTS_PER_REPLICA = 256
+SHARED_GPU_SHARE = 0.4
+"""The share of the memory of each of the run's GPUs that vLLM may use while it samples."""
+REQUESTS_PER_REPLICA = 256
 """Requests of all ranks together; a replica computes that many at once, and keeps further ones waiting."""
 _PROBE_TOKENS = 64
 _PROBE_NEW_TOKENS = 16
@@ -82,7 +84,7 @@ def open_vllm_sampler(
     memory_share = None  # vLLM's default, for GPUs of its own
     if shares_gpus:
         num_replicas = fabric.world_size
-        memory_share = 0.4
+        memory_share = SHARED_GPU_SHARE
     elif devices is not None:
         num_replicas = len(devices)
     else:
@@ -356,7 +358,7 @@ class VllmSampler:
         """
         indices = [index for index in range(len(requests)) if index not in completions]
         most_indices = int(gather_over_ranks(self._fabric, torch.tensor(len(indices))).max())
-        batch_size = max(1, _REQUESTS_PER_REPLICA * len(self._checks) // self._fabric.world_size)
+        batch_size = max(1, REQUESTS_PER_REPLICA * len(self._checks) // self._fabric.world_size)
 
         def complete(index: int) -> None:
             request = requests[index]

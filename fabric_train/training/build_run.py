@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import torch
 from lightning import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from rich.console import Console
@@ -24,7 +25,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
-from fabric_train.distributed.precision import weights_dtype
+from fabric_train.distributed.precision import gathered_dtype, weights_dtype
 from fabric_train.distributed.ranks import data_ranks, first_text
 from fabric_train.distributed.sharded_parameters import flat_shards
 from fabric_train.distributed.signals import Heartbeat
@@ -107,11 +108,15 @@ def has_many_lengths(run: PreparedRun) -> bool:
     return run.arguments.evaluation.self_check or len(row_lengths) > MAX_STATIC_LENGTHS
 
 
-def open_model(run: PreparedRun) -> MetaModel:
-    """Open the model that a run starts from: an adapter, a checkpoint, a new or a pretrained model."""
+def open_model(run: PreparedRun, dtype: torch.dtype | None = None) -> MetaModel:
+    """Open the model that a run starts from: an adapter, a checkpoint, a new or a pretrained model.
+
+    ``dtype`` is that of the weights; None means the one that they have in training.
+    """
     arguments = run.arguments
     checkpoint = run.start.checkpoint
-    dtype = weights_dtype(arguments.model.precision)
+    if dtype is None:
+        dtype = weights_dtype(arguments.model.precision)
     seed = arguments.data.seed
     if run.adapter_base:
         adapter_dir = None
@@ -128,8 +133,11 @@ def open_model(run: PreparedRun) -> MetaModel:
 
 
 def _open_sampling_copy(fabric: Fabric, run: PreparedRun) -> PreTrainedModel:
-    """Return an unsharded model like the run's on this rank's device, for sampling; its values do not matter."""
-    model = open_model(run).model
+    """Return an unsharded model like the run's on this rank's device, for sampling; its values do not matter.
+
+    Its weights have the dtype in which the ranks gather them: they are rounded as in a step, and take no more memory.
+    """
+    model = open_model(run, gathered_dtype(run.arguments, run.devices.parallelism)).model
     materialize(model, fabric.device)
     model.apply(ParameterMaterializer(fabric.device))
     model.tie_weights()

@@ -1,0 +1,138 @@
+"""The plan of a run with --prompts counts what sampling takes, as the sampler itself allocates it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Fabric
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fabric_train.arguments import TrainArguments, parse
+from fabric_train.model.hf_model import read_shape
+from fabric_train.preflight.memory_activations import SamplingBatch, _LiveBytes, trace_sampling
+from fabric_train.preflight.memory_forecast import SAMPLING, RunRequest, make_request
+from fabric_train.preflight.memory_plan import faults_of
+from fabric_train.preflight.memory_sampling import SamplingWork
+from fabric_train.preflight.prepare import prepare
+from fabric_train.rollouts.process_sampler import ProcessSampler
+from fabric_train.rollouts.sampler import SampleRequest, SamplingSettings
+from fabric_train.training.build_run import _open_sampling_copy
+from fabric_train.training.prepared_run import PreparedRun
+from tests.support.programs import option_words
+
+SETTINGS: dict[str, Any] = {
+    "objective": "rl",
+    "rewards": "exact_answer",
+    "max_length": 256,
+    "max_new_tokens": 192,
+    "prompts_per_step": 16,
+    "group_size": 8,
+    "number_epochs": 1,
+    "parallelism": "fsdp2",
+    "devices": 8,
+    "precision": "bf16-mixed",
+}
+
+MOST_INTEGERS = 16
+"""The tensors of one integer for each token that ``generate`` has at once."""
+
+
+def prepare_run(folder: Path, model: Path, **options: Any) -> PreparedRun:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "a b c", "answer": "d"}) + "\n" for _ in range(16)))
+    settings = {**SETTINGS, "model_name": model, "prompts": prompts, "output_dir": folder / "run", **options}
+    return prepare(parse(TrainArguments, option_words(settings), {}))
+
+
+def planned(folder: Path, model: Path, **options: Any) -> RunRequest:
+    plan = {"accelerator": "cuda", "plan": "true", "device_memory": "80GB"}
+    return make_request(prepare_run(folder, model, **{**plan, **options}))
+
+
+@pytest.fixture(scope="module")
+def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which a token has 8 kB of keys and values, in fp32."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("prompt_length", "max_new_tokens"), [(6, 90), (90, 6), (20, 1)])
+def test_the_plan_counts_the_bytes_that_the_sampler_allocates(
+    wide_model_dir: Path, prompt_length: int, max_new_tokens: int
+) -> None:
+    """The plan leaves out the ids, masks and positions of all tokens, which ``generate`` keeps."""
+    num_rows = 8
+    shape = read_shape(str(wide_model_dir), attention="sdpa")
+    arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
+    batch = SamplingBatch(num_rows, prompt_length, max_new_tokens, torch.float32, None, on_gpu=False, has_copy=False)
+    traced = trace_sampling(shape, arguments, batch)
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup(AutoModelForCausalLM.from_pretrained(wide_model_dir))
+    settings = SamplingSettings(1.0, max_new_tokens, end_ids=())
+    sampler = ProcessSampler(fabric, settings, num_rows, open_copy=lambda: None, on_batch=lambda: None)
+    sampler.update_weights(model, 0)
+    requests = [SampleRequest((0,) * (prompt_length - row % 2), row) for row in range(num_rows)]
+    with _LiveBytes(model) as live:
+        sampler.sample(requests)
+    left_out = MOST_INTEGERS * 8 * num_rows * (prompt_length + max_new_tokens)  # int64
+    assert traced.total <= live.most <= traced.total + left_out
+    assert traced.total == pytest.approx(live.most, rel=0.02)
+
+
+def test_a_sharded_model_has_a_copy_in_the_dtype_of_gathered_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
+    request = planned(tmp_path, tiny_model_dir)
+    forecast = request.forecast()
+    copy_bytes = 2 * request.largest.num_parameters
+    assert [phase.parts["copy that samples"] for phase in forecast.budget.phases] == [copy_bytes] * 5
+    assert forecast.budget.phases[0].name == SAMPLING
+
+    run = prepare_run(tmp_path, tiny_model_dir, accelerator="cpu", devices=1)
+    copy = _open_sampling_copy(Fabric(accelerator="cpu", devices=1), run)
+    assert sum(parameter.nbytes for parameter in copy.parameters()) == copy_bytes
+    assert {buffer.dtype for buffer in copy.buffers()} == {torch.float32}  # of the rotary embedding
+
+
+def test_a_model_that_is_not_sharded_samples_itself(tiny_model_dir: Path, tmp_path: Path) -> None:
+    forecast = planned(tmp_path, tiny_model_dir, parallelism="ddp", precision="bf16-true").forecast()
+    sampling, *others = forecast.budget.phases
+    assert sampling.parts["copy that samples"] == 0
+    assert sampling.parts["keys and values"] > 0
+    assert not any("keys and values" in phase.parts for phase in others)
+    assert sampling.parts["gradients"] == others[1].parts["gradients"]  # DDP keeps its buckets
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_fits(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A batch of 1,024 completions of the tiny model takes 0.2 GB; 2 GB are set aside for CUDA."""
+    options = {"devices": 1, "parallelism": "single", "group_size": 64, "sampler_batch_size": 1024}
+    request = planned(tmp_path, tiny_model_dir, device_memory="2.1GB", **options)
+    (fault,) = faults_of(request, request.forecast())
+    assert "with --sampler_batch_size 256 it would need" in fault
+
+
+def test_vllm_takes_its_share_of_the_gpus_of_the_run_only(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fabric_train.preflight.prepare.check_environment", lambda python: "0.32.0")
+    shared = planned(tmp_path, tiny_model_dir, sampler="vllm").forecast()
+    sampling, *others = shared.budget.phases
+    assert sampling.parts["vLLM"] == 32_000_000_000
+    assert {phase.parts["vLLM"] for phase in others} == {2_000_000_000}
+    own = planned(tmp_path, tiny_model_dir, sampler="vllm", sampler_devices="8,9").forecast()
+    assert own.sampling is not None
+    assert own.sampling.engine_weights == 2 * own.units.total
+    assert own.budget.phases[0].parts["vLLM"] == 0
+
+
+def test_the_least_time_is_that_of_reading_weights_or_of_computing() -> None:
+    work = SamplingWork(
+        batch_sizes=(4, 2), prompt_flops=100, token_flops=10, weight_bytes=1000, cached_bytes=50, num_tokens=5
+    )
+    assert work.least_seconds(peak=100, bandwidth=100) == 6 + 5 * (12 + 11)
+    assert work.least_seconds(peak=1, bandwidth=1e9) == pytest.approx(600 + 5 * (40 + 20))
