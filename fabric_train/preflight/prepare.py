@@ -299,7 +299,7 @@ def _check_rollouts(run: PreparedRun) -> None:
     """Raise an InputError for a sampler or a reward that cannot be opened, or a column that the prompts lack."""
     if not isinstance(run.data, Prompts) or global_rank():
         return
-    if run.arguments.rollouts.sampler == "vllm":
+    if run.arguments.rollouts.sampler == "vllm" and not run.arguments.planning.plan:  # a plan starts no server
         check_environment(vllm_python_path(run.arguments.rollouts.vllm_python))
     rewards = open_run_rewards(run.arguments)
     try:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import datasets
@@ -56,7 +57,7 @@ def devices_of(recipe: Path) -> list[int]:
 OF_TEAMS = ("hitz-galician", "krikri", "sea-lion-v3")
 CASES = [(path.stem, number) for path in sorted(RECIPES.glob("*.yaml")) for number in devices_of(path)]
 # one on the fewest GPUs, which have the least room, and recipes of teams; others by make test-cuda-rehearsal
-FEWEST = {"llama-3.2-1b-pretraining": 1, **dict.fromkeys(OF_TEAMS, 8)}
+FEWEST = {"llama-3.2-1b-pretraining": 1, "llama-3.1-8b-rl": 8, "llama-3.1-8b-rl-lora": 8, **dict.fromkeys(OF_TEAMS, 8)}
 PLANNED = [
     pytest.param(recipe, number, marks=() if FEWEST.get(recipe) == number else pytest.mark.cuda_rehearsal)
     for recipe, number in CASES
@@ -84,6 +85,14 @@ def write_rows(folder: Path, recipe: str) -> Path:
     rows = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict({"train": rows, "validation": rows.select(range(8))}).save_to_disk(folder)
     return folder
+
+
+def write_prompts(file: Path, model: Path, tokenizer: Path) -> Path:
+    """Write prompts of all lengths, of which the longest ones do not fit, and give the model a tokenizer."""
+    shutil.copytree(tokenizer, model, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    rows = [json.dumps({"prompt": "1 " * num_words, "answer": "1"}) for num_words in range(1, 2048, 4)]
+    file.write_text("\n".join(rows))
+    return file
 
 
 def tokenize_sources(folder: Path, names: list[str], request: pytest.FixtureRequest) -> list[Path]:
@@ -118,20 +127,25 @@ def test_a_recipe_fits_on_its_gpus(
 ) -> None:
     model = write_model(tmp_path / "model", recipe)
     text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
-    named = yaml.safe_load(text)["train_data_dir"]
-    if isinstance(named, str):
+    named = yaml.safe_load(text).get("train_data_dir")
+    rows = []
+    option = "--train_data_dir"
+    if named is None:
+        option = "--prompts"
+        rows = [write_prompts(tmp_path / "prompts.jsonl", model, request.getfixturevalue("tiny_model_dir"))]
+    elif isinstance(named, str):
         rows = [write_rows(tmp_path / "tokens", recipe)]
     else:
         rows = tokenize_sources(tmp_path, [name.rpartition("/")[2] for name in named], request)
     data = " ".join(map(str, rows))
-    given = f"--model_name {model} --train_data_dir {data} --output_dir {tmp_path / 'run'} --devices {num_devices}"
+    given = f"--model_name {model} {option} {data} --output_dir {tmp_path / 'run'} --devices {num_devices}"
     given += "" if len(rows) == 1 else " --number_epochs 1000000"  # so that the text is enough for max_step
     memory = re.findall(r"of (\d+) GB", text)[0] + "GB"
     plan = f"--accelerator cuda --plan true --device_memory {memory} --interconnect 450GB/s"
     main(["--config", str(RECIPES / f"{recipe}.yaml"), *given.split(), *plan.split()])
     printed = capsys.readouterr().out
     assert "it fits" in printed
-    if "lora" in recipe:
+    if "lora" in recipe and named is not None:
         assert "--compile auto: true" in printed
     planned = re.search(r"at most +([\d.]+) GB", printed)
     told = re.search(rf"\b{num_devices} GPUs? ([\d.]+) GB", text)

@@ -78,6 +78,10 @@ NOT_RUN = {
     "CUDA_VISIBLE_DEVICES=7": "needs lm_eval, which is not installed; tests/evaluation/",
     "fabric-train publish": "needs the hub; tests/export/test_publish.py",
     "fabric-train merge_models --method passthrough": "of 32 layers; tests/merge_models/test_passthrough.py",
+    "fabric run fabric_train --plan true --devices 8 --device_memory 80GB --config": "a file of the checkout; "
+    "tests/preflight/test_recipes.py",
+    "fabric run fabric_train --plan true --devices 1 --device_memory 80GB": "rows of 20k tokens; "
+    "tests/preflight/test_memory_sampling.py",
     "fabric-train rollouts": "of a run that samples its rows; tests/rollouts/test_show_rollouts.py",
     "fabric-train teach": "of a teacher with the tokenizer of the rows; tests/teacher_states/",
     "fabric run fabric_train --devices 8 --train_data_dir data/tokens --model_name models/llama-3-1b": "reads what "
