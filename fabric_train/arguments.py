@@ -78,6 +78,11 @@ OBJECTIVE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "apo_zero_unpaired": ("dpo_beta", "kto_desirable_weight", "kto_undesirable_weight", "reference"),
 }
 """The arguments that each objective uses."""
+SAMPLER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "in_process": ("sampler_batch_size",),
+    "vllm": ("vllm_python", "sampler_devices"),
+}
+"""The arguments that only one sampler uses; ``training.samplers.SAMPLERS`` has the samplers themselves."""
 LOWEST_TEMPERATURE = 0.01
 """The lowest ``--temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill", "rl")
@@ -653,10 +658,10 @@ class RolloutArguments:
         if self.temperature < LOWEST_TEMPERATURE:
             faults.append(f"--temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it")
         defaults = {field.name: field.default for field in fields(self)}
-        unused = ("sampler_batch_size",) if self.sampler == "vllm" else ("vllm_python", "sampler_devices")
-        for name in unused:
-            if getattr(self, name) != defaults[name]:
-                faults.append(f"--{name} does not apply to --sampler {self.sampler}; leave it out")
+        for sampler, names in SAMPLER_ARGUMENTS.items():
+            for name in names:
+                if sampler != self.sampler and getattr(self, name) != defaults[name]:
+                    faults.append(f"--{name} does not apply to --sampler {self.sampler}; leave it out")
         if self.sampler_devices is not None:
             devices = self.sampler_devices.split(",")
             if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", self.sampler_devices):

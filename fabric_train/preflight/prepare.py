@@ -63,7 +63,6 @@ from fabric_train.preflight.phases import (
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.steps import plan_steps, rows_of_step, starting_point
 from fabric_train.rollouts.prompts import PromptLengths, Prompts, open_prompts
-from fabric_train.rollouts.vllm_server import check_environment, vllm_python_path
 from fabric_train.training.components import (
     components_of,
     describe_other_component,
@@ -75,6 +74,7 @@ from fabric_train.training.prepared_run import DevicePlan, PreparedRun, Starting
 from fabric_train.training.reference_model import check_reference
 from fabric_train.training.rollout_run import open_run_rewards
 from fabric_train.training.sample_file import read_samples
+from fabric_train.training.samplers import SAMPLERS
 from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.step_plan import RunPhase
 from fabric_train.training.stored_teacher import use_stored_teacher
@@ -299,8 +299,8 @@ def _check_rollouts(run: PreparedRun) -> None:
     """Raise an InputError for a sampler or a reward that cannot be opened, or a column that the prompts lack."""
     if not isinstance(run.data, Prompts) or global_rank():
         return
-    if run.arguments.rollouts.sampler == "vllm" and not run.arguments.planning.plan:  # a plan starts no server
-        check_environment(vllm_python_path(run.arguments.rollouts.vllm_python))
+    if not run.arguments.planning.plan:  # a plan opens no sampler
+        SAMPLERS[run.arguments.rollouts.sampler].check(run.arguments)
     rewards = open_run_rewards(run.arguments)
     try:
         rewards.check_columns(run.data.column_names, f"--prompts {run.data.name}")

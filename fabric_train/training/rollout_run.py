@@ -10,20 +10,17 @@ from lightning.fabric.wrappers import _FabricModule
 
 from fabric_train.data.data_order import KEYED, MOST_SHUFFLED, SHUFFLED
 from fabric_train.data.step_sampler import TrainBatches, WindowOrder
-from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.ranks import data_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.model.hf_model import load_hf_tokenizer
-from fabric_train.rollouts.process_sampler import ProcessSampler
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.rollouts.reward_errors import RewardErrors
 from fabric_train.rollouts.rewards import RewardLimits, Rewards, open_rewards
-from fabric_train.rollouts.sampler import Sampler, SamplingSettings
+from fabric_train.rollouts.sampler import SamplingSettings
 from fabric_train.rollouts.store import RolloutStore
-from fabric_train.rollouts.vllm_sampler import VllmSampler, open_vllm_sampler
-from fabric_train.rollouts.vllm_server import vllm_python_path
 from fabric_train.rollouts.windows import RolloutPlan, RolloutWindows
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.samplers import SAMPLERS, SamplerContext
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -65,11 +62,8 @@ def build_rollout_windows(
         heartbeat.enter(StepPhase.ROLLOUT, index)
         heartbeat.stop_border.enter(heartbeat.position.step, index - _BEFORE_MICRO_BATCHES)
 
-    sampler: Sampler
-    if rollouts.sampler == "vllm":
-        sampler = _open_vllm(fabric, run, prompts, settings, enter_batch)
-    else:
-        sampler = ProcessSampler(fabric, settings, rollouts.sampler_batch_size, open_copy, enter_batch)
+    context = SamplerContext(fabric, run, prompts, settings, open_copy=open_copy, on_batch=enter_batch)
+    sampler = SAMPLERS[rollouts.sampler].open(context)
     rewards = open_run_rewards(arguments)
     fabric.barrier()  # rank 0 has written the tokenizer
     return RolloutWindows(
@@ -120,31 +114,6 @@ def _open_rows_beside(fabric: Fabric, run: PreparedRun, prompts: Prompts) -> Tra
         run.arguments.data.num_workers,
         pin_memory=fabric.device.type == "cuda",
         data_starts_after=run.plan.data_starts_after,
-    )
-
-
-def _open_vllm(
-    fabric: Fabric, run: PreparedRun, prompts: Prompts, settings: SamplingSettings, on_batch: Callable[[], None]
-) -> VllmSampler:
-    """Open the sampler of ``--sampler vllm``; all ranks call this together."""
-    arguments = run.arguments
-    rollouts = arguments.rollouts
-    devices = None
-    if rollouts.sampler_devices is not None:
-        devices = tuple(rollouts.sampler_devices.split(","))
-    prompt_lengths = [len(prompt.token_ids) for prompt in prompts.train.prompts]
-    longest_prompt = prompts.train.prompts[prompt_lengths.index(max(prompt_lengths))]
-    return open_vllm_sampler(
-        fabric,
-        run.model,
-        settings,
-        run_dir=run.folder,
-        max_prompt_length=max(prompt_lengths),
-        probe_ids=longest_prompt.token_ids,
-        dtype=compute_dtype(arguments.model.precision),
-        python=vllm_python_path(rollouts.vllm_python),
-        devices=devices,
-        on_batch=on_batch,
     )
 
 
