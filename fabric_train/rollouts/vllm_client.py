@@ -6,6 +6,8 @@ user of the machine: vLLM's key protects the paths under /v1 and /inference, but
 
 import http.client
 import json
+import math
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from typing import Any
 
 from fabric_train.cli.errors import RunError
 
-_REQUEST_SECONDS = 3600.0
-"""After this time without an answer, a request has failed: the server hangs."""
+CONTROL_SECONDS = 600.0
+"""The server hangs if it has not answered a request without sampling, or the comparison's, in this time. It loads the
+weights of a whole GPU in less."""
 _SHOWN_CHARACTERS = 500
+_TOKEN_COUNTS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total{[^}]*} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,14 @@ class GeneratedTokens:
     """The log-probability of each token of the prompt after the first one; empty if the request does not ask for it."""
 
 
+class ServerFailedError(RunError):
+    """The server ended, hangs, or answered with an error; another server may succeed."""
+
+
 class _SocketConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, path: Path, timeout: float | None) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
 
@@ -63,8 +71,28 @@ class VllmClient:
         finally:
             connection.close()
 
+    def num_tokens(self) -> float | None:
+        """Return how many tokens the server has read and sampled since its start; None if it does not answer."""
+        connection = _SocketConnection(self.path, timeout=10)
+        try:
+            connection.request("GET", "/metrics/")
+            text = connection.getresponse().read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        counts = _TOKEN_COUNTS.findall(text)
+        if not counts:
+            return math.nan  # it has no such counters; a value that changes each time, so it does not seem to hang
+        return sum(float(count) for count in counts)
+
     def generate(
-        self, prompt_ids: Sequence[int], parameters: dict[str, Any], replica: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        parameters: dict[str, Any],
+        replica: int | None = None,
+        *,
+        waits: bool = True,
     ) -> GeneratedTokens:
         """Return a completion of a prompt.
 
@@ -72,28 +100,40 @@ class VllmClient:
             prompt_ids: The token ids of the prompt.
             parameters: vLLM's sampling parameters.
             replica: The index of the copy of the model that answers; None: the server chooses one.
+            waits: Whether to wait for the answer until the server ends, however long; see ``post``.
 
         Raises:
-            RunError: there is no answer, or it is an error, or has an unknown form.
+            ServerFailedError: there is no answer, or it is an error, or has an unknown form.
         """
         path = "/inference/v1/generate"
         headers = {}
         if replica is not None:
             headers["X-data-parallel-rank"] = str(replica)
-        answer = self.post(path, {"token_ids": list(prompt_ids), "sampling_params": parameters}, headers)
+        answer = self.post(path, {"token_ids": list(prompt_ids), "sampling_params": parameters}, headers, waits=waits)
         try:
             return _read_generated(answer, prompt_ids, has_prompt="prompt_logprobs" in parameters)
         except (LookupError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise RunError(f"vLLM answered {path} in an unknown form ({reason}); install another version") from error
+            raise ServerFailedError(
+                f"vLLM answered {path} in an unknown form ({reason}); install another version"
+            ) from error
 
-    def post(self, path: str, content: Any = None, headers: dict[str, str] | None = None) -> Any:
+    def post(
+        self,
+        path: str,
+        content: Any = None,
+        headers: dict[str, str] | None = None,
+        *,
+        waits: bool = False,
+    ) -> Any:
         """Send a request, and return the JSON of the answer.
 
+        With ``waits``, there is no limit on its time; otherwise, the server hangs after ``CONTROL_SECONDS``.
+
         Raises:
-            RunError: there is no answer, or it is an error, or no JSON.
+            ServerFailedError: there is no answer, or it is an error, or no JSON.
         """
-        connection = _SocketConnection(self.path, _REQUEST_SECONDS)
+        connection = _SocketConnection(self.path, None if waits else CONTROL_SECONDS)
         body = b"" if content is None else json.dumps(content).encode()
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
@@ -101,15 +141,15 @@ class VllmClient:
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
-            raise RunError(f"vLLM did not answer {path}: {reason}") from error
+            raise ServerFailedError(f"vLLM did not answer {path}: {reason}") from error
         finally:
             connection.close()
         if response.status != http.client.OK:
-            raise RunError(f"vLLM answered {path} with {response.status}: {_message_of(answer)}")
+            raise ServerFailedError(f"vLLM answered {path} with {response.status}: {_message_of(answer)}")
         try:
             return json.loads(answer) if answer else None
         except ValueError as error:
-            raise RunError(f"vLLM answered {path} with what is no JSON: {_message_of(answer)}") from error
+            raise ServerFailedError(f"vLLM answered {path} with what is no JSON: {_message_of(answer)}") from error
 
 
 def _read_generated(answer: Any, prompt_ids: Sequence[int], *, has_prompt: bool) -> GeneratedTokens:

@@ -9,9 +9,11 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,11 @@ from fabric_train.distributed.ranks import first_text, gather_over_ranks
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
 from fabric_train.rollouts.transfer_check import EngineAnswer, TransferCheck, compute_answer
-from fabric_train.rollouts.vllm_client import GeneratedTokens, VllmClient
+from fabric_train.rollouts.vllm_client import (
+    GeneratedTokens,
+    ServerFailedError,
+    VllmClient,
+)
 from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment
 from fabric_train.rollouts.weight_folder import WeightFolder
 
@@ -36,7 +42,11 @@ REQUESTS_PER_REPLICA = 256
 _PROBE_TOKENS = 64
 _PROBE_NEW_TOKENS = 16
 _PROBE_SEED = 0
-_RESTARTED = "vLLM is started again, and samples what is missing"
+_HANG_SECONDS = 300.0
+"""A server that computes no token for so long, although requests wait, hangs. An iteration takes seconds at most."""
+_WATCH_SECONDS = 10.0
+_END_SECONDS = 30.0
+"""How long a server that has failed may take to end: its supervisor waits for what it leaves."""
 
 _log = logging.getLogger("fabric_train")
 
@@ -211,13 +221,31 @@ class VllmSampler:
         self._on_batch = on_batch
         self._model: Any = None
         self._step = 0
+        self._has_restarted = False  # in this step
+        self._hangs = False
 
     def update_weights(self, model: Any, step: int) -> None:
-        """Take over the weights of the model, see ``Sampler.update_weights``; the first call starts the server."""
+        """Take over the weights of the model, see ``Sampler.update_weights``; the first call starts the server.
+
+        If the server has failed since, or fails now, it is started again, once in a step.
+        """
         self._model = model
         self._step = step
+        self._has_restarted = False
+        try:
+            self._transfer()
+        except ServerFailedError as error:
+            self._restart(error)
+
+    def _transfer(self) -> None:
+        """Write the weights, let the server load them, and compare.
+
+        Raises:
+            ServerFailedError: the server has failed; raised on all ranks.
+            RunError: the server cannot be started, or does not have the weights; raised on all ranks.
+        """
         started = time.monotonic()
-        model_dir = self._folder.write(model, step)
+        model_dir = self._folder.write(self._model, self._step)
         written = time.monotonic()
         self._free_cached_memory()
         try:
@@ -229,32 +257,92 @@ class VllmSampler:
         if self._fabric.is_global_zero:
             _log.info(
                 "weights of step %d are in vLLM: written in %.1f s, loaded in %.1f s, compared in %.1f s",
-                *(step, written - started, loaded - written, time.monotonic() - loaded),
+                *(self._step, written - started, loaded - written, time.monotonic() - loaded),
             )
+
+    def _restart(self, error: ServerFailedError) -> None:
+        """Start a server that has failed again.
+
+        Raises:
+            RunError: it has been started again in this step already, or fails again.
+        """
+        if self._has_restarted:
+            raise error
+        self._has_restarted = True
+        if self._server is not None:
+            note(f"{error}; vLLM is started again")
+            self._server.stop()
+        self._transfer()
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Return a completion for each request, see ``Sampler.sample``.
 
-        If the server fails, it is started again once, and the requests without an answer are sent again.
+        If the server fails, it is started again, once in a step, and the requests without an answer are sent again.
 
         Raises:
             RunError: it has failed again.
             RunStopped: ``on_batch`` raised it.
         """
         self._free_cached_memory()
-        self._run_on_rank_0(VllmServer.wake)
         completions: dict[int, Completion] = {}
-        fault = first_text(self._fabric, self._request(requests, completions))
-        if fault is not None:
+        try:
+            self._complete(requests, completions)
+        except ServerFailedError as error:
+            self._restart(error)
+            self._complete(requests, completions)
+        try:
+            self._run_on_rank_0(VllmServer.sleep)
+        except ServerFailedError as error:  # the completions are there; the next transfer starts another server
             if self._server is not None:
-                note(f"{self._explain(fault)}; {_RESTARTED}")
+                note(f"{error}; vLLM is started again before the next completions")
                 self._server.stop()
-            self.update_weights(self._model, self._step)
+        return [completions[index] for index in range(len(requests))]
+
+    def _complete(self, requests: Sequence[SampleRequest], completions: dict[int, Completion]) -> None:
+        """Add the completions of the requests that have none, by their index.
+
+        Raises:
+            ServerFailedError: the server has failed; raised on all ranks.
+        """
+        self._run_on_rank_0(VllmServer.wake)
+        with self._watch():
             fault = first_text(self._fabric, self._request(requests, completions))
         if fault is not None:
-            raise RunError(first_text(self._fabric, self._explain(fault)))
-        self._run_on_rank_0(VllmServer.sleep)
-        return [completions[index] for index in range(len(requests))]
+            raise self._fabric.broadcast(self._explain(ServerFailedError(fault)))
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """End the server on rank 0 if it computes no token for ``_HANG_SECONDS``; open requests of all ranks then fail.
+
+        All ranks must leave the block together.
+        """
+        self._hangs = False
+        server = self._server
+        if server is None:
+            yield
+            return
+        has_finished = threading.Event()
+
+        def watch() -> None:
+            num_tokens = None
+            changed = time.monotonic()
+            while not has_finished.wait(_WATCH_SECONDS):
+                last_num_tokens = num_tokens
+                num_tokens = self._client.num_tokens()
+                if num_tokens is not None and num_tokens != last_num_tokens:
+                    changed = time.monotonic()
+                if time.monotonic() - changed > _HANG_SECONDS:
+                    self._hangs = True
+                    server.terminate()
+                    return
+
+        thread = threading.Thread(target=watch, name="vllm-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_finished.set()
+            thread.join()
 
     def close(self) -> None:
         """End the server, see ``Sampler.close``."""
@@ -270,19 +358,21 @@ class VllmSampler:
 
     def _run_on_rank_0(self, action: Callable[[VllmServer], None]) -> None:
         """Call a function with the server on rank 0, and raise its RunError on all ranks."""
-        fault = None
+        fault: RunError | None = None
         if self._server is not None:
             try:
                 action(self._server)
+            except ServerFailedError as error:
+                fault = self._explain(error)
             except RunError as error:
-                fault = str(error)
-        fault = first_text(self._fabric, fault)
+                fault = error
+        fault = self._fabric.broadcast(fault)
         if fault is not None:
-            raise RunError(fault)
+            raise fault
 
     def _load(self, server: VllmServer, model_dir: Path) -> None:
-        """Let the server load the weights in a folder; start it if it does not run."""
-        if not server.is_running:
+        """Let the server load the weights in a folder; the first time, start it."""
+        if not server.is_started:
             server.start(model_dir)
         else:
             server.wake()
@@ -328,7 +418,7 @@ class VllmSampler:
         """Return what a replica computes for the probe."""
         request = SampleRequest(self._probe_ids, _PROBE_SEED)
         parameters = {**self._parameters(request), "max_tokens": _PROBE_NEW_TOKENS, "prompt_logprobs": 0}
-        generated = client.generate(self._probe_ids, parameters, replica)
+        generated = client.generate(self._probe_ids, parameters, replica, waits=False)
         completion = self._make_completion(generated)
         return EngineAnswer(
             text=np.array(generated.prompt_log_probabilities, dtype=np.float32),
@@ -389,22 +479,30 @@ class VllmSampler:
         """Return the completion in an answer.
 
         Raises:
-            RunError: it was not completed, or with other weights.
+            ServerFailedError: it was not completed, or with other weights.
         """
         if generated.finish_reason not in ("stop", "length"):
-            raise RunError(f"vLLM ended a completion with {generated.finish_reason!r}")
+            raise ServerFailedError(f"vLLM ended a completion with {generated.finish_reason!r}")
         reason: FinishReason = "stop" if generated.finish_reason == "stop" else "length"
         versions = generated.weight_versions
         if versions != {self._weight_version}:
-            raise RunError(f"vLLM sampled with weights of {', '.join(sorted(versions))}, not {self._weight_version}")
+            raise ServerFailedError(
+                f"vLLM sampled with weights of {', '.join(sorted(versions))}, not {self._weight_version}"
+            )
         return Completion(
             token_ids=np.array(generated.token_ids, dtype=np.int64),
             log_probabilities=np.array(generated.log_probabilities, dtype=np.float32),
             finish_reason=reason,
         )
 
-    def _explain(self, fault: str) -> str:
-        """Return what has failed; on rank 0 also why, if the server has ended."""
-        if self._server is not None and not self._server.is_running:
-            return f"vLLM ended: {self._server.describe_end()}"
-        return fault
+    def _explain(self, error: ServerFailedError) -> ServerFailedError:
+        """Return the error; on rank 0 with its cause, if the server has ended or hangs."""
+        server = self._server
+        if server is None or not server.is_started:
+            return error
+        if self._hangs:
+            self._hangs = False
+            return ServerFailedError(f"vLLM computed no token for {_HANG_SECONDS:g} s")
+        if server.has_ended(_END_SECONDS):
+            return ServerFailedError(f"vLLM ended: {server.describe_end()}")
+        return error

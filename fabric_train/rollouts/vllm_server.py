@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fabric_train.cli.errors import InputError, RunError, describe_os_error
 from fabric_train.rollouts import vllm_supervisor
-from fabric_train.rollouts.vllm_client import VllmClient
+from fabric_train.rollouts.vllm_client import ServerFailedError, VllmClient
 
 DEFAULT_PYTHON = Path(".cache/vllm/bin/python")
 """Where ``make install-vllm`` creates the environment."""
@@ -86,6 +86,11 @@ class VllmServer:
         self.client = VllmClient(self._socket_dir / "socket")
 
     @property
+    def is_started(self) -> bool:
+        """Whether the process has been started and not been stopped; it may have ended on its own."""
+        return self._process is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether the process has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
@@ -139,13 +144,15 @@ class VllmServer:
         """Load other weights of the same model from a folder, which is not needed afterwards.
 
         Raises:
-            RunError: the server has failed.
+            ServerFailedError: the server has failed.
         """
         content = {"method": "reload_weights", "kwargs": {"weights_path": str(model_dir)}}
         self.client.post("/collective_rpc", content)
         # its keys and values are those of the weights before
         if self.client.post("/reset_prefix_cache") != {"success": True}:
-            raise RunError("vLLM did not empty its prefix cache: completions would mix two versions of the weights")
+            raise ServerFailedError(
+                "vLLM did not empty its prefix cache: completions would mix two versions of the weights"
+            )
 
     def sleep(self) -> None:
         """Free the GPUs, if they are the run's own. The weights stay in host memory: at level 2 they would be lost."""
@@ -166,6 +173,18 @@ class VllmServer:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
         return f"{last_error(text)} (log: {self._settings.log})"
+
+    def has_ended(self, seconds: float) -> bool:
+        """Return whether the started process ends within so many seconds."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return not self.is_running
+
+    def terminate(self) -> None:
+        """Begin to end the server; any thread may call this, and open requests fail."""
+        if self._process is not None:
+            self._process.terminate()
 
     def stop(self) -> None:
         """End the server and all of its processes, if it runs, and remove the folder of its socket."""
@@ -209,6 +228,7 @@ class VllmServer:
         binaries = str(self._settings.python.absolute().parent)  # vLLM starts compilers of its environment
         environment["PATH"] = os.pathsep.join([binaries, environment.get("PATH", os.defpath)])
         environment["VLLM_SERVER_DEV_MODE"] = "1"  # for the endpoints that load other weights
+        environment["VLLM_RPC_BASE_PATH"] = str(self._socket_dir)  # vLLM leaves the sockets of its own processes
         environment["VLLM_NO_USAGE_STATS"] = "1"
         environment["HF_HUB_OFFLINE"] = "1"
         environment["PYTHONUNBUFFERED"] = "1"

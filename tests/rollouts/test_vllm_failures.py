@@ -1,0 +1,134 @@
+"""A server that is killed or stopped in each phase of a step is started again once. No vLLM is needed."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning import Fabric
+from transformers import AutoModelForCausalLM
+
+from fabric_train.cli.errors import RunError
+from fabric_train.model.hf_model import read_shape
+from fabric_train.rollouts import vllm_client, vllm_sampler, vllm_server
+from fabric_train.rollouts.sampler import SampleRequest, SamplingSettings
+from fabric_train.rollouts.vllm_sampler import VllmSampler, open_vllm_sampler
+from tests.support.vllm_stand_in import write_stand_in
+
+pytestmark = pytest.mark.slow  # a server takes seconds to start, and a stopped one 15 s to end
+
+REQUESTS = [SampleRequest((index + 2, 3), seed=index) for index in range(6)]
+AGAIN = "; vLLM is started again"
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture(scope="module")
+def model(fabric: Fabric, tiny_model_dir: Path) -> Any:
+    return fabric.setup_module(AutoModelForCausalLM.from_pretrained(tiny_model_dir))
+
+
+@pytest.fixture
+def sampler(
+    fabric: Fabric, model: Any, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[VllmSampler]:
+    """A sampler whose server has the weights, and which sleeps as on a GPU of the run."""
+    monkeypatch.setattr(vllm_sampler, "_HANG_SECONDS", 0.5)
+    monkeypatch.setattr(vllm_sampler, "_WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_sampler, "_END_SECONDS", 1.0)
+    monkeypatch.setattr(vllm_client, "CONTROL_SECONDS", 1.0)
+    sampler = open_vllm_sampler(
+        fabric,
+        read_shape(str(tiny_model_dir)),
+        SamplingSettings(1.0, max_new_tokens=4, end_ids=(1,)),
+        run_dir=tmp_path,
+        max_prompt_length=8,
+        probe_ids=(5, 6, 7, 8),
+        dtype=torch.float32,
+        python=write_stand_in(tmp_path / "python"),
+        devices=None,
+        on_batch=lambda: None,
+    )
+    assert sampler._server is not None
+    object.__setattr__(sampler._server._settings, "sleeps", True)
+    sampler.update_weights(model, 0)
+    yield sampler
+    sampler.close()
+    assert not servers()
+
+
+def servers() -> list[psutil.Process]:
+    """Return the server that this process has started."""
+    descendants = psutil.Process().children(recursive=True)
+    return [process for process in descendants if any("vllm_stand_in" in word for word in process.cmdline())]
+
+
+def send_to_server(signal_number: int) -> None:
+    (server,) = [process for process in servers() if "--uds" in process.cmdline() and process.ppid() != os.getpid()]
+    os.kill(server.pid, signal_number)
+    if signal_number == signal.SIGKILL:
+        psutil.wait_procs([server], timeout=10)
+
+
+def fail_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, signal_number: int) -> None:
+    """Send a signal to the server before the first call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            send_to_server(signal_number)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("phase", "signal_number"),
+    [
+        ("wake", signal.SIGKILL),
+        ("reload", signal.SIGSTOP),
+        ("_ask_probe", signal.SIGKILL),
+        ("_request", signal.SIGKILL),
+        ("_request", signal.SIGSTOP),
+        ("sleep", signal.SIGKILL),
+    ],
+)
+def test_a_server_that_fails_in_a_phase_is_started_again(
+    sampler: VllmSampler,
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    phase: str,
+    signal_number: int,
+) -> None:
+    expected = [completion.token_ids.tolist() for completion in sampler.sample(REQUESTS)]
+    owner = VllmSampler if phase.startswith("_") else vllm_server.VllmServer
+    fail_before(monkeypatch, owner, phase, signal_number)
+    for step in (1, 2):
+        sampler.update_weights(model, step)
+        completions = sampler.sample(REQUESTS)
+        assert [completion.token_ids.tolist() for completion in completions] == expected
+    assert capsys.readouterr().err.count(AGAIN) == 1
+
+
+def test_a_server_that_fails_twice_in_a_step_ends_the_run(
+    sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = VllmSampler._request
+
+    def request_and_kill(*arguments: Any) -> str | None:
+        send_to_server(signal.SIGKILL)
+        return request(*arguments)
+
+    monkeypatch.setattr(VllmSampler, "_request", request_and_kill)
+    with pytest.raises(RunError, match=r"vLLM ended: .*\(log: .*vllm\.log\)"):
+        sampler.sample(REQUESTS)
