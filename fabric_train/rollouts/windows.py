@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +53,8 @@ class RolloutPlan:
     group_size: int
     """The number of completions of each prompt."""
     seed: int
-    advantage: Literal["mean", "group_norm"]
-    """See ``advantages.compute_advantages``."""
+    advantage: str
+    """A name in ``advantages.ADVANTAGES``."""
     refills: bool
     """Whether prompts whose completions all have the same reward are replaced by further ones."""
     deciding_values: str

@@ -1,9 +1,12 @@
 """Advantages follow the formulas of their papers."""
 
+from typing import get_args, get_type_hints
+
 import numpy as np
 import pytest
 
-from fabric_train.rollouts.advantages import compute_advantages, groups_without_variance
+from fabric_train.arguments import RolloutArguments
+from fabric_train.rollouts.advantages import ADVANTAGES, compute_advantages, groups_without_variance
 
 TOTALS = np.array([[0.0, 1.0, 1.0, 2.0], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]])
 
@@ -24,13 +27,17 @@ def test_group_norm_also_divides_by_the_deviation_of_the_sample() -> None:
     np.testing.assert_allclose(advantages, [first, [0.0] * 4, last], rtol=1e-14)  # five roundings of fp64
 
 
-@pytest.mark.parametrize("kind", ["mean", "group_norm"])
+def test_the_argument_offers_each_advantage_of_the_table() -> None:
+    assert get_args(get_type_hints(RolloutArguments)["advantage"]) == tuple(ADVANTAGES)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
 def test_groups_without_variance_have_advantage_zero(kind: str) -> None:
     assert groups_without_variance(TOTALS).tolist() == [False, True, False]
     # 0.1 * 8 / 8 is not 0.1 in fp64 for every way of adding
     for num_completions in (1, 3, 7, 8):
         equal = np.full((2, num_completions), 0.1)
-        assert compute_advantages(equal, kind).tolist() == np.zeros((2, num_completions)).tolist()  # type: ignore[arg-type]
+        assert compute_advantages(equal, kind).tolist() == np.zeros((2, num_completions)).tolist()
         assert groups_without_variance(equal).all()
 
 
