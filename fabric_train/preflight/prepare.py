@@ -301,6 +301,8 @@ def _check_rollouts(run: PreparedRun) -> None:
         return
     if not run.arguments.planning.plan:  # a plan opens no sampler
         SAMPLERS[run.arguments.rollouts.sampler].check(run.arguments)
+    # The run starts these processes again. Handed over, they would make a prepared run, which is a description, own
+    # processes that every later refusal, plan and check has to end; a second start takes less than loading the model.
     rewards = open_run_rewards(run.arguments)
     try:
         rewards.check_columns(run.data.column_names, f"--prompts {run.data.name}")
