@@ -27,7 +27,7 @@ from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.distributed import strategy, xla
 from fabric_train.distributed.decoder_layers import check_compiler
-from fabric_train.distributed.precision import check_float8
+from fabric_train.distributed.precision import check_float8, gathered_dtype, weights_dtype
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.inference.prompt_file import read_prompts
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts
@@ -396,8 +396,20 @@ def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]
         tokens = f"{run.plan.tokens_per_row:,}"
         mask = f"a mask of {tokens} × {tokens} tokens"
         yield f"attention is slow: it isolates documents with {mask}, because {mask_reason}"
+    yield _note_on_sampling_copy(run)
     if run.arguments.planning.plan and run.arguments.preference.needs_reference:
         yield "before the first step, the run computes the reference in a forward pass over all rows"
+
+
+def _note_on_sampling_copy(run: PreparedRun) -> str | None:
+    """Return a note on the copy of a sharded model that samples; None if there is none, or a plan shows it."""
+    parallelism = run.devices.parallelism
+    has_copy = run.arguments.rollouts.sampler == "in_process" and parallelism in ("fsdp", "fsdp2")
+    if run.arguments.planning.plan or not isinstance(run.data, Prompts) or not has_copy:
+        return None
+    dtype = gathered_dtype(run.arguments, parallelism) or weights_dtype(run.arguments.model.precision)
+    num_bytes = run.model.num_parameters * dtype.itemsize
+    return f"each device also holds a full copy of the model for sampling, {num_bytes / 1e9:,.1f} GB"
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
