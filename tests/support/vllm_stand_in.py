@@ -45,7 +45,7 @@ class _Engine:
             assert not self.is_asleep
             generator = torch.Generator().manual_seed(parameters["seed"])
             token_ids = list(prompt_ids)
-            tokens = []
+            tokens: list[dict[str, float]] = []
             while len(tokens) < parameters["max_tokens"]:
                 logits = self._model(input_ids=torch.tensor([token_ids])).logits[0, -1].float()
                 log_probabilities = torch.log_softmax(logits / parameters["temperature"], dim=0)
