@@ -15,7 +15,8 @@ class RolloutValues(TensorRecord):
     """The values of the targets of a batch, in their order.
 
     Values of a whole completion are divided by its number of tokens, so that their sum over the tokens of any set of
-    completions is a sum over these completions, however rows and sources divide the tokens.
+    completions is a sum over these completions, however rows and sources divide the tokens. They are fp64, so that a
+    mean of rewards has no rounding errors that a reader would see.
     """
 
     log_probabilities: torch.Tensor
@@ -23,12 +24,12 @@ class RolloutValues(TensorRecord):
     advantages: torch.Tensor
     """The advantage of the token's completion, fp32 [N], not divided."""
     completion_shares: torch.Tensor
-    """1 over the number of tokens of the token's completion, fp32 [N]; their sum is the number of completions."""
+    """1 over the number of tokens of the token's completion, fp64 [N]; their sum is the number of completions."""
     is_cut: torch.Tensor
-    """The share, or 0 if the completion ended by itself and not at the largest number of tokens, fp32 [N]."""
+    """The share, or 0 if the completion ended by itself and not at the largest number of tokens, fp64 [N]."""
     lacks_variance: torch.Tensor
-    """The share, or 0 if the rewards in the completion's group differ, fp32 [N]."""
+    """The share, or 0 if the rewards in the completion's group differ, fp64 [N]."""
     has_failed: torch.Tensor
-    """The share, or 0 if all rewards of the completion were computed, fp32 [N]."""
+    """The share, or 0 if all rewards of the completion were computed, fp64 [N]."""
     rewards: torch.Tensor
-    """The weighted sum of the completion's rewards, and each reward, times the share, fp32 [1 + R, N]."""
+    """The weighted sum of the completion's rewards, and each reward, times the share, fp64 [1 + R, N]."""

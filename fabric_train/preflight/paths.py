@@ -34,6 +34,8 @@ def check_paths(arguments: "TrainArguments") -> None:
         raise InputError(*faults)
     folder = Path(arguments.save.output_dir)
     check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
+    if arguments.data.prompts is not None:
+        _check_rollout_folder(folder / "rollouts")
     beginning = choose_beginning(arguments, folder, damages=None)
     arguments = beginning.arguments
 
@@ -73,3 +75,16 @@ def check_output_dir(folder: Path, *inputs: str | None) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"
         raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
+
+
+def _check_rollout_folder(folder: Path) -> None:
+    """Check that the folder for the completions of a run can be created or written to."""
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder, but the run stores completions there; remove or rename it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{folder} is not writable, but the run stores completions there; make it writable, or give another "
+            "--output_dir"
+        )

@@ -305,7 +305,7 @@ def _check_rollouts(run: PreparedRun) -> None:
     # processes that every later refusal, plan and check has to end; a second start takes less than loading the model.
     rewards = open_run_rewards(run.arguments)
     try:
-        rewards.check_columns(run.data.column_names, f"--prompts {run.data.name}")
+        rewards.check_columns(run.data.columns_by_source, f"--prompts {run.data.name}")
     finally:
         rewards.close()
 

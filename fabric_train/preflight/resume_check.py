@@ -445,8 +445,12 @@ def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
 
 
 def _arguments_to_save(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
-    """Return the arguments as trainer.json stores them."""
-    return flatten(arguments) | {"gradient_accumulation_steps": plan.accumulation}
+    """Return the arguments to compare with those in trainer.json, without one that means nothing with --prompts."""
+    values = flatten(arguments)
+    if arguments.data.prompts is not None:
+        del values["gradient_accumulation_steps"]  # a step has as many micro-batches as its completions need
+        return values
+    return values | {"gradient_accumulation_steps": plan.accumulation}
 
 
 def _find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Change]:

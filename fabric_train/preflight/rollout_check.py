@@ -53,9 +53,8 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
 
     # what does not work with rows that are sampled
     yield from _find_faults_of_rows(arguments)
-    for name in ("tensor_parallel_size", "context_parallel_size"):
-        if getattr(arguments.fsdp, name) > 1:
-            yield f"{_OPTION} does not work with --{name}; leave out --{name}"
+    if arguments.fsdp.context_parallel_size > 1:
+        yield f"{_OPTION} does not work with --context_parallel_size; leave out --context_parallel_size"
     if arguments.device.accelerator == "tpu":
         yield f"{_OPTION} does not work with --accelerator tpu; use a GPU or the CPU"
     if arguments.model.precision == "16-mixed":

@@ -73,7 +73,7 @@ def _values_of_targets(completions: Sequence[StoredCompletion], num_rewards: int
 
     def repeat_per_token(values: Sequence[float] | np.ndarray) -> torch.Tensor:
         """Return the value of each token's completion."""
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), lengths, axis=-1)).float()
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), lengths, axis=-1))
 
     def share_per_token(values: Sequence[float] | np.ndarray) -> torch.Tensor:
         """Return the value of each token's completion, divided by the completion's number of tokens."""
@@ -81,7 +81,7 @@ def _values_of_targets(completions: Sequence[StoredCompletion], num_rewards: int
 
     return RolloutValues(
         log_probabilities=torch.from_numpy(log_probabilities).float(),
-        advantages=repeat_per_token([completion.advantage for completion in completions]),
+        advantages=repeat_per_token([completion.advantage for completion in completions]).float(),
         completion_shares=share_per_token(np.ones(len(completions))),
         is_cut=share_per_token([float(completion.finish_reason == "length") for completion in completions]),
         lacks_variance=share_per_token([float(completion.lacks_variance) for completion in completions]),

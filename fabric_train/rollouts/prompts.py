@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,10 +114,12 @@ class Prompts:
     @cached_property
     def column_names(self) -> frozenset[str]:
         """The columns that every prompt has, beside the prompt itself."""
-        names = set(self.train.prompts[0].columns)
-        for prompt in self.train.prompts:
-            names &= prompt.columns.keys()
-        return frozenset(names)
+        return frozenset.intersection(*self.columns_by_source.values())
+
+    @cached_property
+    def columns_by_source(self) -> dict[str, frozenset[str]]:
+        """The columns that every prompt of a source has, beside the prompt itself, by the name of the source."""
+        return _columns_by_source(self.source_names, self.train.prompts)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -224,7 +226,7 @@ def open_prompts(
             f"{_OPTION} {' '.join(entries)}: no prompt has at most {lengths.longest_prompt} tokens, the room that "
             f"--max_length {lengths.row_length} leaves beside --max_new_tokens {lengths.max_new_tokens}"
         )
-    notes = _notes_on_columns(prompts)
+    notes = _notes_on_columns(source_names, prompts)
     if num_too_long:
         notes.append(
             f"{counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
@@ -250,20 +252,46 @@ def open_prompts(
     )
 
 
-def _notes_on_columns(prompts: Sequence[Prompt]) -> list[str]:
-    """Return a note for each column that only some prompts have, which rewards do not receive."""
+def _columns_by_source(source_names: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, frozenset[str]]:
+    """Return the columns that every prompt of a source has, for each source that has prompts."""
+    columns_by_source: dict[str, frozenset[str]] = {}
+    for prompt in prompts:
+        name = source_names[prompt.source]
+        columns = frozenset(prompt.columns)
+        columns_by_source[name] = columns_by_source.get(name, columns) & columns
+    return columns_by_source
+
+
+def _notes_on_columns(source_names: Sequence[str], prompts: Sequence[Prompt]) -> list[str]:
+    """Return notes on columns that only some prompts, or only some sources, have: rewards do not receive them."""
+    notes = []
     counts: Counter[str] = Counter()
     for prompt in prompts:
         counts.update(prompt.columns.keys())
-    notes = []
+    columns_by_source = _columns_by_source(source_names, prompts)
+    columns_of_sources = frozenset[str]().union(*columns_by_source.values())
     for column, num_prompts in sorted(counts.items()):
-        if num_prompts < len(prompts):
+        if num_prompts < len(prompts) and column not in columns_of_sources:
             num_missing = len(prompts) - num_prompts
             notes.append(
                 f"{_OPTION}: {num_missing:,} of {len(prompts):,} prompts have no {column}, so rewards do not receive "
                 "this column; give each prompt a value, null if there is none"
             )
+    common_columns = frozenset.intersection(*columns_by_source.values())
+    if columns_of_sources != common_columns:
+        notes.append(
+            f"{_OPTION}: the sources have different columns: {_describe_columns(columns_by_source)}; rewards receive "
+            f"only columns of all prompts: {', '.join(sorted(common_columns)) or 'none'}"
+        )
     return notes
+
+
+def _describe_columns(columns_by_source: Mapping[str, frozenset[str]]) -> str:
+    """Return which source has which columns, for messages."""
+    descriptions = []
+    for name, columns in columns_by_source.items():
+        descriptions.append(f"{name} has {', '.join(sorted(columns)) or 'no column but the prompt'}")
+    return "; ".join(descriptions)
 
 
 def _rows_per_epoch(shares: Shares, sources: Sequence[PromptSource]) -> tuple[int, ...] | None:

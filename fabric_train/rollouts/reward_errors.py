@@ -7,7 +7,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.cli.errors import RunError, note
-from fabric_train.distributed.ranks import first_text, sum_over_data_ranks
+from fabric_train.distributed.ranks import first_text, gather_over_ranks
 from fabric_train.rollouts.rewards import RewardTable
 
 
@@ -43,6 +43,6 @@ class RewardErrors:
 
     def take_count(self) -> int:
         """Return for how many completions of all ranks a reward has failed since the last call."""
-        count = sum_over_data_ranks(self._fabric, torch.tensor(self._count_on_rank))
+        count = gather_over_ranks(self._fabric, torch.tensor(self._count_on_rank)).sum()
         self._count_on_rank = 0
         return int(count)

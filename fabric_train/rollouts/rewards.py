@@ -107,29 +107,36 @@ class Rewards:
         """The SHA-256 of the file of each reward by its name; None for a built-in."""
         return {reward.name: reward.source_sha256 for reward in self._rewards}
 
-    def check_columns(self, columns: Collection[str], source: str) -> None:
+    def check_columns(self, columns_by_source: Mapping[str, Collection[str]], option: str) -> None:
         """Check that the prompts have the columns that the rewards need.
 
         Args:
-            columns: The columns of the prompts beside the prompt itself.
-            source: The file of the prompts, for the message.
+            columns_by_source: The columns that every prompt of a source has beside the prompt itself, by its name.
+            option: The argument with the prompts, for the message.
 
         Raises:
             InputError: A column is missing, or has the name of another argument of a reward.
         """
         faults = []
-        for column in CALL_ARGUMENTS:
-            if column in columns:
-                faults.append(f"{source}: a column is called {column}, as an argument of rewards; rename the column")
+        for name, columns in columns_by_source.items():
+            for column in CALL_ARGUMENTS:
+                if column in columns:
+                    faults.append(
+                        f"{option}: a column of {name} is called {column}, as an argument of rewards; rename the column"
+                    )
         for reward in self._rewards:
             for column in reward.required_columns:
-                if column not in columns:
-                    others = f"it has {', '.join(sorted(columns))}" if columns else "it has no column but the prompt"
-                    faults.append(
-                        f"--rewards {reward.spec} needs a column {column} in {source}; "
-                        f"{others}{nearest_name(column, columns)}; add the column, or give one value for all prompts: "
-                        f'--reward_settings \'{{"{reward.name}": {{"{column}": …}}}}\''
-                    )
+                advice = (
+                    "add the column, or give one value for all prompts: "
+                    f'--reward_settings \'{{"{reward.name}": {{"{column}": …}}}}\''
+                )
+                for name, columns in columns_by_source.items():
+                    if column not in columns:
+                        others = ", ".join(sorted(columns)) or "no column but the prompt"
+                        faults.append(
+                            f"--rewards {reward.spec} needs a column {column} of every prompt in {option}; {name} has "
+                            f"{others}{nearest_name(column, columns)}; {advice}"
+                        )
         if faults:
             raise InputError(*faults)
 

@@ -1,6 +1,6 @@
 """Store the completions of a step on disk, RUN/rollouts/step-000012/, and read them.
 
-Each data rank writes one parquet file, with one row for each completion; rank 0 adds ``manifest.json`` and gives the
+Each rank writes one parquet file, with one row for each completion; rank 0 adds ``manifest.json`` and gives the
 folder its name. A folder with this name is complete.
 """
 
@@ -87,7 +87,7 @@ class RolloutManifest:
     source_names: tuple[str, ...]
     sampler: str
     num_ranks: int
-    """The number of data ranks, each of which has written a file."""
+    """The number of ranks, each of which has written a file."""
     sampling_seconds: float
     """The time for the completions, on the slowest rank."""
     reward_seconds: float
@@ -161,30 +161,27 @@ class RolloutStore:
         return bool(self._fabric.broadcast(is_stored))
 
     def write(self, completions: Sequence[StoredCompletion], manifest: RolloutManifest) -> None:
-        """Write the completions of this data rank; the manifest is that of rank 0, which lacks the hashes.
+        """Write the completions of this rank; the manifest is that of rank 0, which lacks the hashes.
 
         Raises:
             RunError: A rank cannot write; it is raised on all ranks.
         """
-        from fabric_train.distributed.ranks import data_ranks  # slow, and readers do without it
-
         target = self.path(manifest.step)
         temporary = temporary_for(target, self._process_name)
-        ranks = data_ranks(self._fabric)
-        is_first_of_group = self._fabric.global_rank % ranks.group_size == 0
         is_first = self._fabric.is_global_zero
 
         def write_part() -> None:
-            parquet.write_table(_to_table(completions), temporary / _file_name(ranks.rank), compression="zstd")
+            file = temporary / _file_name(self._fabric.global_rank)
+            parquet.write_table(_to_table(completions), file, compression="zstd")
 
         def complete_folder() -> None:
-            hashes = tuple(_hash_file(temporary / _file_name(rank)) for rank in range(ranks.size))
+            hashes = tuple(_hash_file(temporary / _file_name(rank)) for rank in range(self._fabric.world_size))
             write_atomically(temporary / MANIFEST, _to_json(dataclasses.replace(manifest, sha256=hashes)))
             sync_and_rename(temporary, target)
             self._remove_old(manifest.step)
 
         self._run_together(lambda: temporary.mkdir(parents=True, exist_ok=True), runs=is_first)
-        self._run_together(write_part, runs=is_first_of_group)
+        self._run_together(write_part, runs=True)
         self._run_together(complete_folder, runs=is_first)
 
     def _run_together(self, action: Callable[[], object], *, runs: bool) -> None:
@@ -229,7 +226,7 @@ def read_rollouts(folder: Path) -> StoredRollouts:
 def read_tables(
     folder: Path, manifest: RolloutManifest, columns: Sequence[str] = tuple(_COLUMNS)
 ) -> Iterator[pa.Table]:
-    """Yield the completions of each data rank as a table with the ``_COLUMNS``, or with some of them.
+    """Yield the completions of each rank as a table with the ``_COLUMNS``, or with some of them.
 
     Raises:
         RunError: A file is missing or has changed since it was written.

@@ -21,7 +21,7 @@ from lightning import Fabric
 from fabric_train.cli.errors import note
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window, WindowOrder, WindowSource, positions
-from fabric_train.distributed.ranks import data_ranks, gather_over_ranks
+from fabric_train.distributed.ranks import gather_over_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.inference.generate import continuation
 from fabric_train.rollouts.advantages import compute_advantages, groups_without_variance
@@ -173,11 +173,13 @@ class RolloutWindows:
     def _sample(self, step: int, prompt_indices: np.ndarray, policy: str) -> None:
         """Sample, reward and store the completions of this rank's prompts."""
         self.sampler.update_weights(self.model, step - 1)
-        ranks = data_ranks(self.fabric)
+        # Ranks that train on the same rows sample different prompts: each can run the whole model.
+        num_ranks = self.fabric.world_size
+        groups = range(self.fabric.global_rank, len(prompt_indices), num_ranks)
         prompts = self.prompts.train.prompts
         replacements_by_source = self.plan.replacements_by_source(step, prompts, prompt_indices)
         # the prompts of this rank's groups that are to be sampled
-        pending = {group: int(prompt_indices[group]) for group in range(ranks.rank, len(prompt_indices), ranks.size)}
+        pending = {group: int(prompt_indices[group]) for group in groups}
         stored: dict[int, list[StoredCompletion]] = {}
         seconds = torch.zeros(2, dtype=torch.float64)
         num_replaced = 0
@@ -203,7 +205,7 @@ class RolloutWindows:
             reward_names=self.rewards.names,
             source_names=self.prompts.source_names,
             sampler=self.plan.sampler_name,
-            num_ranks=ranks.size,
+            num_ranks=num_ranks,
             sampling_seconds=sampling_seconds,
             reward_seconds=reward_seconds,
             sha256=(),

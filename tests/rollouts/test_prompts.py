@@ -48,6 +48,18 @@ def test_a_prompt_has_one_bos_and_its_other_columns_go_to_the_rewards(tmp_path: 
     assert prompts.stop_token_ids == (tokenizer.eos_token_id,)
 
 
+def test_a_note_says_which_columns_the_sources_have(tmp_path: Path, tiny_model_dir: Path) -> None:
+    math = write_rows(tmp_path / "math.jsonl", [{"prompt": "To be", "answer": "or not", "level": 3}])
+    chat = write_rows(tmp_path / "chat.jsonl", [{"prompt": "Enter", "answer": "Ghost"}])
+    entries = [f"math={math}", f"chat={chat}"]
+    prompts = open_prompts(entries, str(tiny_model_dir), LENGTHS, tmp_path / "tokenizer", NO_SHARES)
+    assert prompts.columns_by_source == {"math": {"answer", "level"}, "chat": {"answer"}}
+    assert prompts.notes == (
+        "--prompts: the sources have different columns: math has answer, level; chat has answer; rewards receive only "
+        "columns of all prompts: answer",
+    )
+
+
 def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, tiny_model_dir: Path) -> None:
     rows = [{"prompt": "To be", "answer": "or not"}, {"prompt": "Enter", "answer": "Ghost"}]
     of_lines = open_file("play=" + write_rows(tmp_path / "p.jsonl", rows), tiny_model_dir, tmp_path)

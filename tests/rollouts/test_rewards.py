@@ -497,13 +497,14 @@ def test_rewards_say_which_columns_they_need(open_file: Open) -> None:
         "def polite(completions, prompts, tone, place='here', **columns):\n    return [tone[0]] * len(completions)\n",
         "polite",
     )
-    rewards.check_columns(["tone", "answer"], "p.jsonl")
+    rewards.check_columns({"math": ["tone", "answer"]}, "--prompts")
     with pytest.raises(InputError) as raised:
-        rewards.check_columns(["tones", "prompts"], "p.jsonl")
+        rewards.check_columns({"math": ["tone"], "chat": ["tones", "prompts"]}, "--prompts")
     assert raised.value.faults == (
-        "p.jsonl: a column is called prompts, as an argument of rewards; rename the column",
-        f"--rewards {rewards._rewards[0].spec} needs a column tone in p.jsonl; it has prompts, tones; did you mean "
-        'tones?; add the column, or give one value for all prompts: --reward_settings \'{"polite": {"tone": …}}\'',
+        "--prompts: a column of chat is called prompts, as an argument of rewards; rename the column",
+        f"--rewards {rewards._rewards[0].spec} needs a column tone of every prompt in --prompts; chat has prompts, "
+        "tones; did you mean tones?; add the column, or give one value for all prompts: "
+        '--reward_settings \'{"polite": {"tone": …}}\'',
     )
 
 
@@ -513,7 +514,7 @@ def test_a_setting_is_a_column_with_one_value(open_file: Open) -> None:
         "polite",
         settings={"polite": {"tone": "kind"}},
     )
-    rewards.check_columns([], "p.jsonl")
+    rewards.check_columns({"math": []}, "--prompts")
     assert rewards.compute(["a", "b"], ["p"] * 2, {"tone": ["x", "y"]}).total.tolist() == [1, 1]
 
 
@@ -522,7 +523,7 @@ def test_builtin_rewards_run_in_processes_too() -> None:
     rewards = open_rewards(["exact_answer", "regex"], None, {"regex": {"pattern": "^(a+)+b"}}, "zero", limits)
     try:
         assert rewards.sources == {"exact_answer": None, "regex": None}
-        rewards.check_columns(["answer"], "p.jsonl")
+        rewards.check_columns({"math": ["answer"]}, "--prompts")
         table = rewards.compute(["aab", "a" * 60], ["p"] * 2, {"answer": ["aab", "b"]})
         assert table.values.tolist() == [[1, 0], [1, 0]]
         assert "regex: it took longer than 0.5 s" in str(table.errors[1])

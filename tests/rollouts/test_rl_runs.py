@@ -119,6 +119,33 @@ def test_two_ranks_sample_and_learn_as_one(reinforcing: Reinforcing, parallelism
     assert any(reinforcing.column("whole", "train_loss"))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_matrices_sample_and_learn_as_one(reinforcing: Reinforcing, num_ranks: int) -> None:
+    """Each rank samples prompts of its own, and a killed run continues."""
+    run = f"tensor-{num_ranks}"
+    options: dict[str, Any] = {"devices": num_ranks, "parallelism": "fsdp2", "tensor_parallel_size": 2}
+    killed = reinforcing.start(run, num_ranks, before=at_point(KILL, 4, "COMPUTING"), **options)
+    killed.wait()
+    reinforcing.train(run, num_ranks, resume="true", **options)
+    for step in range(1, MAX_STEP + 1):
+        assert reinforcing.tokens(run, step) == reinforcing.tokens("whole", step)
+        assert read_manifest(step_folder(reinforcing.folder / run, step)).num_ranks == num_ranks
+    for name in ("train_loss", "grad_norm", "train_reward", "train_sampler_weight", "train_completion_tokens"):
+        expected = reinforcing.column("whole", name)
+        assert reinforcing.column(run, name) == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def test_a_file_in_the_place_of_the_completions_is_refused(
+    reinforcing: Reinforcing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(reinforcing.folder)
+    folder = reinforcing.folder / "obstructed"
+    folder.mkdir()
+    (folder / "rollouts").write_text("")
+    with pytest.raises(InputError, match="rollouts is not a folder"):
+        check(reinforcing.words("obstructed"))
+
+
 @pytest.mark.parametrize(("phase", "index"), [("ROLLOUT", 2), ("COMPUTING", 1), ("OPTIMIZER", 0), ("SAVING", 0)])
 def test_a_killed_run_continues_bit_for_bit(reinforcing: Reinforcing, phase: str, index: int) -> None:
     step = 2 if phase == "SAVING" else 4
@@ -129,6 +156,23 @@ def test_a_killed_run_continues_bit_for_bit(reinforcing: Reinforcing, phase: str
     assert differences(reinforcing.folder / run, reinforcing.folder / "whole") == []
     for step in range(1, MAX_STEP + 1):
         assert reinforcing.tokens(run, step) == reinforcing.tokens("whole", step)
+
+
+def test_metrics_have_the_mean_reward_without_noise(reinforcing: Reinforcing) -> None:
+    (reinforcing.folder / "tenths.py").write_text(
+        "def tenths(completions, prompts, **columns):\n    return [0.1 * (len(text) % 2) for text in completions]\n"
+    )
+    reinforcing.train("exact", rewards="tenths.py:tenths", max_step=1)
+    (reward,) = reinforcing.column("exact", "train_reward")
+    assert reward * 160 == pytest.approx(round(reward * 160), abs=1e-9)  # a mean of 16 values of 0 or 0.1
+
+
+def test_the_note_on_changed_arguments_has_none_that_the_run_lacks(reinforcing: Reinforcing) -> None:
+    reinforcing.train("divided", max_step=1)
+    resumed = reinforcing.train("divided", resume="true", max_step=2, micro_batch_size=2)
+    lines = "".join(resumed.lines())
+    assert "micro_batch_size" in lines
+    assert "gradient_accumulation_steps" not in lines
 
 
 def test_stored_completions_are_not_sampled_again(reinforcing: Reinforcing) -> None:
@@ -359,6 +403,7 @@ def check(words: list[str]) -> None:
         ({"text_column": "question"}, "--text_column does not apply to --prompts"),
         ({"temperature": 0.001}, "--temperature must be at least 0.01"),
         ({"total_batch_size": 8}, "give --prompts_per_step"),
+        ({"context_parallel_size": 2, "parallelism": "fsdp2"}, "does not work with --context_parallel_size"),
         ({"self_check": "true"}, "--self_check does not work with --prompts"),
         ({"precision": "16-mixed"}, "16-mixed"),
         ({"max_new_tokens": 64}, "leaves no room for a prompt"),

@@ -25,7 +25,7 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, find_targets, 
 from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.gradients import clip_grad_norm
-from fabric_train.distributed.ranks import StepSync
+from fabric_train.distributed.ranks import StepSync, data_ranks
 from fabric_train.distributed.strategy import LayerClasses, build_fabric
 from fabric_train.model.divergence_loss import TeacherHead
 from fabric_train.model.parallelize import setup_model
@@ -188,16 +188,16 @@ def make_batch(rows: Sequence[Row]) -> Batch:
 
 
 def _rollout_values(completions: Sequence[SampledCompletion], lengths: torch.Tensor) -> RolloutValues:
-    shares = 1 / lengths.float()
+    shares = 1 / lengths.double()
 
     def by_token(values: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.float32).repeat_interleave(lengths)
+        return torch.as_tensor(values, dtype=torch.float64).repeat_interleave(lengths)
 
     log_probabilities = [completion.log_probabilities for completion in completions]
     rewards = torch.tensor([completion.rewards for completion in completions]).T  # [1 + R, completions]
     return RolloutValues(
         log_probabilities=torch.from_numpy(np.concatenate(log_probabilities)),
-        advantages=by_token([completion.advantage for completion in completions]),
+        advantages=by_token([completion.advantage for completion in completions]).float(),
         completion_shares=by_token(shares),
         is_cut=by_token(shares * torch.tensor([completion.is_cut for completion in completions])),
         lacks_variance=by_token(shares * torch.tensor([completion.lacks_variance for completion in completions])),
@@ -331,9 +331,10 @@ def main() -> None:
 
 
 def _rank_batches(rows: Sequence[Row], fabric: Fabric, micro_batch_size: int) -> list[Batch]:
-    """Return this rank's micro-batches of a window; all ranks have as many."""
-    rank_rows = rows[fabric.global_rank :: fabric.world_size]
-    most_rows = -(-len(rows) // fabric.world_size)
+    """Return the micro-batches of a window that this rank trains on; all ranks have as many."""
+    ranks = data_ranks(fabric)
+    rank_rows = rows[ranks.rank :: ranks.size]
+    most_rows = -(-len(rows) // ranks.size)
     batches = []
     for begin in range(0, most_rows, micro_batch_size):
         batches.append(make_batch(rank_rows[begin : begin + micro_batch_size]))

@@ -32,9 +32,13 @@ class Split:
     parallelism: str
     num_ranks: int
     micro_batch_size: int
+    tensor_parallel_size: int = 1
 
     def __str__(self) -> str:
-        return f"{self.parallelism} {self.num_ranks}x{self.micro_batch_size}"
+        name = f"{self.parallelism} {self.num_ranks}x{self.micro_batch_size}"
+        if self.tensor_parallel_size > 1:
+            name += f" of {self.tensor_parallel_size}"
+        return name
 
 
 SPLITS = [
@@ -43,6 +47,8 @@ SPLITS = [
     Split("ddp", 2, 1),
     Split("fsdp", 3, 1),  # two ranks have no row left for their last micro-batch
     Split("fsdp2", 2, 3),
+    Split("fsdp2", 2, 3, tensor_parallel_size=2),
+    Split("fsdp2", 4, 2, tensor_parallel_size=2),
 ]
 CASES = [
     PolicyCase(),
@@ -57,6 +63,7 @@ def train(runs: ForkedRuns, folder: Path, case: PolicyCase, split: Split, before
     paths = ["--model_name", "none", "--train_data_dir", "none", "--output_dir", "none"]
     options = ["--accelerator", "cpu", "--precision", "32-true", "--micro_batch_size", str(split.micro_batch_size)]
     options += ["--parallelism", split.parallelism, "--devices", str(split.num_ranks)]
+    options += ["--tensor_parallel_size", str(split.tensor_parallel_size)]
     argv = [json.dumps(asdict(case)), file, *paths, *options]
     runs.start(argv, split.num_ranks, program="tests.support.policy_windows", before=before).finish()
     return [StepNumbers(**numbers) for numbers in json.loads(file.read_text())]
