@@ -66,8 +66,15 @@ def sampler(
 
 def servers() -> list[psutil.Process]:
     """Return the server that this process has started."""
-    descendants = psutil.Process().children(recursive=True)
-    return [process for process in descendants if any("vllm_stand_in" in word for word in process.cmdline())]
+    return [process for process in psutil.Process().children(recursive=True) if is_server(process)]
+
+
+def is_server(process: psutil.Process) -> bool:
+    """Return whether a process that may have ended meanwhile, such as one of another test, runs the server."""
+    try:
+        return any("vllm_stand_in" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def send_to_server(signal_number: int) -> None:

@@ -106,7 +106,7 @@ def requests(number: int) -> list[SampleRequest]:
 def test_batches_are_counted_and_completions_keep_their_order(
     open_sampler: Callable[..., VllmSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_sampler, "_REQUESTS_PER_REPLICA", 2)
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_REPLICA", 2)
     batches: list[None] = []
     sampler = open_sampler(lambda: batches.append(None), num_replicas=2)
     completions = sampler.sample(requests(9))
@@ -117,7 +117,7 @@ def test_batches_are_counted_and_completions_keep_their_order(
 def test_a_stop_waits_for_no_request_of_a_later_batch(
     server: _Server, open_sampler: Callable[..., VllmSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_sampler, "_REQUESTS_PER_REPLICA", 2)
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_REPLICA", 2)
     stopped = threading.Event()
     received = []
     batches: list[None] = []
@@ -142,7 +142,7 @@ def test_a_stop_waits_for_no_request_of_a_later_batch(
 def test_a_rank_whose_requests_fail_counts_the_batches_of_the_others(
     server: _Server, open_sampler: Callable[..., VllmSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_sampler, "_REQUESTS_PER_REPLICA", 2)
+    monkeypatch.setattr(vllm_sampler, "REQUESTS_PER_REPLICA", 2)
     received = []
 
     def answer(_: Mapping[str, str], content: dict[str, Any]) -> bytes:
