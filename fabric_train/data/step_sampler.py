@@ -59,6 +59,8 @@ class Window:
     """The hash of all rows up to this window, see ``WindowOrder.rows_hash``; None for a stream."""
     rows_of_sources: list[int] | None = None
     """How many rows of each source of a mixture the window has; None without a mixture."""
+    rollout_seconds: float = 0.0
+    """The seconds that this rank sampled and rewarded completions for the window, with the waits for other ranks."""
 
     @property
     def num_rows(self) -> int:

@@ -62,8 +62,6 @@ def find_unusual(run: ReportedRun) -> list[Finding]:
 
 def _check_data_wait(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if steps wait for data for much of their time."""
-    if "train_completions" in table.columns:
-        return  # the time of sampling is part of the wait
     row_indices = table.measured_rows("data_wait")[1:]  # the first step starts the workers
     if len(row_indices) < _MIN_ROWS:
         return

@@ -60,19 +60,27 @@ def _table_of_steps(run: ReportedRun, steps: Sequence[int]) -> str:
 
 
 def _time_chart(run: ReportedRun, steps: Sequence[int]) -> Chart:
-    """Return the seconds of sampling and rewards in each stored step, and of whole steps if they were logged."""
+    """Return the seconds of each part of the stored steps, and of whole steps if they were logged."""
     timed_steps = _choose_evenly(steps, _MAX_TIMED_STEPS)
     manifests = [read_manifest(step_folder(run.folder, step)) for step in timed_steps]
     x = np.array(timed_steps, dtype=np.float64)
     sampling_seconds = np.array([manifest.sampling_seconds for manifest in manifests])
     reward_seconds = np.array([manifest.reward_seconds for manifest in manifests])
-    series = [Series("sampling", x, sampling_seconds), Series("rewards", x, reward_seconds)]
+    update_seconds = np.array([manifest.update_seconds for manifest in manifests])
+    series = [
+        Series("weights", x, update_seconds),
+        Series("sampling", x, sampling_seconds),
+        Series("rewards", x, reward_seconds),
+    ]
     logged_rows = run.metrics.measured_rows("step_time")
     logged_rows = logged_rows[run.metrics.steps[logged_rows] >= steps[0]]
     if len(logged_rows):
         logged_steps = run.metrics.steps[logged_rows].astype(np.float64)
         series.append(Series("whole step", logged_steps, run.metrics.columns["step_time"][logged_rows]))
-    note = "Sampling and rewards: on the slowest rank. Whole steps: means since the logged step before."
+    note = (
+        "Weights (given to the sampler), sampling and rewards: on the slowest rank. Whole steps: means since the "
+        "logged step before."
+    )
     return Chart("rollout-time", "Time of a step", "seconds", tuple(series), from_zero=True, note=note)
 
 

@@ -94,6 +94,8 @@ class RolloutManifest:
     """The time for the rewards, on the slowest rank."""
     sha256: tuple[str, ...]
     """The SHA-256 of each rank's file."""
+    update_seconds: float = 0.0
+    """The time until the sampler had the weights, on the slowest rank."""
     num_replaced: int = 0
     """The number of prompts that were replaced, because all their completions had the same reward."""
     num_reward_errors: int = 0

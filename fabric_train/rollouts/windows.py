@@ -133,7 +133,9 @@ class RolloutWindows:
             for step in range(after_step + 1, last_step + 1):
                 order_step = step - self.data_starts_after  # the order counts its steps from where it begins
                 prompt_indices = order.rows_of(order_step)
+                started = time.perf_counter()
                 rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, history))
+                rollout_seconds = time.perf_counter() - started
                 history = hash_after(history, rollouts.manifest)
                 is_flat = all(completion.lacks_variance for completion in rollouts.completions)
                 num_flat_steps = num_flat_steps + 1 if is_flat else 0
@@ -158,6 +160,7 @@ class RolloutWindows:
                     batches=batches,
                     rows_hash=history,
                     rows_of_sources=order.mixture.count(prompt_indices) if order.mixture else None,
+                    rollout_seconds=rollout_seconds,
                 )
         finally:
             self.sampler.close()
@@ -172,7 +175,9 @@ class RolloutWindows:
 
     def _sample(self, step: int, prompt_indices: np.ndarray, policy: str) -> None:
         """Sample, reward and store the completions of this rank's prompts."""
+        started = time.monotonic()
         self.sampler.update_weights(self.model, step - 1)
+        update_seconds = time.monotonic() - started
         # Ranks that train on the same rows sample different prompts: each can run the whole model.
         num_ranks = self.fabric.world_size
         groups = range(self.fabric.global_rank, len(prompt_indices), num_ranks)
@@ -181,7 +186,7 @@ class RolloutWindows:
         # the prompts of this rank's groups that are to be sampled
         pending = {group: int(prompt_indices[group]) for group in groups}
         stored: dict[int, list[StoredCompletion]] = {}
-        seconds = torch.zeros(2, dtype=torch.float64)
+        seconds = torch.tensor([update_seconds, 0.0, 0.0], dtype=torch.float64)
         num_replaced = 0
         for attempt in range(1 + _MOST_REFILLS):
             stored |= self._sample_and_reward(step, pending, seconds)
@@ -198,7 +203,8 @@ class RolloutWindows:
             num_replaced += len(replacements)
             pending = {group: replacements[group] for group in pending if group in replacements}
 
-        sampling_seconds, reward_seconds = gather_over_ranks(self.fabric, seconds).amax(dim=0).tolist()
+        slowest_seconds = gather_over_ranks(self.fabric, seconds).amax(dim=0)
+        update_seconds, sampling_seconds, reward_seconds = slowest_seconds.tolist()
         manifest = RolloutManifest(
             step=step,
             policy=policy,
@@ -209,6 +215,7 @@ class RolloutWindows:
             sampling_seconds=sampling_seconds,
             reward_seconds=reward_seconds,
             sha256=(),
+            update_seconds=update_seconds,
             num_replaced=num_replaced,
             num_reward_errors=self.reward_errors.take_count(),
         )
@@ -223,7 +230,7 @@ class RolloutWindows:
         Args:
             step: The step.
             prompt_of_group: The index of each group's prompt.
-            seconds: The seconds for sampling and for rewards, to which this call adds its own, fp64 [2].
+            seconds: The seconds for weights, sampling and rewards, fp64 [3]; this call adds to the last two.
 
         Returns:
             The completions of each group.
@@ -239,7 +246,7 @@ class RolloutWindows:
         groups = list(prompt_of_group)
         group_prompts = [self.prompts.train.prompts[prompt_index] for prompt_index in prompt_of_group.values()]
         rewarded = self._reward(groups, group_prompts, completions)
-        seconds += torch.tensor([sampled - started, time.monotonic() - sampled], dtype=torch.float64)
+        seconds += torch.tensor([0.0, sampled - started, time.monotonic() - sampled], dtype=torch.float64)
 
         completions_by_group: dict[int, list[StoredCompletion]] = {group: [] for group in groups}
         for stored in rewarded:

@@ -184,7 +184,7 @@ class Loop:
             window = next(iterator, None)
             if window is None:
                 return
-            stopwatch.waited(time.perf_counter() - started)
+            stopwatch.waited(time.perf_counter() - started - window.rollout_seconds)
             yield window
 
     def _find_due(self, window: Window, step: TakenStep) -> Due:

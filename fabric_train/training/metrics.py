@@ -52,7 +52,7 @@ class Metrics:
     step_time: float | None = None
     """Seconds: mean step time since the previous row, without evaluation and saves."""
     data_wait: float | None = None
-    """Share from 0 to 1: share of step_time spent waiting for batches."""
+    """Share from 0 to 1: share of step_time spent waiting for batches, without the time of sampling completions."""
     slowest_rank: int | None = None
     """Rank: the rank that the others wait for; empty with a single rank. With sharded weights, ranks also wait for each
     other in each layer, so a slow device appears to cost less than it does.

@@ -75,10 +75,11 @@ def test_texts_of_completions_are_no_markup(tmp_path: Path) -> None:
     assert "<h1" not in html
 
 
-def test_the_chart_of_times_has_sampling_rewards_and_steps(run: ReportedRun) -> None:
+def test_the_chart_of_times_has_weights_sampling_rewards_and_steps(run: ReportedRun) -> None:
     (chart,) = rollouts_of(run).charts
     curves = {series.name: (series.x.tolist(), series.y.tolist()) for series in chart.series}
     assert curves == {
+        "weights": ([28, 29], [0.5, 0.5]),
         "sampling": ([28, 29], [1.0, 2.0]),
         "rewards": ([28, 29], [0.25, 0.25]),
         "whole step": ([28, 29], [3.0, 3.0]),
@@ -120,7 +121,5 @@ def test_runs_with_rewards_are_compared(run: ReportedRun, tmp_path: Path) -> Non
     assert names[:4] == ["rl: weighted sum", "other: weighted sum", "rl: exact", "other: exact"]
 
 
-def test_sampling_is_no_unusual_wait_for_data(run: ReportedRun) -> None:
-    assert [finding.text for finding in find_unusual(run) if "wait for data" in finding.text] == []
-    other = write_metrics(run.folder.with_name("sft"), train_loss=np.ones(30), data_wait=np.full(30, 0.8))
-    assert any("wait for data" in finding.text for finding in find_unusual(other))
+def test_a_wait_for_data_is_unusual_beside_sampling_too(run: ReportedRun) -> None:
+    assert any("wait for data 80.0%" in finding.text for finding in find_unusual(run))

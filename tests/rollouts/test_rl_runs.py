@@ -13,6 +13,7 @@ from fabric_train.cli.errors import FAILURE, INPUT_ERROR, STOPPED, InputError
 from fabric_train.preflight.paths import check_paths
 from fabric_train.preflight.prepare import prepare
 from fabric_train.rollouts.store import read_manifest, read_rollouts, step_folder
+from fabric_train.training.metrics import read_metrics
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.programs import option_words
 from tests.support.run_comparison import differences, metrics
@@ -192,6 +193,17 @@ def test_damaged_completions_are_sampled_again(reinforcing: Reinforcing) -> None
     resumed = reinforcing.train("damaged", resume="true")
     assert any("step 3 samples its completions again" in line for line in resumed.lines())
     assert differences(reinforcing.folder / "damaged", reinforcing.folder / "whole") == []
+
+
+def test_sampling_is_no_wait_for_data(reinforcing: Reinforcing) -> None:
+    """On one rank, the parts of a step follow one another."""
+    for row in read_metrics(reinforcing.folder / "whole" / "metrics.csv", MAX_STEP):
+        manifest = read_manifest(step_folder(reinforcing.folder / "whole", row.step))
+        assert manifest.update_seconds > 0
+        rollout_seconds = manifest.update_seconds + manifest.sampling_seconds + manifest.reward_seconds
+        assert row.data_wait is not None
+        assert row.step_time is not None
+        assert row.data_wait * row.step_time + rollout_seconds <= row.step_time
 
 
 def test_steps_without_anything_to_learn_give_a_note(reinforcing: Reinforcing) -> None:

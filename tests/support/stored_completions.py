@@ -65,6 +65,7 @@ def write_step(
         sampling_seconds=sampling_seconds,
         reward_seconds=0.25,
         sha256=(),
+        update_seconds=0.5,
     )
     store = RolloutStore(run, Fabric(accelerator="cpu", devices=1), keep=None)
     store.write(completions, manifest)
