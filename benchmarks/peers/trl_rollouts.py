@@ -7,18 +7,23 @@ the model without noise.
 TRL has two forms of the sum that ours equals. With ``cispo``, its code computes the weights min(π/μ, 2). ``dapo`` and
 ``dr_grpo`` multiply a ratio whose value is 1 by weights from outside, which are computed here; their loss has the
 gradient of ours, but another value.
+
+TRL itself shows how much rounding matters: its ``cispo`` also reads the completions one by one, without padding.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.rollouts import Comparison
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.policy_loss import WEIGHT_CAP
 from fabric_train.model.teacher_head import TeacherHead
@@ -30,7 +35,7 @@ from fabric_train.training.teacher import LiveTeacher
 ROW_LENGTH = 512
 NOISE = 0.03
 """The standard deviation of the noise on each matrix, relative to that of its weights."""
-CASES: tuple[tuple[str, str, float], ...] = (
+CASES: tuple[tuple[str, Literal["tokens", "constant"], float], ...] = (
     ("cispo", "tokens", 0.0),
     ("cispo", "tokens", 0.04),
     ("dapo", "tokens", 0.0),
@@ -39,6 +44,7 @@ CASES: tuple[tuple[str, str, float], ...] = (
     ("dr_grpo", "constant", 0.04),
 )
 """The name of the loss in TRL, ``--loss_normalisation``, and the weight of the divergence from the reference."""
+_ROUNDING_CASE = ("cispo", 0.0)
 
 
 def main() -> None:
@@ -52,9 +58,9 @@ def main() -> None:
     completions = list(read_rollouts(Path(options.step_folder)).completions)
     rewards_per_completion = len(completions[0].rewards)
 
-    differences = {}
+    comparisons = {}
     for loss_type, normalisation, kl_weight in CASES:
-        expected_loss, expected, cut_share = _compute_with_trl(options, completions, loss_type, kl_weight)
+        padded = _compute_with_trl(options, [completions], loss_type, kl_weight)
         policy_gradient = PolicyGradient(
             [f"reward {index}" for index in range(rewards_per_completion)],
             temperature=options.temperature,
@@ -63,26 +69,48 @@ def main() -> None:
             kl_weight=kl_weight,
             reference=_open_reference(options.model_name) if kl_weight else None,
         )
-        loss, gradients = _compute_with_ours(policy_gradient, options.model_name, completions)
-        squared_distance = sum(float((gradients[name] - expected[name]).double().square().sum()) for name in expected)
-        squared_norm = sum(float(gradient.double().square().sum()) for gradient in expected.values())
-        differences[f"{loss_type}, kl_weight {kl_weight:g}"] = {
-            "gradient_distance": (squared_distance / squared_norm) ** 0.5,
-            "loss_difference": abs(loss - expected_loss),
-            "loss": loss,
-            "cut_share": cut_share,
-        }
-    print(json.dumps(differences))
+        ours = _compute_with_ours(policy_gradient, options.model_name, completions)
+        comparisons[f"{loss_type}, kl_weight {kl_weight:g}"] = _compare(ours, padded)
+    one_by_one = _compute_with_trl(options, [[completion] for completion in completions], *_ROUNDING_CASE)
+    padded = _compute_with_trl(options, [completions], *_ROUNDING_CASE)
+    comparisons["TRL beside itself, without padding"] = _compare(one_by_one, padded)
+    print(json.dumps({name: asdict(comparison) for name, comparison in comparisons.items()}))
+
+
+@dataclass(frozen=True)
+class LossAndGradients:
+    """The loss of a step's completions, and its gradients by parameter."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    num_cut: int = 0
+    """The tokens whose weight is cut."""
+    num_tokens: int = 0
+
+
+def _compare(result: LossAndGradients, expected: LossAndGradients) -> Comparison:
+    squared_distance = 0.0
+    squared_norm = 0.0
+    for name, gradient in expected.gradients.items():
+        squared_distance += float((result.gradients[name] - gradient).double().square().sum())
+        squared_norm += float(gradient.double().square().sum())
+    return Comparison(
+        gradient_distance=(squared_distance / squared_norm) ** 0.5,
+        loss_difference=abs(result.loss - expected.loss),
+        loss=result.loss,
+        cut_share=expected.num_cut / expected.num_tokens,
+    )
 
 
 def _compute_with_trl(
-    options: argparse.Namespace, completions: list[StoredCompletion], loss_type: str, kl_weight: float
-) -> tuple[float, dict[str, torch.Tensor], float]:
-    """Return TRL's loss and its gradients by parameter, and the share of the tokens whose weight is cut."""
+    options: argparse.Namespace, batches: Sequence[list[StoredCompletion]], loss_type: str, kl_weight: float
+) -> LossAndGradients:
+    """Return TRL's loss and gradients of completions that are padded within each batch."""
+    num_completions = sum(len(batch) for batch in batches)
     configuration = GRPOConfig(
         output_dir=".cache/unused",
-        per_device_train_batch_size=len(completions),
-        num_generations=len(completions),
+        per_device_train_batch_size=num_completions,
+        num_generations=num_completions,
         max_completion_length=options.max_new_tokens,
         temperature=options.temperature,
         beta=kl_weight,
@@ -99,34 +127,41 @@ def _compute_with_trl(
         _open_policy(options.model_name),
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
         args=configuration,
-        train_dataset=Dataset.from_list([{"prompt": "unused"}] * len(completions)),
+        train_dataset=Dataset.from_list([{"prompt": "unused"}] * num_completions),
         processing_class=AutoTokenizer.from_pretrained(options.model_name),
     )
     model = trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    inputs = _pad(completions)
+    num_tokens = sum(len(completion.token_ids) for batch in batches for completion in batch)
+    loss = 0.0
+    num_cut = 0
+    for batch in batches:
+        inputs = _pad(batch)
+        inputs["num_items_in_batch"] = torch.tensor(num_tokens)
+        policy = _log_probabilities(trainer, model, inputs)
+        if kl_weight:
+            inputs["ref_per_token_logps"] = _log_probabilities(trainer, trainer.ref_model, inputs)
+        ratios = (policy - inputs["sampled_log_probabilities"]).exp()
+        num_cut += int(((ratios > WEIGHT_CAP) * inputs["completion_mask"]).sum())
+        if loss_type == "cispo":
+            inputs["old_per_token_logps"] = inputs["sampled_log_probabilities"]
+        else:
+            trainer.use_vllm = True  # its loss then reads the weights of the tokens
+            inputs["importance_sampling_ratio"] = ratios.clamp(max=WEIGHT_CAP)
+        batch_loss = trainer._compute_loss(model, inputs)
+        batch_loss.backward()
+        loss += float(batch_loss.detach())
+    return LossAndGradients(loss, _read_gradients(model), num_cut, num_tokens)
+
+
+@torch.no_grad()
+def _log_probabilities(trainer: Any, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probabilities of completion tokens as TRL computes them, [completions, T]."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     num_columns = inputs["completion_ids"].shape[1]
-
-    with torch.no_grad():
-        policy, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, attention, num_columns)
-        if kl_weight:
-            reference = trainer.ref_model
-            inputs["ref_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
-                reference, ids, attention, num_columns
-            )[0]
-    ratios = (policy - inputs["sampled_log_probabilities"]).exp()
-    is_cut = (ratios > WEIGHT_CAP) * inputs["completion_mask"]
-    if loss_type == "cispo":
-        inputs["old_per_token_logps"] = inputs["sampled_log_probabilities"]
-    else:
-        trainer.use_vllm = True  # its loss then reads the weights of the tokens
-        inputs["importance_sampling_ratio"] = ratios.clamp(max=WEIGHT_CAP)
-    loss = trainer._compute_loss(model, inputs)
-    loss.backward()
-    cut_share = float(is_cut.sum() / inputs["completion_mask"].sum())
-    return loss.item(), _read_gradients(model), cut_share
+    values: torch.Tensor = trainer._get_per_token_logps_and_entropies(model, ids, attention, num_columns)[0]
+    return values
 
 
 def _pad(completions: list[StoredCompletion]) -> dict[str, torch.Tensor]:
@@ -153,14 +188,13 @@ def _pad(completions: list[StoredCompletion]) -> dict[str, torch.Tensor]:
         "completion_mask": completion_mask,
         "sampled_log_probabilities": log_probabilities,
         "advantages": torch.tensor([completion.advantage for completion in completions]),
-        "num_items_in_batch": completion_mask.sum(),
     }
 
 
 def _compute_with_ours(
     objective: PolicyGradient, model_name: str, completions: list[StoredCompletion]
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return our loss and its gradients by parameter, from packed rows in two micro-batches."""
+) -> LossAndGradients:
+    """Return our loss and gradients, from packed rows in two micro-batches."""
     model = _open_policy(model_name).train()
     assert compute_loss_in_head(model)
     rows = pack_rows(completions, ROW_LENGTH)
@@ -173,7 +207,7 @@ def _compute_with_ours(
         loss = objective.loss(model, batch)
         (loss.total / count).backward()
         total += float(loss.total.detach()) / count
-    return total, _read_gradients(model)
+    return LossAndGradients(total, _read_gradients(model))
 
 
 def _open_policy(model_name: str) -> Any:
@@ -184,7 +218,7 @@ def _open_policy(model_name: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter += NOISE * parameter.std() * noise
+                parameter.add_(NOISE * parameter.std() * noise)
     return model
 
 

@@ -469,16 +469,22 @@ def _trace_sampling_once(inputs: _TraceInputs, batch: SamplingBatch) -> Sampling
         autocast = torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None)
         with _LiveBytes(model) as live, torch.no_grad(), autocast:
             cached = sample_token(batch.prompt_length)
-            first = SamplingBytes(_bytes_of_cache(cached), live.most - _bytes_of_cache(cached))
+            bytes_of_prompts = _sampling_bytes(cached, live)
             if batch.max_new_tokens == 1:
-                return first
+                return bytes_of_prompts
             # the last token is drawn, but never read
             num_read = batch.prompt_length + batch.max_new_tokens - 1
             _extend_cache(cached, num_read - 1 - batch.prompt_length)
             live.restart()
             cached = sample_token(num_read, cached)
-            last = SamplingBytes(_bytes_of_cache(cached), live.most - _bytes_of_cache(cached))
-    return max(first, last, key=lambda moment: moment.total)
+            bytes_of_last_token = _sampling_bytes(cached, live)
+    return max(bytes_of_prompts, bytes_of_last_token, key=lambda moment: moment.total)
+
+
+def _sampling_bytes(cache: Cache, live: _LiveBytes) -> SamplingBytes:
+    """Divide the most bytes of a pass into those of its keys and values and all others."""
+    keys_and_values = _bytes_of_cache(cache)
+    return SamplingBytes(keys_and_values, live.most - keys_and_values)
 
 
 def _draw_tokens(scores: torch.Tensor, *, on_gpu: bool) -> None:

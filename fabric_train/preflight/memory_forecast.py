@@ -136,7 +136,7 @@ def _phase_of_sampling(sampling: SamplingForecast, gradients: int) -> Phase:
     ]
     if sampling.engine_bytes:
         moments.append({"gradients": gradients, "vLLM": sampling.engine_bytes})
-    return Phase(SAMPLING, max(moments, key=lambda parts: sum(parts.values())))
+    return Phase(SAMPLING, max(moments, key=lambda moment: sum(moment.values())))
 
 
 def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
@@ -209,7 +209,7 @@ def _sharded_phases(units: Units, layout: Layout, activations: Activations, grad
         "backward pass": step.moments_of_backward(),
         "end of backward": step.moments_of_end(),
     }
-    return [Phase(name, max(moments, key=lambda parts: sum(parts.values()))) for name, moments in phases.items()]
+    return [Phase(name, max(moments, key=lambda moment: sum(moment.values()))) for name, moments in phases.items()]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fabric_train.model.model_folder import check_model_folder
 from fabric_train.preflight.beginning import choose_beginning
 from fabric_train.preflight.rollout_check import faults_of_rollouts
 from fabric_train.reading.sources import check_name, split_names
+from fabric_train.rollouts.store import ROLLOUTS
 from fabric_train.token_dataset.token_folder import check_token_dataset
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def check_paths(arguments: "TrainArguments") -> None:
     folder = Path(arguments.save.output_dir)
     check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     if arguments.data.prompts is not None:
-        _check_rollout_folder(folder / "rollouts")
+        _check_rollout_folder(folder / ROLLOUTS)
     beginning = choose_beginning(arguments, folder, damages=None)
     arguments = beginning.arguments
 

@@ -302,7 +302,7 @@ def _check_rollouts(run: PreparedRun) -> None:
     if not run.arguments.planning.plan:  # a plan opens no sampler
         SAMPLERS[run.arguments.rollouts.sampler].check(run.arguments)
     # The run starts these processes again. Handed over, they would make a prepared run, which is a description, own
-    # processes that every later refusal, plan and check has to end; a second start takes less than loading the model.
+    # processes that every later refusal, plan and check has to end.
     rewards = open_run_rewards(run.arguments)
     try:
         rewards.check_columns(run.data.columns_by_source, f"--prompts {run.data.name}")

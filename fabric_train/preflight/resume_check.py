@@ -132,7 +132,7 @@ def check_resume(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
         faults = _compare_rows(run, checkpoint)
 
     # the arguments, and the components that they name
-    current_arguments = _arguments_to_save(arguments, run.plan)
+    current_arguments = _arguments_to_compare(arguments, run.plan)
     reference = arguments.preference.reference
     if reference is None or is_reference_of(saved, reference):
         # the checkpoint's reference stays the run's, also if it is not given again
@@ -207,7 +207,7 @@ def check_branch(run: PreparedRun, saved: TrainerJson) -> tuple[PreparedRun, lis
 
     # record the changed arguments in the lineage
     changes: dict[str, Change] = {}
-    current_arguments = _arguments_to_save(run.arguments, plan)
+    current_arguments = _arguments_to_compare(run.arguments, plan)
     for change in _find_changes(_DEFAULTS_OF_EARLIER_VERSIONS | saved.arguments, current_arguments):
         if change.name not in ("output_dir", "phases"):
             changes[change.name] = change
@@ -444,7 +444,7 @@ def _compare_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     ]
 
 
-def _arguments_to_save(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
+def _arguments_to_compare(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
     """Return the arguments to compare with those in trainer.json, without one that means nothing with --prompts."""
     values = flatten(arguments)
     if arguments.data.prompts is not None:

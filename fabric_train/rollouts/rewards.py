@@ -132,10 +132,10 @@ class Rewards:
                 )
                 for name, columns in columns_by_source.items():
                     if column not in columns:
-                        others = ", ".join(sorted(columns)) or "no column but the prompt"
+                        column_list = ", ".join(sorted(columns)) or "no column but the prompt"
                         faults.append(
                             f"--rewards {reward.spec} needs a column {column} of every prompt in {option}; {name} has "
-                            f"{others}{nearest_name(column, columns)}; {advice}"
+                            f"{column_list}{nearest_name(column, columns)}; {advice}"
                         )
         if faults:
             raise InputError(*faults)

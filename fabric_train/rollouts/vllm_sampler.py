@@ -27,11 +27,7 @@ from fabric_train.distributed.ranks import first_text, gather_over_ranks
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
 from fabric_train.rollouts.transfer_check import EngineAnswer, TransferCheck, compute_answer
-from fabric_train.rollouts.vllm_client import (
-    GeneratedTokens,
-    ServerFailedError,
-    VllmClient,
-)
+from fabric_train.rollouts.vllm_client import GeneratedTokens, ServerFailedError, VllmClient
 from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment
 from fabric_train.rollouts.weight_folder import WeightFolder
 

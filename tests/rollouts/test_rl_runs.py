@@ -120,6 +120,16 @@ def test_two_ranks_sample_and_learn_as_one(reinforcing: Reinforcing, parallelism
     assert any(reinforcing.column("whole", "train_loss"))
 
 
+def test_prompts_that_do_not_divide_among_the_ranks_all_train(reinforcing: Reinforcing) -> None:
+    """Three ranks share the four groups of a step."""
+    reinforcing.train("uneven", num_ranks=3, parallelism="ddp", devices=3, max_step=2)
+    for step in (1, 2):
+        assert reinforcing.tokens("uneven", step) == reinforcing.tokens("whole", step)
+    for name in ("train_loss", "grad_norm", "train_reward", "train_completions"):
+        expected = reinforcing.column("whole", name)[:2]
+        assert reinforcing.column("uneven", name) == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_matrices_sample_and_learn_as_one(reinforcing: Reinforcing, num_ranks: int) -> None:
     """Each rank samples prompts of its own, and a killed run continues."""
@@ -380,6 +390,15 @@ def test_an_adapter_is_sampled_as_it_is_trained(reinforcing: Reinforcing) -> Non
     assert reinforcing.column("lora", "train_sampler_weight") == pytest.approx([1.0] * MAX_STEP, abs=TOLERANCE)
     reinforcing.train("lora-fsdp2", 2, adapter="lora", lora_rank=4, lr=1e-2, parallelism="fsdp2", devices=2)
     assert reinforcing.tokens("lora-fsdp2", MAX_STEP) == reinforcing.tokens("lora", MAX_STEP)
+
+
+def test_the_adapter_of_a_resumed_run_is_in_the_weights_that_sample(reinforcing: Reinforcing) -> None:
+    """It is merged once, and the first completions after the resume are not those of the base."""
+    options: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lr": 1e-2, "parallelism": "fsdp2", "devices": 2}
+    killed = reinforcing.start("adapted", 2, before=at_point(KILL, 3, "ROLLOUT", 1), **options)
+    killed.wait()
+    reinforcing.train("adapted", 2, resume="true", **options)
+    assert reinforcing.column("adapted", "train_sampler_weight") == pytest.approx([1.0] * MAX_STEP, abs=TOLERANCE)
 
 
 def test_distillation_learns_on_the_students_own_completions(reinforcing: Reinforcing) -> None:
