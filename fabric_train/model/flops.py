@@ -179,20 +179,31 @@ def _count_attention(config: Any, num_layers_below: int) -> tuple[Attention, ...
 
 # Dense peak TFLOP/s from NVIDIA's data sheets (their larger figures are with sparsity). bf16 and fp16: on tensor cores
 # (GeForce: with fp32 accumulation, as torch multiplies). fp32: outside of tensor cores, torch's default. The first
-# pattern that matches a name counts.
+# pattern that matches a name counts. bandwidth: TB/s from the GPU's memory (A100: the one with 80 GB).
 _PEAKS = Path(__file__).with_name("gpu_peaks.csv").read_text(encoding="utf-8").splitlines()[1:]
+_BANDWIDTH_COLUMN = 3
 _OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slower or faster than their namesakes
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Return the dense peak FLOP/s in ``dtype`` of a device by ``torch.cuda.get_device_name``, None if not known."""
+    column = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]
+    return _read_peak(name, column)
+
+
+def memory_bandwidth(name: str) -> float | None:
+    """Return the bytes per second from a device's memory by ``torch.cuda.get_device_name``, None if not known."""
+    return _read_peak(name, _BANDWIDTH_COLUMN)
+
+
+def _read_peak(name: str, column: int) -> float | None:
+    """Return a figure of the table, which are in 10¹² per second; the pattern's column does not count."""
     if _OTHER_CHIPS.search(name):
         return None
     for line in _PEAKS:
-        pattern, bf16, fp16, fp32 = line.split(",")
+        pattern, *figures = line.split(",")
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name):
-            tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}[dtype]
-            return float(tflops) * 1e12 if tflops else None
+            return float(figures[column]) * 1e12 if figures[column] else None
     return None
 
 

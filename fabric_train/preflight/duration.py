@@ -4,15 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fabric_train.model.flops import peak_flops
+from fabric_train.model.flops import memory_bandwidth, peak_flops
 from fabric_train.preflight.memory_sampling import SamplingWork
 from fabric_train.training.expected_speed import PeakShare, show_duration
 
 USUAL_GPUS = ("A100", "H100", "B200")
 """The GPUs that a plan for other machines compares. An H200 has the peak of an H100."""
-
-_BANDWIDTHS = {"A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12}
-"""Bytes per second from the memory of GPUs, in NVIDIA's data sheets: of SXM modules, the A100 with 80 GB."""
 
 
 def describe_least_sampling(work: SamplingWork, num_steps: int, device_names: Sequence[str], dtype: torch.dtype) -> str:
@@ -27,16 +24,16 @@ def describe_least_sampling(work: SamplingWork, num_steps: int, device_names: Se
     durations: list[str] = []
     for name in device_names:
         peak = peak_flops(name, dtype)
-        bandwidths = [bandwidth for part_of_name, bandwidth in _BANDWIDTHS.items() if part_of_name in name]
-        if peak is None or not bandwidths:
+        bandwidth = memory_bandwidth(name)
+        if peak is None or bandwidth is None:
             continue
-        seconds = num_steps * work.least_seconds(peak, bandwidths[0])
+        seconds = num_steps * work.least_seconds(peak, bandwidth)
         durations.append(f"{show_duration(seconds)} on {name}")
     if not durations:
         return "time not known"
     return (
         f"at least {', '.join(durations)}, in addition to the time above: a lower bound by the peak and the memory's "
-        "bandwidth, for completions of full length"
+        "bandwidth, for prompts of mean length and completions of full length"
     )
 
 

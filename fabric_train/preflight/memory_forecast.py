@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.argument_types import parse_size, show_size
@@ -28,7 +29,7 @@ from fabric_train.preflight.memory_layout import (
     read_units,
 )
 from fabric_train.preflight.memory_objective import TracedTeacher
-from fabric_train.preflight.memory_sampling import SamplingForecast, SamplingPlan, forecast_sampling
+from fabric_train.preflight.memory_sampling import SamplingForecast, SamplingPlan, bytes_of_copy, forecast_sampling
 from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
@@ -113,7 +114,9 @@ def make_budget(
         constant_parts["copy that samples"] = sampling.copy_bytes
         # an engine that sleeps keeps its context, for which as much is set aside as for this process's
         constant_parts["vLLM"] = CUDA_ALLOWANCE if sampling.engine_bytes else 0
-        kept_gradients = gradients + units.adapter_bytes if layout.name == "ddp" else 0  # DDP keeps its buckets
+        kept_gradients = 0
+        if layout.name == "ddp":  # it keeps its buckets
+            kept_gradients = gradients + units.adapter_bytes
         phases.insert(0, _phase_of_sampling(sampling, kept_gradients))
     optimizer = constant_parts["optimizer"] + units.updating
     phases.append(Phase("optimizer step", {"gradients": gradients, "optimizer": optimizer}))
@@ -131,7 +134,7 @@ def _phase_of_sampling(sampling: SamplingForecast, gradients: int) -> Phase:
         {
             "gradients": gradients,
             "keys and values": sampling.keys_and_values,
-            "activations": sampling.activation_bytes,
+            "activations": sampling.activation_bytes + sampling.dequantized_bytes,
         },
     ]
     if sampling.engine_bytes:
@@ -151,9 +154,9 @@ def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
-    # while a loss is computed, there are only the gradients of earlier micro-batches
-    if phase.name == SAMPLING:
+    if phase.name == SAMPLING:  # ``make_budget`` has counted its adapter
         return phase
+    # while a loss is computed, there are only the gradients of earlier micro-batches
     has_gradients = phase.name not in (_TEACHERS_PASS, "loss") or layout.accumulation > 1
     is_averaging = layout.is_sharded and phase.name == "end of backward"
     is_computing = phase.name not in (_TEACHERS_PASS, "optimizer step")
@@ -594,13 +597,22 @@ def _sampling_plan(run: PreparedRun) -> SamplingPlan | None:
     if not isinstance(run.data, Prompts):
         return None
     rollouts = run.arguments.rollouts
+    prompt_lengths = [len(prompt.token_ids) for prompt in run.data.train.prompts]
     return SamplingPlan(
         num_prompts=rollouts.prompts_per_step,
         group_size=rollouts.group_size,
-        prompt_length=max(len(prompt.token_ids) for prompt in run.data.train.prompts),
+        prompt_length=max(prompt_lengths),
+        mean_prompt_length=round(mean(prompt_lengths)),
         max_new_tokens=rollouts.max_new_tokens,
         batch_size=rollouts.sampler_batch_size,
     )
+
+
+def bytes_of_sampling_copy(request: RunRequest) -> int:
+    """Return the bytes of the copy of the model that samples on each device, 0 without one."""
+    if request.sampling is None or not request.layout().has_sampling_copy:
+        return 0
+    return bytes_of_copy(read_units(request.largest, request.arguments), request.arguments, request.layout())
 
 
 def check_memory(run: PreparedRun) -> None:
@@ -622,8 +634,9 @@ def check_memory(run: PreparedRun) -> None:
     if teacher is not None:
         least += teacher.device_bytes
         subject = "weights, gradients, optimizer and teacher"
-    if request.sampling is not None and request.arguments.rollouts.sampler == "in_process" and layout.is_sharded:
-        least += layout.pass_itemsize * model.num_parameters
+    copy_bytes = bytes_of_sampling_copy(request)
+    if copy_bytes:
+        least += copy_bytes
         subject += " and the copy that samples"
     faults = []
     if not layout.offloads and least > request.device_memory:

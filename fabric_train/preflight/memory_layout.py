@@ -133,6 +133,11 @@ class Layout:
         """Whether weights are sharded, and gathered for computing."""
         return self.num_shards > 1
 
+    @property
+    def has_sampling_copy(self) -> bool:
+        """Whether a full copy of the model samples in process: one that fsdp wraps does not, also on one device."""
+        return self.name in ("fsdp", "fsdp2")
+
 
 def bytes_of_states(shape: ModelShape, arguments: "TrainArguments") -> tuple[int, int]:
     """Return the bytes of the optimizer's states in memory and in a checkpoint, as it declares them.

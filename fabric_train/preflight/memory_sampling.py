@@ -28,6 +28,7 @@ class SamplingPlan:
     group_size: int
     prompt_length: int
     """The tokens of the longest prompt."""
+    mean_prompt_length: int
     max_new_tokens: int
     batch_size: int
     """The most completions that a rank samples at once, in process."""
@@ -47,6 +48,8 @@ class SamplingForecast:
     """The bytes of the keys and values of a batch."""
     activation_bytes: int = 0
     """The bytes of everything else of a batch."""
+    dequantized_bytes: int = 0
+    """The bytes of the largest weight in 4 bits while a batch is multiplied with it."""
     engine_bytes: int = 0
     """The bytes that vLLM may use on each GPU of the run while it samples."""
     engine_weights: int = 0
@@ -56,9 +59,9 @@ class SamplingForecast:
     memory through which vLLM gets them."""
 
     def largest_batch(self, free_bytes: int) -> int:
-        """Return how many completions could be sampled at once in ``free_bytes``; all tensors have a row for each."""
+        """Return how many completions could be sampled at once in ``free_bytes``."""
         bytes_per_row = (self.keys_and_values + self.activation_bytes) / self.num_rows
-        return max(0, int(free_bytes / bytes_per_row))
+        return max(0, int((free_bytes - self.dequantized_bytes) / bytes_per_row))
 
 
 def forecast_sampling(
@@ -90,14 +93,14 @@ def forecast_sampling(
             host_bytes=host_bytes,
         )
 
-    # the copy has the dtype in which the ranks gather weights
     gathered = gathered_dtype(arguments, layout.name)
     dtype = gathered or weights_dtype(precision)
     products_dtype = compute_dtype(precision)
-    copy_bytes = 0
+    autocast = None
+    if gathered is None and products_dtype != dtype:
+        autocast = products_dtype
     gathered_bytes = 0
-    if layout.is_sharded:
-        copy_bytes = layout.pass_itemsize * units.total + units.adapter_bytes
+    if layout.num_parts > 1:
         # fsdp gathers all weights at once, and fsdp2 one parameter after the other
         num_gathered = units.total if layout.name == "fsdp" else units.largest_parameter
         gathered_bytes = layout.stored_itemsize * num_gathered
@@ -107,18 +110,30 @@ def forecast_sampling(
         prompt_length=plan.prompt_length,
         max_new_tokens=plan.max_new_tokens,
         dtype=dtype,
-        autocast=products_dtype if gathered is None and products_dtype != dtype else None,
+        autocast=autocast,
         on_gpu=on_gpu,
-        has_copy=layout.is_sharded,
+        has_copy=layout.has_sampling_copy,
     )
     traced = trace_sampling(shape, arguments, batch)
     return SamplingForecast(
-        copy_bytes=copy_bytes,
+        copy_bytes=bytes_of_copy(units, arguments, layout),
         gathered_bytes=gathered_bytes,
         num_rows=num_rows,
         keys_and_values=traced.keys_and_values,
-        activation_bytes=traced.activations + layout.pass_itemsize * units.dequantized,
+        activation_bytes=traced.activations,
+        dequantized_bytes=layout.pass_itemsize * units.dequantized,
     )
+
+
+def bytes_of_copy(units: Units, arguments: "TrainArguments", layout: Layout) -> int:
+    """Return the bytes of the copy that samples in process, 0 if the model in training does.
+
+    The copy has the dtype in which the ranks gather weights.
+    """
+    if arguments.rollouts.sampler != "in_process" or not layout.has_sampling_copy:
+        return 0
+    dtype = gathered_dtype(arguments, layout.name) or weights_dtype(arguments.model.precision)
+    return dtype.itemsize * units.total + units.adapter_bytes
 
 
 def completions_of_rank(plan: SamplingPlan, num_ranks: int) -> int:
@@ -133,15 +148,15 @@ class SamplingWork:
     batch_sizes: tuple[int, ...]
     """The completions of each batch."""
     prompt_flops: float
-    """The FLOPs of a prompt."""
+    """The FLOPs of all prompts of the device."""
     token_flops: float
     """The FLOPs of a further token."""
     weight_bytes: int
     """The bytes of the weights that each further token of a batch reads."""
     cached_bytes: int
     """The mean bytes of the keys and values that a further token of a completion reads."""
-    num_tokens: int
-    """The tokens of a completion."""
+    num_further_tokens: int
+    """The tokens of a completion after the first one, which the pass over the prompt gives."""
 
     def least_seconds(self, peak: float, bandwidth: float) -> float:
         """Return the least time of the work, by the roofline model (https://doi.org/10.1145/1498765.1498785).
@@ -149,11 +164,11 @@ class SamplingWork:
         Prompts take their FLOPs at the ``peak``, in FLOP/s. A further token of a batch takes the time in which its
         bytes are read at ``bandwidth``, in bytes per second, or the time of its FLOPs if that is longer.
         """
-        seconds = 0.0
+        seconds = self.prompt_flops / peak
         for batch_size in self.batch_sizes:
             read_seconds = (self.weight_bytes + batch_size * self.cached_bytes) / bandwidth
             token_seconds = max(read_seconds, batch_size * self.token_flops / peak)
-            seconds += batch_size * self.prompt_flops / peak + self.num_tokens * token_seconds
+            seconds += self.num_further_tokens * token_seconds
         return seconds
 
 
@@ -161,26 +176,32 @@ def count_work(
     shape: ModelShape, arguments: "TrainArguments", layout: Layout, units: Units, plan: SamplingPlan
 ) -> SamplingWork:
     """Count the work of sampling a step's completions on one device of the run, or of vLLM."""
-    num_devices = layout.world_size
-    batch_size = plan.batch_size
     if arguments.rollouts.sampler == "vllm":
         batch_size = REQUESTS_PER_REPLICA
+        num_devices = layout.world_size
         if arguments.rollouts.sampler_devices is not None:
             num_devices = len(arguments.rollouts.sampler_devices.split(","))
-    num_completions = completions_of_rank(plan, num_devices)
+        # any device completes any prompt, and may read a prompt once for its whole group
+        num_completions = math.ceil(plan.num_prompts * plan.group_size / num_devices)
+        num_prompt_passes = plan.num_prompts / num_devices
+    else:
+        batch_size = plan.batch_size
+        num_completions = completions_of_rank(plan, layout.world_size)
+        num_prompt_passes = num_completions
     batch_sizes = [batch_size] * (num_completions // batch_size)
     if num_completions % batch_size:
         batch_sizes.append(num_completions % batch_size)
 
-    # at least what a token is multiplied with, which is not the whole model if it has experts
+    # weights in 4 bits are smaller than those that a token is multiplied with; of experts, a token uses only some
     itemsize = compute_dtype(arguments.model.precision).itemsize
-    weight_bytes = min(layout.pass_itemsize * units.total, itemsize * shape.flops.num_used)
-    mean_length = plan.prompt_length + plan.max_new_tokens // 2
+    stored_bytes = layout.pass_itemsize * units.total
+    used_bytes = itemsize * shape.flops.num_used
+    mean_length = plan.mean_prompt_length + plan.max_new_tokens // 2
     return SamplingWork(
         batch_sizes=tuple(batch_sizes),
-        prompt_flops=shape.flops.count_forward([plan.prompt_length]),
+        prompt_flops=num_prompt_passes * shape.flops.count_forward([plan.mean_prompt_length]),
         token_flops=shape.flops.count_forward([1]),
-        weight_bytes=weight_bytes,
+        weight_bytes=min(stored_bytes, used_bytes),
         cached_bytes=itemsize * width_of_keys_and_values(shape) * mean_length,
-        num_tokens=plan.max_new_tokens,
+        num_further_tokens=plan.max_new_tokens - 1,
     )

@@ -27,7 +27,7 @@ from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.distributed import strategy, xla
 from fabric_train.distributed.decoder_layers import check_compiler
-from fabric_train.distributed.precision import check_float8, gathered_dtype, weights_dtype
+from fabric_train.distributed.precision import check_float8
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.inference.prompt_file import read_prompts
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts
@@ -51,6 +51,7 @@ from fabric_train.preflight.dataset_check import (
     longest_row,
     note_on_added_tokens,
 )
+from fabric_train.preflight.memory_forecast import bytes_of_sampling_copy, make_request
 from fabric_train.preflight.paths import check_output_dir
 from fabric_train.preflight.phases import (
     PhaseSettings,
@@ -403,12 +404,11 @@ def _warnings(run: PreparedRun, mask_reason: str | None) -> Iterator[str | None]
 
 def _note_on_sampling_copy(run: PreparedRun) -> str | None:
     """Return a note on the copy of a sharded model that samples; None if there is none, or a plan shows it."""
-    parallelism = run.devices.parallelism
-    has_copy = run.arguments.rollouts.sampler == "in_process" and parallelism in ("fsdp", "fsdp2")
-    if run.arguments.planning.plan or not isinstance(run.data, Prompts) or not has_copy:
+    if run.arguments.planning.plan or not isinstance(run.data, Prompts):
         return None
-    dtype = gathered_dtype(run.arguments, parallelism) or weights_dtype(run.arguments.model.precision)
-    num_bytes = run.model.num_parameters * dtype.itemsize
+    num_bytes = bytes_of_sampling_copy(make_request(run))
+    if not num_bytes:
+        return None
     return f"each device also holds a full copy of the model for sampling, {num_bytes / 1e9:,.1f} GB"
 
 

@@ -184,9 +184,9 @@ def copy_weights(model: Any, target: Any) -> None:
     targets = dict(target.named_parameters(remove_duplicate=False))
     targets.update(target.named_buffers(remove_duplicate=False))
     is_fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    # fsdp2 gathers one parameter at a time, below
     gathered = FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_fsdp1 else nullcontext()
     with gathered:
         for name, tensor in (*named_parameters(model), *model.named_buffers()):
+            # fsdp2 gathers one parameter at a time
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             targets[original_name(name)].copy_(full)

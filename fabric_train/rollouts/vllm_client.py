@@ -75,15 +75,18 @@ class VllmClient:
         """Return how many tokens the server has read and sampled since its start; None if it does not answer."""
         connection = _SocketConnection(self.path, timeout=10)
         try:
-            connection.request("GET", "/metrics/")
-            text = connection.getresponse().read().decode(errors="replace")
+            connection.request("GET", "/metrics/")  # without the slash at the end, vLLM redirects
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):
             return None
         finally:
             connection.close()
+        if response.status != http.client.OK:
+            return None
         counts = _TOKEN_COUNTS.findall(text)
         if not counts:
-            return math.nan  # it has no such counters; a value that changes each time, so it does not seem to hang
+            return math.nan  # it counts no tokens; NaN differs from itself, so this server never seems to hang
         return sum(float(count) for count in counts)
 
     def generate(

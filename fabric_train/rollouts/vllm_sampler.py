@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.cli.errors import InputError, RunError, note
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.distributed.memory import available_memory, machine_memory
 from fabric_train.distributed.ranks import first_text, gather_over_ranks
 from fabric_train.model.hf_model import ModelShape
@@ -68,8 +68,8 @@ def open_vllm_sampler(
         settings: How to sample.
         run_dir: The run's folder, for ``rollouts/vllm.log``.
         max_prompt_length: The largest number of tokens of a prompt.
-        probe_ids: The token ids of a text of the run's kind, at least two, such as its first prompt. After each
-            transfer, the log-probabilities of its first 64 tokens are compared.
+        probe_ids: The token ids of a text of the run's kind, such as its longest prompt. After each transfer, the
+            log-probabilities of its first 64 tokens are compared, so it needs two.
         dtype: The dtype that the model in training computes its products in, see ``precision.compute_dtype``; vLLM gets
             the weights in this dtype.
         python: Python of the environment with vLLM.
@@ -80,7 +80,11 @@ def open_vllm_sampler(
     Raises:
         InputError: the environment, the model or an argument does not work with vLLM.
     """
-    assert len(probe_ids) > 1
+    if len(probe_ids) < 2:
+        raise InputError(
+            "--sampler vllm needs a prompt of at least two tokens, whose log-probabilities it compares with the "
+            "trainer's; leave out --sampler to sample in the processes that train"
+        )
     _check_machine(fabric)
     _check_arguments(fabric, shape, devices)
     version = _check_python(fabric, python)
@@ -218,6 +222,7 @@ class VllmSampler:
         self._model: Any = None
         self._step = 0
         self._has_restarted = False  # in this step
+        self._has_stopped = False  # the server, after it had failed to sleep
         self._hangs = False
 
     def update_weights(self, model: Any, step: int) -> None:
@@ -240,6 +245,7 @@ class VllmSampler:
             ServerFailedError: the server has failed; raised on all ranks.
             RunError: the server cannot be started, or does not have the weights; raised on all ranks.
         """
+        self._has_stopped = False
         started = time.monotonic()
         model_dir = self._folder.write(self._model, self._step)
         written = time.monotonic()
@@ -266,7 +272,7 @@ class VllmSampler:
             raise error
         self._has_restarted = True
         if self._server is not None:
-            note(f"{error}; vLLM is started again")
+            _log.warning("%s; vLLM is started again", error)
             self._server.stop()
         self._transfer()
 
@@ -282,15 +288,18 @@ class VllmSampler:
         self._free_cached_memory()
         completions: dict[int, Completion] = {}
         try:
+            if self._has_stopped:
+                self._transfer()
             self._complete(requests, completions)
         except ServerFailedError as error:
             self._restart(error)
             self._complete(requests, completions)
         try:
             self._run_on_rank_0(VllmServer.sleep)
-        except ServerFailedError as error:  # the completions are there; the next transfer starts another server
+        except ServerFailedError as error:  # the completions are there
+            self._has_stopped = True
             if self._server is not None:
-                note(f"{error}; vLLM is started again before the next completions")
+                _log.warning("%s; vLLM is started again before the next completions", error)
                 self._server.stop()
         return [completions[index] for index in range(len(requests))]
 
@@ -304,7 +313,8 @@ class VllmSampler:
         with self._watch():
             fault = first_text(self._fabric, self._request(requests, completions))
         if fault is not None:
-            raise self._fabric.broadcast(self._explain(ServerFailedError(fault)))
+            explained = self._explain(ServerFailedError(fault))
+            raise self._fabric.broadcast(explained)  # rank 0, which has the server, knows why
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
@@ -320,12 +330,12 @@ class VllmSampler:
         has_finished = threading.Event()
 
         def watch() -> None:
-            num_tokens = None
+            last_num_tokens: float | None = None
             changed = time.monotonic()
             while not has_finished.wait(_WATCH_SECONDS):
-                last_num_tokens = num_tokens
                 num_tokens = self._client.num_tokens()
                 if num_tokens is not None and num_tokens != last_num_tokens:
+                    last_num_tokens = num_tokens
                     changed = time.monotonic()
                 if time.monotonic() - changed > _HANG_SECONDS:
                     self._hangs = True
@@ -497,7 +507,6 @@ class VllmSampler:
         if server is None or not server.is_started:
             return error
         if self._hangs:
-            self._hangs = False
             return ServerFailedError(f"vLLM computed no token for {_HANG_SECONDS:g} s")
         if server.has_ended(_END_SECONDS):
             return ServerFailedError(f"vLLM ended: {server.describe_end()}")

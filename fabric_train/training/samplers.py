@@ -1,7 +1,8 @@
 """The samplers of ``--sampler`` by name: how a run checks and opens them.
 
 To add a sampler, write a module in ``rollouts/`` with a class that follows ``rollouts.sampler.Sampler``, and add an
-entry to ``SAMPLERS``. Its name and the arguments that only it uses are in ``arguments.SAMPLER_ARGUMENTS``.
+entry to ``SAMPLERS``. Its name and the arguments that only it uses are in ``arguments.SAMPLER_ARGUMENTS``, and what
+the plan counts for it is in ``preflight.memory_sampling``.
 """
 
 from collections.abc import Callable
@@ -57,15 +58,13 @@ def _open_vllm(context: SamplerContext) -> Sampler:
     devices = None
     if rollouts.sampler_devices is not None:
         devices = tuple(rollouts.sampler_devices.split(","))
-    prompts = context.prompts.train.prompts
-    prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
-    longest_prompt = prompts[prompt_lengths.index(max(prompt_lengths))]
+    longest_prompt = max(context.prompts.train.prompts, key=lambda prompt: len(prompt.token_ids))
     return open_vllm_sampler(
         context.fabric,
         run.model,
         context.settings,
         run_dir=run.folder,
-        max_prompt_length=max(prompt_lengths),
+        max_prompt_length=len(longest_prompt.token_ids),
         probe_ids=longest_prompt.token_ids,
         dtype=compute_dtype(run.arguments.model.precision),
         python=vllm_python_path(rollouts.vllm_python),

@@ -14,7 +14,7 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.preflight.memory_activations import SamplingBatch, _LiveBytes, trace_sampling
 from fabric_train.preflight.memory_forecast import SAMPLING, RunRequest, make_request
 from fabric_train.preflight.memory_plan import faults_of
-from fabric_train.preflight.memory_sampling import SamplingWork
+from fabric_train.preflight.memory_sampling import SamplingWork, count_work
 from fabric_train.preflight.prepare import prepare
 from fabric_train.rollouts.process_sampler import ProcessSampler
 from fabric_train.rollouts.sampler import SampleRequest, SamplingSettings
@@ -99,6 +99,31 @@ def test_a_sharded_model_has_a_copy_in_the_dtype_of_gathered_weights(tiny_model_
     assert {buffer.dtype for buffer in copy.buffers()} == {torch.float32}  # of the rotary embedding
 
 
+@pytest.mark.parametrize("options", [{"devices": 1}, {"devices": 2, "tensor_parallel_size": 2}])
+def test_the_copy_is_counted_where_fsdp2_shards_nothing(
+    tiny_model_dir: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    request = planned(tmp_path, tiny_model_dir, **options)
+    assert request.layout().num_shards == 1
+    copy_bytes = 2 * request.largest.num_parameters
+    assert request.forecast().budget.phases[0].parts["copy that samples"] == copy_bytes
+
+
+def test_vllm_shares_prompts_and_completions_among_all_devices(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """In process, each rank completes whole prompts; here two of eight ranks have one."""
+    options = {"prompts_per_step": 2, "group_size": 8, "devices": 8}
+    works = {}
+    for sampler in ("in_process", "vllm"):
+        request = planned(tmp_path, tiny_model_dir, sampler=sampler, **options)
+        assert request.sampling is not None
+        units = request.forecast().units
+        works[sampler] = count_work(request.largest, request.arguments, request.layout(), units, request.sampling)
+    assert works["in_process"].batch_sizes == (8,)
+    assert works["vllm"].batch_sizes == (2,)
+    assert works["in_process"].prompt_flops == 8 * 4 * works["vllm"].prompt_flops
+    assert works["vllm"].num_further_tokens == SETTINGS["max_new_tokens"] - 1
+
+
 def test_a_model_that_is_not_sharded_samples_itself(tiny_model_dir: Path, tmp_path: Path) -> None:
     forecast = planned(tmp_path, tiny_model_dir, parallelism="ddp", precision="bf16-true").forecast()
     sampling, *others = forecast.budget.phases
@@ -130,7 +155,7 @@ def test_vllm_takes_its_share_of_the_gpus_of_the_run_only(tiny_model_dir: Path, 
 
 def test_the_least_time_is_that_of_reading_weights_or_of_computing() -> None:
     work = SamplingWork(
-        batch_sizes=(4, 2), prompt_flops=100, token_flops=10, weight_bytes=1000, cached_bytes=50, num_tokens=5
+        batch_sizes=(4, 2), prompt_flops=600, token_flops=10, weight_bytes=1000, cached_bytes=50, num_further_tokens=5
     )
     assert work.least_seconds(peak=100, bandwidth=100) == 6 + 5 * (12 + 11)
     assert work.least_seconds(peak=1, bandwidth=1e9) == pytest.approx(600 + 5 * (40 + 20))

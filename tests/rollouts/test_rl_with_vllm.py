@@ -19,7 +19,7 @@ from tests.support.tiny_model import random_llama, write_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", real_data.CACHE / "vllm" / "bin" / "python"))
-SMALL_BATCHES = "from fabric_train.rollouts import vllm_sampler; vllm_sampler._REQUESTS_PER_REPLICA = 4"
+SMALL_BATCHES = "from fabric_train.rollouts import vllm_sampler; vllm_sampler.REQUESTS_PER_REPLICA = 4"
 
 
 def test_the_server_samples_what_the_trainer_computes(tmp_path: Path, forked_runs: ForkedRuns) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.support.vllm_stand_in import write_stand_in
 pytestmark = pytest.mark.slow  # a server takes seconds to start, and a stopped one 15 s to end
 
 REQUESTS = [SampleRequest((index + 2, 3), seed=index) for index in range(6)]
-AGAIN = "; vLLM is started again"
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def sampler(
         on_batch=lambda: None,
     )
     assert sampler._server is not None
-    object.__setattr__(sampler._server._settings, "sleeps", True)
+    sampler._server._settings = replace(sampler._server._settings, sleeps=True)
     sampler.update_weights(model, 0)
     yield sampler
     sampler.close()
@@ -84,6 +84,19 @@ def send_to_server(signal_number: int) -> None:
         psutil.wait_procs([server], timeout=10)
 
 
+def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a list to which each later start of a server adds its weights."""
+    start = vllm_server.VllmServer.start
+    starts: list[Path] = []
+
+    def count_and_start(server: vllm_server.VllmServer, model_dir: Path) -> None:
+        starts.append(model_dir)
+        start(server, model_dir)
+
+    monkeypatch.setattr(vllm_server.VllmServer, "start", count_and_start)
+    return starts
+
+
 def fail_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, signal_number: int) -> None:
     """Send a signal to the server before the first call of a function."""
     original: Callable[..., Any] = getattr(owner, name)
@@ -106,6 +119,7 @@ def fail_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, signal_n
         ("_ask_probe", signal.SIGKILL),
         ("_request", signal.SIGKILL),
         ("_request", signal.SIGSTOP),
+        ("_request", signal.SIGUSR1),  # it answers about its state, but computes nothing
         ("sleep", signal.SIGKILL),
     ],
 )
@@ -113,18 +127,30 @@ def test_a_server_that_fails_in_a_phase_is_started_again(
     sampler: VllmSampler,
     model: Any,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     phase: str,
     signal_number: int,
 ) -> None:
     expected = [completion.token_ids.tolist() for completion in sampler.sample(REQUESTS)]
     owner = VllmSampler if phase.startswith("_") else vllm_server.VllmServer
     fail_before(monkeypatch, owner, phase, signal_number)
+    starts = count_starts(monkeypatch)
     for step in (1, 2):
         sampler.update_weights(model, step)
         completions = sampler.sample(REQUESTS)
         assert [completion.token_ids.tolist() for completion in completions] == expected
-    assert capsys.readouterr().err.count(AGAIN) == 1
+    assert len(starts) == 1
+
+
+def test_a_server_that_does_not_fall_asleep_is_started_again_for_more_completions_of_the_step(
+    sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that are replaced are completed after the others, with the same weights."""
+    expected = [completion.token_ids.tolist() for completion in sampler.sample(REQUESTS)]
+    fail_before(monkeypatch, vllm_server.VllmServer, "sleep", signal.SIGKILL)
+    starts = count_starts(monkeypatch)
+    sampler.sample(REQUESTS)
+    assert [completion.token_ids.tolist() for completion in sampler.sample(REQUESTS)] == expected
+    assert len(starts) == 1
 
 
 def test_a_server_that_fails_twice_in_a_step_ends_the_run(
@@ -137,5 +163,7 @@ def test_a_server_that_fails_twice_in_a_step_ends_the_run(
         return request(*arguments)
 
     monkeypatch.setattr(VllmSampler, "_request", request_and_kill)
+    starts = count_starts(monkeypatch)
     with pytest.raises(RunError, match=r"vLLM ended: .*\(log: .*vllm\.log\)"):
         sampler.sample(REQUESTS)
+    assert len(starts) == 1

@@ -1,9 +1,11 @@
 """Answer the requests of the vLLM sampler as ``vllm serve`` does, with transformers. It starts in seconds.
 
-A shell script in place of vLLM's Python starts this file, see ``write_stand_in``.
+A shell script in place of vLLM's Python starts this file, see ``write_stand_in``. After SIGUSR1, it completes
+nothing any more, and every second answer about its state is an error.
 """
 
 import json
+import signal
 import socketserver
 import sys
 import threading
@@ -30,6 +32,9 @@ class _Engine:
         self.version = ""
         self.num_tokens = 0
         self.is_asleep = False
+        self.may_compute = threading.Event()
+        self.may_compute.set()
+        self.num_polls = 0
         self._lock = threading.Lock()
         self.load(model_dir)
 
@@ -41,6 +46,7 @@ class _Engine:
     def generate(self, prompt_ids: list[int], parameters: dict[str, Any]) -> dict[str, Any]:
         import torch
 
+        self.may_compute.wait()
         with self._lock, torch.no_grad():
             assert not self.is_asleep
             generator = torch.Generator().manual_seed(parameters["seed"])
@@ -82,7 +88,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        self._answer(f'vllm:generation_tokens_total{{engine="0"}} {self.server.engine.num_tokens}\n'.encode())
+        engine = self.server.engine
+        engine.num_polls += 1
+        if not engine.may_compute.is_set() and engine.num_polls % 2:
+            self.send_error(503)
+            return
+        self._answer(f'vllm:generation_tokens_total{{engine="0"}} {engine.num_tokens}\n'.encode())
 
     def do_POST(self) -> None:
         engine = self.server.engine
@@ -116,6 +127,7 @@ def main() -> None:
     model_dir = sys.argv[sys.argv.index("serve") + 1]
     path = sys.argv[sys.argv.index("--uds") + 1]
     engine = _Engine(model_dir)
+    signal.signal(signal.SIGUSR1, lambda *_: engine.may_compute.clear())
     with _Server(path, _Handler) as server:
         server.engine = engine
         server.serve_forever(0.05)
