@@ -171,7 +171,7 @@ def test_weights_that_do_not_arrive_stop_the_step(
 
 
 def test_a_server_that_is_killed_is_started_again_and_samples_what_is_missing(
-    sampler: VllmSampler, model: Any, capsys: pytest.CaptureFixture[str]
+    sampler: VllmSampler, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler.update_weights(model, 0)
     engines = vllm_processes()
@@ -181,8 +181,7 @@ def test_a_server_that_is_killed_is_started_again_and_samples_what_is_missing(
     psutil.wait_procs(engines, timeout=30)
     sent = requests(8)
     check_completions(model, sent, sampler.sample(sent))
-    printed = capsys.readouterr().err
-    assert "; vLLM is started again" in printed
+    assert "; vLLM is started again" in caplog.text
 
 
 def test_a_server_that_refuses_its_arguments_is_reported_with_its_error(

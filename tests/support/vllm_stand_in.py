@@ -1,7 +1,7 @@
 """Answer the requests of the vLLM sampler as ``vllm serve`` does, with transformers. It starts in seconds.
 
-A shell script in place of vLLM's Python starts this file, see ``write_stand_in``. After SIGUSR1, it completes
-nothing any more, and every second answer about its state is an error.
+A shell script in place of the Python of vLLM starts this file, see ``write_stand_in``. After SIGUSR1, it completes no
+request any more, and every second answer about its state is an error.
 """
 
 import json
