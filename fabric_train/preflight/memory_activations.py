@@ -285,8 +285,9 @@ def trace_sampling(shape: ModelShape, arguments: "TrainArguments", batch: Sampli
     Raises:
         TraceError: The model cannot run on fake tensors.
     """
-    # layers that are compiled for training are not in sampling, and a copy has no tiles
+    # ``generate`` runs the layers as they are, without recomputation or a compiler
     fsdp = replace(arguments.fsdp, activation_checkpointing="none", activation_offload=False, compile=False)
+    # the run divides only the model in training into tiles
     if batch.has_copy:
         fsdp = replace(fsdp, mlp_tile_size="none")
     micro_batch = MicroBatch(
@@ -452,15 +453,15 @@ def _trace_sampling_once(inputs: _TraceInputs, batch: SamplingBatch) -> Sampling
             model.requires_grad_(False)  # autocast keeps a cast copy of weights that train
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
-        def sample_token(num_tokens: int, cached: Cache | None = None) -> Cache:
-            """Read those of ``num_tokens`` tokens that are not cached, draw the next one, and return the cache."""
-            mask = torch.ones(num_rows, num_tokens, dtype=torch.int64)
+        def sample_token(num_seen: int, cached: Cache | None = None) -> Cache:
+            """Read those of ``num_seen`` tokens that are not cached, draw the next one, and return the cache."""
+            mask = torch.ones(num_rows, num_seen, dtype=torch.int64)
             num_cached = cached.get_seq_length() if cached is not None else 0
-            input_ids = torch.zeros(num_rows, num_tokens - num_cached, dtype=torch.int64)
-            inputs_of_pass: dict[str, Any] = {"attention_mask": mask, "past_key_values": cached}
+            input_ids = torch.zeros(num_rows, num_seen - num_cached, dtype=torch.int64)
+            options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cached}
             if takes_positions:  # prompts are padded, so each row has other ones
-                inputs_of_pass["position_ids"] = torch.zeros_like(input_ids)
-            output = model(input_ids, use_cache=True, logits_to_keep=1, **inputs_of_pass)
+                options["position_ids"] = torch.zeros_like(input_ids)
+            output = model(input_ids, use_cache=True, logits_to_keep=1, **options)
             scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
             _draw_tokens(scores, on_gpu=batch.on_gpu)
             cache: Cache = output.past_key_values
@@ -472,11 +473,12 @@ def _trace_sampling_once(inputs: _TraceInputs, batch: SamplingBatch) -> Sampling
             bytes_of_prompts = _sampling_bytes(cached, live)
             if batch.max_new_tokens == 1:
                 return bytes_of_prompts
-            # the last token is drawn, but never read
-            num_read = batch.prompt_length + batch.max_new_tokens - 1
-            _extend_cache(cached, num_read - 1 - batch.prompt_length)
+            # The last token is drawn, but never read. The pass that draws it reads the token before.
+            num_seen = batch.prompt_length + batch.max_new_tokens - 1
+            num_read_before = num_seen - 1
+            _extend_cache(cached, num_read_before - batch.prompt_length)
             live.restart()
-            cached = sample_token(num_read, cached)
+            cached = sample_token(num_seen, cached)
             bytes_of_last_token = _sampling_bytes(cached, live)
     return max(bytes_of_prompts, bytes_of_last_token, key=lambda moment: moment.total)
 
@@ -489,12 +491,17 @@ def _sampling_bytes(cache: Cache, live: _LiveBytes) -> SamplingBytes:
 
 def _draw_tokens(scores: torch.Tensor, *, on_gpu: bool) -> None:
     """Take as much memory as drawing tokens by their scores, fp32 [rows, V]; see ``rollouts.process_sampler``."""
-    log_probabilities = torch.log_softmax(scores / 1.0, dim=1)
-    # on the CPU, the noise is drawn for each row, stacked, and its logarithm is taken; a GPU has only the logarithm
-    num_noises = 1 if on_gpu else 3
-    noises = [torch.empty_like(log_probabilities) for _ in range(num_noises)]
-    noisy = log_probabilities - noises[-1]
+    temperature = 1.0
+    log_probabilities = torch.log_softmax(scores / temperature, dim=1)
+    noise = torch.empty_like(log_probabilities)
+    held_on_cpu = []
+    if not on_gpu:  # there, the numbers that the noise is computed from are drawn row by row, and stacked
+        rows = torch.empty_like(noise)
+        stacked = torch.empty_like(noise)
+        held_on_cpu = [rows, stacked]
+    noisy = log_probabilities - noise
     noisy.argmax(dim=1, keepdim=True)
+    del held_on_cpu
 
 
 def _bytes_of_cache(cache: Cache) -> int:

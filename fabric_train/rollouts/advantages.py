@@ -18,7 +18,8 @@ def compute_advantages(totals: np.ndarray, kind: str) -> np.ndarray:
     Returns:
         The advantages, fp64 [groups, completions]; exactly 0 in groups without variance.
     """
-    advantages = np.zeros_like(totals)  # in a group without variance, a mean of equal numbers may be rounded
+    # Groups without variance get exactly 0: the rounded mean of equal rewards may differ from the rewards.
+    advantages = np.zeros_like(totals)
     has_variance = ~groups_without_variance(totals)
     advantages[has_variance] = ADVANTAGES[kind](totals[has_variance])
     return advantages

@@ -269,16 +269,17 @@ def _notes_on_columns(source_names: Sequence[str], prompts: Sequence[Prompt]) ->
     for prompt in prompts:
         counts.update(prompt.columns.keys())
     columns_by_source = _columns_by_source(source_names, prompts)
-    columns_of_sources = frozenset[str]().union(*columns_by_source.values())
+    columns_of_any_source: frozenset[str] = frozenset().union(*columns_by_source.values())
+    # a column that all prompts of some source have is in the note on sources below
     for column, num_prompts in sorted(counts.items()):
-        if num_prompts < len(prompts) and column not in columns_of_sources:
+        if num_prompts < len(prompts) and column not in columns_of_any_source:
             num_missing = len(prompts) - num_prompts
             notes.append(
                 f"{_OPTION}: {num_missing:,} of {len(prompts):,} prompts have no {column}, so rewards do not receive "
                 "this column; give each prompt a value, null if there is none"
             )
     common_columns = frozenset.intersection(*columns_by_source.values())
-    if columns_of_sources != common_columns:
+    if columns_of_any_source != common_columns:
         notes.append(
             f"{_OPTION}: the sources have different columns: {_describe_columns(columns_by_source)}; rewards receive "
             f"only columns of all prompts: {', '.join(sorted(common_columns)) or 'none'}"
