@@ -83,10 +83,25 @@ SAMPLER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm_python", "sampler_devices"),
 }
 """The arguments that only one sampler uses; ``training.samplers.SAMPLERS`` has the samplers themselves."""
+REWARD_ARGUMENTS = (
+    "rewards",
+    "reward_weights",
+    "reward_settings",
+    "on_reward_error",
+    "reward_timeout",
+    "reward_memory_gb",
+    "advantage",
+    "refill",
+    "loss_normalisation",
+    "kl_weight",
+)
+"""The arguments of completions that only an objective with rewards uses."""
 LOWEST_TEMPERATURE = 0.01
 """The lowest ``--temperature``. Below it, differences of logits overflow."""
 TOKEN_OBJECTIVES = ("sft", "distill", "rl")
 """The objectives that train on tokens, not on pairs of answers."""
+COMPLETION_OBJECTIVES = ("rl", "distill")
+"""The objectives that can train on completions that the run samples."""
 UNPAIRED_OBJECTIVES = ("kto", "apo_zero_unpaired")
 """The objectives that train on unpaired answers."""
 _MUON_ARGUMENTS = ("muon_lr", "muon_momentum", "muon_adjust_lr")
@@ -550,6 +565,16 @@ class PreferenceArguments:
         return self.objective not in TOKEN_OBJECTIVES and self.objective in OBJECTIVE_ARGUMENTS
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the objective learns from rewards of completions that the run samples."""
+        return self.objective == "rl"
+
+    @property
+    def trains_on_completions(self) -> bool:
+        """Whether the objective can train on completions that the run samples."""
+        return self.objective in COMPLETION_OBJECTIVES
+
+    @property
     def needs_unpaired(self) -> bool:
         """Whether the objective is one of this project's that train on unpaired answers."""
         return self.objective in UNPAIRED_OBJECTIVES
@@ -652,15 +677,24 @@ class RolloutArguments:
     keep_rollouts: PositiveInt | None = None
     """How many of the newest steps keep their completions in OUTPUT_DIR/rollouts. Default: all."""
 
+    @property
+    def changed_names(self) -> list[str]:
+        """The arguments whose values are not their defaults."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+
+    @property
+    def changed_reward_names(self) -> list[str]:
+        """The arguments whose values are not their defaults, of those that only an objective with rewards uses."""
+        return [name for name in self.changed_names if name in REWARD_ARGUMENTS]
+
     def faults(self) -> list[str]:
         """Return temperatures by which logits cannot be divided, and arguments of another sampler."""
         faults = []
         if self.temperature < LOWEST_TEMPERATURE:
             faults.append(f"--temperature must be at least {LOWEST_TEMPERATURE}, because logits are divided by it")
-        defaults = {field.name: field.default for field in fields(self)}
         for sampler, names in SAMPLER_ARGUMENTS.items():
             for name in names:
-                if sampler != self.sampler and getattr(self, name) != defaults[name]:
+                if sampler != self.sampler and name in self.changed_names:
                     faults.append(f"--{name} does not apply to --sampler {self.sampler}; leave it out")
         if self.sampler_devices is not None:
             devices = self.sampler_devices.split(",")

@@ -30,7 +30,7 @@ def check_paths(arguments: "TrainArguments") -> None:
     Raises:
         InputError: a folder or file is missing or of another kind, or a run would overwrite another one.
     """
-    faults = faults_of_rollouts(arguments)
+    faults = list(faults_of_rollouts(arguments))
     if faults:
         raise InputError(*faults)
     folder = Path(arguments.save.output_dir)

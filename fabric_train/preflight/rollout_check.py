@@ -1,54 +1,36 @@
 """Check the arguments of a run that samples its rows from --prompts, before its data are opened."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
-_OBJECTIVES = ("rl", "distill")
-_REWARD_ARGUMENTS = (
-    *("rewards", "reward_weights", "reward_settings", "on_reward_error", "reward_timeout", "reward_memory_gb"),
-    *("advantage", "refill", "loss_normalisation", "kl_weight"),
-)
-"""The arguments of completions that only an objective with rewards uses."""
 _OPTION = "--prompts"
 
 
-def faults_of_rollouts(arguments: "TrainArguments") -> list[str]:
-    """Return contradictions between --prompts, --objective, and the arguments of completions and rewards."""
-    return list(_find_faults(arguments))
-
-
-def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
-    objective = arguments.preference.objective
+def faults_of_rollouts(arguments: "TrainArguments") -> Iterator[str]:
+    """Yield contradictions between --prompts, --objective, and the arguments of completions and rewards."""
+    preference = arguments.preference
     rollouts = arguments.rollouts
     if arguments.data.prompts is None:
-        if objective == "rl":
-            yield "--objective rl needs --prompts; give files with a column prompt"
-        yield from _find_unused(arguments)
+        if preference.learns_from_rewards:
+            yield f"--objective {preference.objective} needs {_OPTION}; give files with a column prompt"
+        for name in rollouts.changed_names:
+            yield f"--{name} only applies to {_OPTION}; leave out --{name}"
         return
 
     # what the completions are for
-    if objective not in _OBJECTIVES:
-        yield f"{_OPTION} only applies to --objective {' or '.join(_OBJECTIVES)}, not {objective}; leave it out"
-    if objective == "rl" and not rollouts.rewards:
-        yield "--objective rl needs --rewards; give a built-in reward, or FILE.py:NAME for a function"
-    if objective == "rl":
-        if rollouts.group_size < 2:
-            yield (
-                "--group_size 1 leaves every advantage at 0, because a reward is compared with its group; give 2 or "
-                "more"
-            )
-        if arguments.preference.reference is not None and not rollouts.kl_weight:
-            yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
-    if objective == "distill":
-        for name in _find_given(arguments, _REWARD_ARGUMENTS):
+    if not preference.trains_on_completions:
+        yield f"{_OPTION} only applies to --objective rl or distill, not {preference.objective}; leave it out"
+    if preference.learns_from_rewards:
+        yield from _find_faults_of_rewards(arguments)
+    if preference.objective == "distill":
+        for name in rollouts.changed_reward_names:
             yield f"--{name} only applies to --objective rl: distill learns from the teacher alone; leave it out"
-    if arguments.preference.teacher_states is not None:
+    if preference.teacher_states is not None:
         yield f"--teacher_states has no values for completions that {_OPTION} samples; give --teacher"
-    if arguments.preference.distill_on == "all":
+    if preference.distill_on == "all":
         yield f"--distill_on all does not work with {_OPTION}: only completions are sampled; leave it out"
 
     # what does not work with rows that are sampled
@@ -60,7 +42,8 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
     if arguments.model.precision == "16-mixed":
         yield f"{_OPTION} does not work with --precision 16-mixed; give bf16-mixed or bf16-true"
     if not arguments.data.isolate_documents:
-        yield f"{_OPTION} needs isolated documents, because a row has several completions; leave out " + (
+        yield (
+            f"{_OPTION} needs isolated documents, because a row has several completions; leave out "
             "--isolate_documents false"
         )
     if arguments.model.family:
@@ -70,6 +53,17 @@ def _find_faults(arguments: "TrainArguments") -> Iterator[str]:
     for name in ("eval_only", "self_check"):
         if getattr(arguments.evaluation, name):
             yield f"--{name} does not work with {_OPTION}; give a token dataset with --train_data_dir"
+
+
+def _find_faults_of_rewards(arguments: "TrainArguments") -> Iterator[str]:
+    """Yield faults in the arguments with which an objective learns from rewards."""
+    rollouts = arguments.rollouts
+    if not rollouts.rewards:
+        yield "--objective rl needs --rewards; give a built-in reward, or FILE.py:NAME for a function"
+    if rollouts.group_size < 2:
+        yield "--group_size 1 leaves every advantage at 0, because a reward is compared with its group; give 2 or more"
+    if arguments.preference.reference is not None and not rollouts.kl_weight:
+        yield "--reference only applies to --kl_weight above 0; give --kl_weight, or leave out --reference"
 
 
 def _find_faults_of_rows(arguments: "TrainArguments") -> Iterator[str]:
@@ -91,16 +85,3 @@ def _find_faults_of_rows(arguments: "TrainArguments") -> Iterator[str]:
         yield "--sft_weight with --objective rl needs --train_data_dir, the rows whose cross entropy it adds"
     if training.total_batch_size is None:
         yield "--sft_weight with --objective rl needs --total_batch_size, the rows of --train_data_dir in a step"
-
-
-def _find_unused(arguments: "TrainArguments") -> Iterator[str]:
-    """Yield a fault for each argument of completions and rewards that a run without prompts was given."""
-    for name in _find_given(arguments, asdict(arguments.rollouts)):
-        yield f"--{name} only applies to {_OPTION}; leave out --{name}"
-
-
-def _find_given(arguments: "TrainArguments", names: Iterable[str]) -> list[str]:
-    """Return which of some arguments of completions and rewards have another value than their default."""
-    values = asdict(arguments.rollouts)
-    defaults = asdict(type(arguments.rollouts)())
-    return [name for name in names if values[name] != defaults[name]]

@@ -419,7 +419,6 @@ def check(words: list[str]) -> None:
     [
         ({"prompts": None, "train_data_dir": "tokens"}, "--objective rl needs --prompts"),
         ({"rewards": None}, "--objective rl needs --rewards"),
-        ({"reference": "model"}, "--reference only applies to --kl_weight"),
         ({"objective": "distill", "teacher": "model", "rewards": None, "kl_weight": 0.1}, "--kl_weight only applies"),
         ({"objective": "sft"}, "--prompts only applies to --objective rl or distill"),
         ({"train_data_dir": "tokens"}, "needs --sft_weight above 0"),

@@ -1,9 +1,9 @@
-"""The table of samplers and the arguments agree."""
+"""The tables of samplers and of arguments agree."""
 
 from dataclasses import fields
 from typing import get_args, get_type_hints
 
-from fabric_train.arguments import SAMPLER_ARGUMENTS, RolloutArguments
+from fabric_train.arguments import REWARD_ARGUMENTS, SAMPLER_ARGUMENTS, RolloutArguments
 from fabric_train.training.samplers import SAMPLERS
 
 
@@ -20,3 +20,10 @@ def test_arguments_of_another_sampler_are_refused() -> None:
         (fault,) = arguments.faults()
         refused = "vllm_python" if sampler == "in_process" else "sampler_batch_size"
         assert fault == f"--{refused} does not apply to --sampler {sampler}; leave it out"
+
+
+def test_the_arguments_of_rewards_are_arguments_of_completions() -> None:
+    assert set(REWARD_ARGUMENTS) <= {field.name for field in fields(RolloutArguments)}
+    arguments = RolloutArguments(refill=True, group_size=3)
+    assert arguments.changed_names == ["group_size", "refill"]
+    assert arguments.changed_reward_names == ["refill"]
