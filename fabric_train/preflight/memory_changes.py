@@ -10,6 +10,7 @@ from fabric_train.model.row_tiles import TILE_SIZE
 from fabric_train.preflight.memory_activations import TraceError
 from fabric_train.preflight.memory_forecast import RunRequest
 from fabric_train.preflight.memory_layout import why_no_tiles
+from fabric_train.preflight.memory_samplers import PLANNED_SAMPLERS
 from fabric_train.training.step_plan import StepPlan
 
 
@@ -71,14 +72,12 @@ def _apply_change(request: RunRequest, name: str, value: Any) -> RunRequest:
         plan = replace(plan, num_data_ranks=num_data_ranks, accumulation=accumulation)
         arguments = replace(arguments, fsdp=replace(arguments.fsdp, context_parallel_size=value))
         return replace(request, arguments=arguments, plan=plan)
-    if name == "sampler_batch_size":
-        assert request.sampling is not None
-        arguments = replace(arguments, rollouts=replace(arguments.rollouts, sampler_batch_size=value))
-        return replace(request, arguments=arguments, sampling=replace(request.sampling, batch_size=value))
     if name == "precision":
         return replace(request, arguments=replace(arguments, model=replace(arguments.model, precision=value)))
-    # all others are arguments of FSDP
     options: dict[str, Any] = {name: value}
+    if hasattr(arguments.rollouts, name):
+        return replace(request, arguments=replace(arguments, rollouts=replace(arguments.rollouts, **options)))
+    # all others are arguments of FSDP
     arguments = replace(arguments, fsdp=replace(arguments.fsdp, **options))
     parallelism = value if name == "parallelism" else request.parallelism
     return replace(request, arguments=arguments, parallelism=parallelism)
@@ -93,12 +92,9 @@ def _candidate_changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     is_fsdp2 = request.parallelism == "fsdp2"
     sharded = "fsdp2" if arguments.training.orthogonalizes else "fsdp"
 
-    # sample fewer completions at once
-    if request.sampling is not None and arguments.rollouts.sampler == "in_process":
-        batch_size = request.sampling.batch_size
-        while batch_size > 1:
-            batch_size = max(1, batch_size // 4)
-            yield {"sampler_batch_size": batch_size}
+    # take less memory for sampling, such as for fewer completions at once
+    if request.prompts is not None:
+        yield from PLANNED_SAMPLERS[arguments.rollouts.sampler].smaller_changes(arguments.rollouts)
 
     # shard everything
     if world_size > 1 and request.parallelism == "ddp":

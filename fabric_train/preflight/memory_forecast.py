@@ -29,7 +29,8 @@ from fabric_train.preflight.memory_layout import (
     read_units,
 )
 from fabric_train.preflight.memory_objective import TracedTeacher
-from fabric_train.preflight.memory_sampling import SamplingForecast, SamplingPlan, bytes_of_copy, forecast_sampling
+from fabric_train.preflight.memory_samplers import PLANNED_SAMPLERS
+from fabric_train.preflight.memory_sampling import PromptTokens, SampledRun, SamplingForecast
 from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
@@ -111,9 +112,7 @@ def make_budget(
     if teacher_pass is not None:
         phases.insert(0, _phase_of_teacher(teacher_pass, phases[0]))
     if sampling is not None:
-        constant_parts["copy that samples"] = sampling.copy_bytes
-        # an engine that sleeps keeps its context, for which as much is set aside as for this process's
-        constant_parts["vLLM"] = CUDA_ALLOWANCE if sampling.engine_bytes else 0
+        constant_parts |= sampling.constant_bytes
         kept_gradients = 0
         if layout.name == "ddp":  # it keeps its buckets
             kept_gradients = gradients + units.adapter_bytes
@@ -127,19 +126,8 @@ def make_budget(
 
 def _phase_of_sampling(sampling: SamplingForecast, gradients: int) -> Phase:
     """Return the phase of sampling, which comes first in a step, at its moment with the most bytes."""
-    moments: list[dict[str, int]] = [
-        # while the copy takes over the weights
-        {"gradients": gradients, "gathered weights": sampling.gathered_bytes},
-        # while a batch is sampled
-        {
-            "gradients": gradients,
-            "keys and values": sampling.keys_and_values,
-            "activations": sampling.activation_bytes + sampling.dequantized_bytes,
-        },
-    ]
-    if sampling.engine_bytes:
-        moments.append({"gradients": gradients, "vLLM": sampling.engine_bytes})
-    return Phase(SAMPLING, max(moments, key=lambda moment: sum(moment.values())))
+    moment = max(sampling.moments, key=lambda moment: sum(moment.values()))
+    return Phase(SAMPLING, {"gradients": gradients, **moment})
 
 
 def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
@@ -426,7 +414,7 @@ class RunRequest:
     validates: bool = True  # has validation rows
     teacher: ModelShape | None = None  # that reads the same rows
     teacher_states: StoredStates | None = None  # the stored values of a teacher
-    sampling: SamplingPlan | None = None  # of a run that samples its rows
+    prompts: PromptTokens | None = None  # of a run that samples its rows
 
     @property
     def largest(self) -> ModelShape:
@@ -473,16 +461,9 @@ class RunRequest:
         if self.teacher is not None:
             teacher_pass = forecast_pass(self.teacher, self.arguments, layout, micro_batch)
         sampling = None
-        if self.sampling is not None:
-            sampling = forecast_sampling(
-                shape,
-                self.arguments,
-                layout,
-                units,
-                self.sampling,
-                on_gpu=self.on_gpu,
-                device_memory=self.device_memory,
-            )
+        if self.prompts is not None:
+            sampler = PLANNED_SAMPLERS[self.arguments.rollouts.sampler]
+            sampling = sampler.forecast(self._sampled_run(shape, self.prompts))
         host_bytes = offloaded_bytes(shape, layout, units.states)
         host_bytes += teacher.host_bytes if teacher else 0
         host_bytes += sampling.host_bytes if sampling else 0
@@ -506,6 +487,24 @@ class RunRequest:
         if self.teacher_states is not None:
             return TeacherForecast(device_bytes=self.teacher_states.head_bytes())
         return None
+
+    def bytes_of_sampling_copy(self) -> int:
+        """Return the bytes of the copy of the model that samples on each device, 0 without one."""
+        if self.prompts is None:
+            return 0
+        sampler = PLANNED_SAMPLERS[self.arguments.rollouts.sampler]
+        return sampler.copy_bytes(self._sampled_run(self.largest, self.prompts))
+
+    def _sampled_run(self, shape: ModelShape, prompts: PromptTokens) -> SampledRun:
+        return SampledRun(
+            shape=shape,
+            arguments=self.arguments,
+            layout=self.layout(),
+            units=read_units(shape, self.arguments),
+            prompts=prompts,
+            on_gpu=self.on_gpu,
+            device_memory=self.device_memory,
+        )
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
@@ -588,31 +587,16 @@ def make_request(run: PreparedRun) -> RunRequest:
         validates=run.data.validation is not None,
         teacher=run.teacher_model,
         teacher_states=run.teacher_states,
-        sampling=_sampling_plan(run),
+        prompts=_count_prompt_tokens(run),
     )
 
 
-def _sampling_plan(run: PreparedRun) -> SamplingPlan | None:
-    """Return what a run samples in a step; None if it has no prompts."""
+def _count_prompt_tokens(run: PreparedRun) -> PromptTokens | None:
+    """Return the numbers of tokens of a run's prompts; None if it has no prompts."""
     if not isinstance(run.data, Prompts):
         return None
-    rollouts = run.arguments.rollouts
-    prompt_lengths = [len(prompt.token_ids) for prompt in run.data.train.prompts]
-    return SamplingPlan(
-        num_prompts=rollouts.prompts_per_step,
-        group_size=rollouts.group_size,
-        prompt_length=max(prompt_lengths),
-        mean_prompt_length=round(mean(prompt_lengths)),
-        max_new_tokens=rollouts.max_new_tokens,
-        batch_size=rollouts.sampler_batch_size,
-    )
-
-
-def bytes_of_sampling_copy(request: RunRequest) -> int:
-    """Return the bytes of the copy of the model that samples on each device, 0 without one."""
-    if request.sampling is None or not request.layout().has_sampling_copy:
-        return 0
-    return bytes_of_copy(read_units(request.largest, request.arguments), request.arguments, request.layout())
+    lengths = [len(prompt.token_ids) for prompt in run.data.train.prompts]
+    return PromptTokens(longest=max(lengths), mean=round(mean(lengths)))
 
 
 def check_memory(run: PreparedRun) -> None:
@@ -634,7 +618,7 @@ def check_memory(run: PreparedRun) -> None:
     if teacher is not None:
         least += teacher.device_bytes
         subject = "weights, gradients, optimizer and teacher"
-    copy_bytes = bytes_of_sampling_copy(request)
+    copy_bytes = request.bytes_of_sampling_copy()
     if copy_bytes:
         least += copy_bytes
         subject += " and the copy that samples"

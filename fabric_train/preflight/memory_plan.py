@@ -27,7 +27,7 @@ from fabric_train.preflight.memory_forecast import (
     faults_of_disk,
     make_request,
 )
-from fabric_train.preflight.memory_sampling import SamplingForecast, count_work
+from fabric_train.preflight.memory_sampling import SamplingForecast
 from fabric_train.preflight.save_interval import describe_saves
 from fabric_train.training.components import component
 from fabric_train.training.data_tables import describe_mixture, describe_phases
@@ -196,31 +196,22 @@ def _facts_table(forecast: Forecast, run: PreparedRun, request: RunRequest) -> T
         num_flops = num_steps * forecast.flops_of_step
         share = measured_peak_share(run.arguments, is_partly_frozen=bool(run.model.frozen))
         table.add_row("time", describe_duration(num_flops, num_steps * num_tokens, device_names, dtype, share))
-    if request.sampling is not None and forecast.sampling is not None:
-        text = _describe_sampler(forecast, forecast.sampling, request)
+    sampling = forecast.sampling
+    if sampling is not None:
+        text = sampling.describe(_bytes_for_sampling(forecast, sampling, request.device_memory))
         if device_names:
-            work = count_work(request.largest, run.arguments, layout, units, request.sampling)
             dtype = compute_dtype(run.arguments.model.precision)
-            text += f"; {describe_least_sampling(work, num_steps, device_names, dtype)}"
+            text += f"; {describe_least_sampling(sampling.work, num_steps, device_names, dtype)}"
         table.add_row("sampling", text)
     return table
 
 
-def _describe_sampler(forecast: Forecast, sampling: SamplingForecast, request: RunRequest) -> str:
-    """Describe what samples, and what it takes or how much more would fit."""
-    if sampling.engine_weights:
-        weights = show_size(sampling.engine_weights)
-        if not sampling.engine_bytes:
-            return f"vLLM, whose GPUs each hold {weights} of weights beside keys and values"
-        return (
-            f"vLLM on the GPUs of the run: {show_size(sampling.engine_bytes)} of each while it samples, {weights} of "
-            "them weights, which wait in host memory while the model trains"
-        )
+def _bytes_for_sampling(forecast: Forecast, sampling: SamplingForecast, device_memory: int) -> int:
+    """Return the bytes of a device that are left for what sampling frees again."""
     (phase,) = [phase for phase in forecast.budget.phases if phase.name == SAMPLING]
-    freed = sum(phase.parts.get(kind, 0) for kind in ("gathered weights", "keys and values", "activations"))
-    free = request.device_memory - forecast.process - (phase.total - freed)
-    num_fitting = sampling.largest_batch(free)
-    return f"in process, {sampling.num_rows} completions at once on each device; about {num_fitting:,} would fit"
+    freed_kinds = {kind for moment in sampling.moments for kind in moment}
+    kept_bytes = sum(size for kind, size in phase.parts.items() if kind not in freed_kinds)
+    return device_memory - forecast.process - kept_bytes
 
 
 def _memory_table(forecast: Forecast, device_memory: int) -> Table:

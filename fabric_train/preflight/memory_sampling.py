@@ -1,144 +1,67 @@
-"""Count the memory and the least time of sampling in a run with ``--prompts``.
+"""What a plan counts of sampling in a run with ``--prompts``, whichever engine samples; see ``memory_samplers``."""
 
-In process, one batch of completions after the other has keys, values and activations, which are freed before the rows
-are trained. What samples is the model in training, or if that is sharded, a full copy of it on each device, which stays
-throughout the run. vLLM takes a share of each GPU of the run while it samples, unless it has GPUs of its own.
-"""
-
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from fabric_train.distributed.precision import compute_dtype, gathered_dtype, weights_dtype
+from fabric_train.distributed.precision import compute_dtype
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.preflight.memory_activations import SamplingBatch, trace_sampling
 from fabric_train.preflight.memory_layout import Layout, Units, width_of_keys_and_values
-from fabric_train.rollouts.vllm_sampler import REQUESTS_PER_REPLICA, SHARED_GPU_SHARE
 
 if TYPE_CHECKING:
-    from fabric_train.arguments import TrainArguments
+    from fabric_train.arguments import RolloutArguments, TrainArguments
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
-    """What a run samples in a step."""
+class PromptTokens:
+    """The numbers of tokens of a run's prompts."""
 
-    num_prompts: int
-    """The prompts of a step, of all ranks."""
-    group_size: int
-    prompt_length: int
-    """The tokens of the longest prompt."""
-    mean_prompt_length: int
-    max_new_tokens: int
-    batch_size: int
-    """The most completions that a rank samples at once, in process."""
+    longest: int
+    mean: int
 
 
 @dataclass(frozen=True)
-class SamplingForecast:
+class SampledRun:
+    """A run of which sampling is forecast, with the model of one of its phases."""
+
+    shape: ModelShape
+    arguments: "TrainArguments"
+    layout: Layout
+    units: Units
+    prompts: PromptTokens
+    on_gpu: bool
+    device_memory: int
+    """The bytes that a rank may use, see ``memory_forecast.RunRequest``."""
+
+    @property
+    def rollouts(self) -> "RolloutArguments":
+        return self.arguments.rollouts
+
+
+class SamplingForecast(Protocol):
     """What sampling takes on each rank."""
 
-    copy_bytes: int = 0
-    """The bytes of the copy of the model that samples, throughout the run."""
-    gathered_bytes: int = 0
-    """The bytes that are gathered at once while the copy takes over the weights."""
-    num_rows: int = 0
-    """The completions that are sampled at once; 0 if vLLM samples."""
-    keys_and_values: int = 0
-    """The bytes of the keys and values of a batch."""
-    activation_bytes: int = 0
-    """The bytes of everything else of a batch."""
-    dequantized_bytes: int = 0
-    """The bytes of the largest weight in 4 bits while a batch is multiplied with it."""
-    engine_bytes: int = 0
-    """The bytes that vLLM may use on each GPU of the run while it samples."""
-    engine_weights: int = 0
-    """The bytes of the weights in vLLM, on each GPU that it uses."""
-    host_bytes: int = 0
-    """The bytes in host memory for each rank: the weights of a vLLM that sleeps, and the rank's share of the folder in
-    memory through which vLLM gets them."""
+    @property
+    def work(self) -> "SamplingWork":
+        """The work of a step."""
 
-    def largest_batch(self, free_bytes: int) -> int:
-        """Return how many completions could be sampled at once in ``free_bytes``."""
-        bytes_per_row = (self.keys_and_values + self.activation_bytes) / self.num_rows
-        return max(0, int((free_bytes - self.dequantized_bytes) / bytes_per_row))
+    @property
+    def constant_bytes(self) -> Mapping[str, int]:
+        """The bytes on the device that stay throughout the run, by kind."""
 
+    @property
+    def moments(self) -> tuple[Mapping[str, int], ...]:
+        """The bytes on the device at the moments of sampling that may have the most, by kind.
 
-def forecast_sampling(
-    shape: ModelShape,
-    arguments: "TrainArguments",
-    layout: Layout,
-    units: Units,
-    plan: SamplingPlan,
-    *,
-    on_gpu: bool,
-    device_memory: int,
-) -> SamplingForecast:
-    """Forecast what sampling takes.
+        They come on top of ``constant_bytes``, except those of the same kind, which they replace.
+        """
 
-    Raises:
-        TraceError: The model cannot run on fake tensors.
-    """
-    precision = arguments.model.precision
-    if arguments.rollouts.sampler == "vllm":
-        weights = compute_dtype(precision).itemsize * shape.num_parameters
-        has_own_gpus = arguments.rollouts.sampler_devices is not None
-        shares_gpus = on_gpu and not has_own_gpus
-        host_bytes = weights // layout.world_size
-        if shares_gpus:
-            host_bytes += weights
-        return SamplingForecast(
-            engine_bytes=round(SHARED_GPU_SHARE * device_memory) if shares_gpus else 0,
-            engine_weights=weights,
-            host_bytes=host_bytes,
-        )
+    @property
+    def host_bytes(self) -> int:
+        """The bytes in host memory."""
 
-    gathered = gathered_dtype(arguments, layout.name)
-    dtype = gathered or weights_dtype(precision)
-    products_dtype = compute_dtype(precision)
-    autocast = None
-    if gathered is None and products_dtype != dtype:
-        autocast = products_dtype
-    gathered_bytes = 0
-    if layout.num_parts > 1:
-        # fsdp gathers all weights at once, and fsdp2 one parameter after the other
-        num_gathered = units.total if layout.name == "fsdp" else units.largest_parameter
-        gathered_bytes = layout.stored_itemsize * num_gathered
-    num_rows = min(plan.batch_size, completions_of_rank(plan, layout.world_size))
-    batch = SamplingBatch(
-        num_rows=num_rows,
-        prompt_length=plan.prompt_length,
-        max_new_tokens=plan.max_new_tokens,
-        dtype=dtype,
-        autocast=autocast,
-        on_gpu=on_gpu,
-        has_copy=layout.has_sampling_copy,
-    )
-    traced = trace_sampling(shape, arguments, batch)
-    return SamplingForecast(
-        copy_bytes=bytes_of_copy(units, arguments, layout),
-        gathered_bytes=gathered_bytes,
-        num_rows=num_rows,
-        keys_and_values=traced.keys_and_values,
-        activation_bytes=traced.activations,
-        dequantized_bytes=layout.pass_itemsize * units.dequantized,
-    )
-
-
-def bytes_of_copy(units: Units, arguments: "TrainArguments", layout: Layout) -> int:
-    """Return the bytes of the copy that samples in process, 0 if the model in training does.
-
-    The copy has the dtype in which the ranks gather weights.
-    """
-    if arguments.rollouts.sampler != "in_process" or not layout.has_sampling_copy:
-        return 0
-    dtype = gathered_dtype(arguments, layout.name) or weights_dtype(arguments.model.precision)
-    return dtype.itemsize * units.total + units.adapter_bytes
-
-
-def completions_of_rank(plan: SamplingPlan, num_ranks: int) -> int:
-    """Return the most completions that a rank samples in a step; the completions of a prompt are sampled together."""
-    return math.ceil(plan.num_prompts / num_ranks) * plan.group_size
+    def describe(self, free_bytes: int) -> str:
+        """Describe what samples, for the plan; ``free_bytes`` of the device are left for what sampling frees again."""
 
 
 @dataclass(frozen=True)
@@ -173,35 +96,32 @@ class SamplingWork:
 
 
 def count_work(
-    shape: ModelShape, arguments: "TrainArguments", layout: Layout, units: Units, plan: SamplingPlan
+    run: SampledRun, *, num_completions: int, num_prompt_passes: float, most_completions: int
 ) -> SamplingWork:
-    """Count the work of sampling a step's completions on one device of the run, or of vLLM."""
-    if arguments.rollouts.sampler == "vllm":
-        batch_size = REQUESTS_PER_REPLICA
-        num_devices = layout.world_size
-        if arguments.rollouts.sampler_devices is not None:
-            num_devices = len(arguments.rollouts.sampler_devices.split(","))
-        # any device completes any prompt, and may read a prompt once for its whole group
-        num_completions = math.ceil(plan.num_prompts * plan.group_size / num_devices)
-        num_prompt_passes = plan.num_prompts / num_devices
-    else:
-        batch_size = plan.batch_size
-        num_completions = completions_of_rank(plan, layout.world_size)
-        num_prompt_passes = num_completions
-    batch_sizes = [batch_size] * (num_completions // batch_size)
-    if num_completions % batch_size:
-        batch_sizes.append(num_completions % batch_size)
+    """Count the work of sampling on one device.
+
+    Args:
+        run: The run.
+        num_completions: The completions of a step that the device samples.
+        num_prompt_passes: How many prompts it reads for them.
+        most_completions: The most completions that it samples at once.
+    """
+    batch_sizes = [most_completions] * (num_completions // most_completions)
+    if num_completions % most_completions:
+        batch_sizes.append(num_completions % most_completions)
 
     # weights in 4 bits are smaller than those that a token is multiplied with; of experts, a token uses only some
-    itemsize = compute_dtype(arguments.model.precision).itemsize
-    stored_bytes = layout.pass_itemsize * units.total
-    used_bytes = itemsize * shape.flops.num_used
-    mean_length = plan.mean_prompt_length + plan.max_new_tokens // 2
+    itemsize = compute_dtype(run.arguments.model.precision).itemsize
+    flops = run.shape.flops
+    stored_bytes = run.layout.pass_itemsize * run.units.total
+    used_bytes = itemsize * flops.num_used
+    max_new_tokens = run.rollouts.max_new_tokens
+    mean_length = run.prompts.mean + max_new_tokens // 2
     return SamplingWork(
         batch_sizes=tuple(batch_sizes),
-        prompt_flops=num_prompt_passes * shape.flops.count_forward([plan.mean_prompt_length]),
-        token_flops=shape.flops.count_forward([1]),
+        prompt_flops=num_prompt_passes * flops.count_forward([run.prompts.mean]),
+        token_flops=flops.count_forward([1]),
         weight_bytes=min(stored_bytes, used_bytes),
-        cached_bytes=itemsize * width_of_keys_and_values(shape) * mean_length,
-        num_further_tokens=plan.max_new_tokens - 1,
+        cached_bytes=itemsize * width_of_keys_and_values(run.shape) * mean_length,
+        num_further_tokens=max_new_tokens - 1,
     )

@@ -51,7 +51,7 @@ from fabric_train.preflight.dataset_check import (
     longest_row,
     note_on_added_tokens,
 )
-from fabric_train.preflight.memory_forecast import bytes_of_sampling_copy, make_request
+from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.paths import check_output_dir
 from fabric_train.preflight.phases import (
     PhaseSettings,
@@ -406,7 +406,7 @@ def _note_on_sampling_copy(run: PreparedRun) -> str | None:
     """Return a note on the copy of a sharded model that samples; None if there is none, or a plan shows it."""
     if run.arguments.planning.plan or not isinstance(run.data, Prompts):
         return None
-    num_bytes = bytes_of_sampling_copy(make_request(run))
+    num_bytes = make_request(run).bytes_of_sampling_copy()
     if not num_bytes:
         return None
     return f"each device also holds a full copy of the model for sampling, {num_bytes / 1e9:,.1f} GB"

@@ -2,7 +2,7 @@
 
 To add a sampler, write a module in ``rollouts/`` with a class that follows ``rollouts.sampler.Sampler``, and add an
 entry to ``SAMPLERS``. Its name and the arguments that only it uses are in ``arguments.SAMPLER_ARGUMENTS``, and what
-the plan counts for it is in ``preflight.memory_sampling``.
+the plan counts for it is in ``preflight.memory_samplers``.
 """
 
 from collections.abc import Callable

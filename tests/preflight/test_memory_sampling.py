@@ -14,7 +14,8 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.preflight.memory_activations import SamplingBatch, _LiveBytes, trace_sampling
 from fabric_train.preflight.memory_forecast import SAMPLING, RunRequest, make_request
 from fabric_train.preflight.memory_plan import faults_of
-from fabric_train.preflight.memory_sampling import SamplingWork, count_work
+from fabric_train.preflight.memory_samplers import VllmForecast
+from fabric_train.preflight.memory_sampling import SamplingWork
 from fabric_train.preflight.prepare import prepare
 from fabric_train.rollouts.process_sampler import ProcessSampler
 from fabric_train.rollouts.sampler import SampleRequest, SamplingSettings
@@ -114,10 +115,9 @@ def test_vllm_shares_prompts_and_completions_among_all_devices(tiny_model_dir: P
     options = {"prompts_per_step": 2, "group_size": 8, "devices": 8}
     works = {}
     for sampler in ("in_process", "vllm"):
-        request = planned(tmp_path, tiny_model_dir, sampler=sampler, **options)
-        assert request.sampling is not None
-        units = request.forecast().units
-        works[sampler] = count_work(request.largest, request.arguments, request.layout(), units, request.sampling)
+        forecast = planned(tmp_path, tiny_model_dir, sampler=sampler, **options).forecast()
+        assert forecast.sampling is not None
+        works[sampler] = forecast.sampling.work
     assert works["in_process"].batch_sizes == (8,)
     assert works["vllm"].batch_sizes == (2,)
     assert works["in_process"].prompt_flops == 8 * 4 * works["vllm"].prompt_flops
@@ -148,8 +148,8 @@ def test_vllm_takes_its_share_of_the_gpus_of_the_run_only(tiny_model_dir: Path, 
     assert sampling.parts["vLLM"] == 32_000_000_000
     assert {phase.parts["vLLM"] for phase in others} == {2_000_000_000}
     own = planned(tmp_path, tiny_model_dir, sampler="vllm", sampler_devices="8,9").forecast()
-    assert own.sampling is not None
-    assert own.sampling.engine_weights == 2 * own.units.total
+    assert isinstance(own.sampling, VllmForecast)
+    assert own.sampling.weight_bytes == 2 * own.units.total
     assert own.budget.phases[0].parts["vLLM"] == 0
 
 

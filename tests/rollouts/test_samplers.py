@@ -4,12 +4,14 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 from fabric_train.arguments import REWARD_ARGUMENTS, SAMPLER_ARGUMENTS, RolloutArguments
+from fabric_train.preflight.memory_samplers import PLANNED_SAMPLERS
 from fabric_train.training.samplers import SAMPLERS
 
 
 def test_the_argument_offers_each_sampler_of_the_table() -> None:
     assert get_args(get_type_hints(RolloutArguments)["sampler"]) == tuple(SAMPLERS)
     assert tuple(SAMPLER_ARGUMENTS) == tuple(SAMPLERS)
+    assert tuple(PLANNED_SAMPLERS) == tuple(SAMPLERS)
 
 
 def test_arguments_of_another_sampler_are_refused() -> None:
