@@ -1,14 +1,14 @@
-"""Sample completions with vLLM, in a server process that this run starts, watches and ends.
+"""Sample completions with vLLM, in server processes that this run starts, watches and ends.
 
-Before each step, the weights of the model go through a folder in memory into the server (``weight_folder``), and both
-sides compare log-probabilities (``transfer_check``). All ranks send their requests to the one server of the machine.
-On several GPUs, each GPU of the server has a copy of the model, a replica.
+Each machine has one server, which the first rank of the machine starts. Before each step, the weights of the model go
+through a folder into the servers (``weight_folder``), and both sides compare log-probabilities (``transfer_check``).
+The ranks send their requests to the server of their machine. On several GPUs, each GPU of a server has a copy of the
+model, a replica.
 """
 
 import logging
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,12 @@ import torch
 from lightning import Fabric
 
 from fabric_train.cli.errors import InputError, RunError
+from fabric_train.distributed.machines import Machines, find_machines
 from fabric_train.distributed.memory import available_memory, machine_memory
 from fabric_train.distributed.ranks import first_text, gather_over_ranks
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
-from fabric_train.rollouts.transfer_check import EngineAnswer, TransferCheck, compute_answer
+from fabric_train.rollouts.transfer_check import EngineAnswer, TrainerAnswer, TransferCheck, compute_answer
 from fabric_train.rollouts.vllm_client import GeneratedTokens, ServerFailedError, VllmClient
 from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment
 from fabric_train.rollouts.weight_folder import WeightFolder
@@ -34,7 +35,7 @@ from fabric_train.rollouts.weight_folder import WeightFolder
 SHARED_GPU_SHARE = 0.4
 """The share of the memory of each of the run's GPUs that vLLM may use while it samples."""
 REQUESTS_PER_REPLICA = 256
-"""Requests of all ranks together; a replica computes that many at once, and keeps further ones waiting."""
+"""Requests of all ranks of a machine together; a replica computes that many at once, and keeps further ones waiting."""
 _PROBE_TOKENS = 64
 _PROBE_NEW_TOKENS = 16
 _PROBE_SEED = 0
@@ -60,21 +61,21 @@ def open_vllm_sampler(
     devices: tuple[str, ...] | None,
     on_batch: Callable[[], None],
 ) -> "VllmSampler":
-    """Check what a vLLM server needs. All ranks call this together; the first ``update_weights`` starts the server.
+    """Check what vLLM servers need. All ranks call this together; the first ``update_weights`` starts the servers.
 
     Args:
         fabric: The run's Fabric.
         shape: The model in training.
         settings: How to sample.
-        run_dir: The run's folder, for ``rollouts/vllm.log``.
+        run_dir: The run's folder, for ``rollouts/vllm.log``, which all machines share.
         max_prompt_length: The largest number of tokens of a prompt.
         probe_ids: The token ids of a text of the run's kind, such as its longest prompt. After each transfer, the
             log-probabilities of its first 64 tokens are compared, so it needs two.
         dtype: The dtype that the model in training computes its products in, see ``precision.compute_dtype``; vLLM gets
             the weights in this dtype.
         python: Python of the environment with vLLM.
-        devices: GPUs of the server, as in CUDA_VISIBLE_DEVICES. None: the run's own GPUs, which the server frees
-            while the model trains.
+        devices: GPUs of the server of each machine, as in CUDA_VISIBLE_DEVICES. None: the run's own GPUs, which the
+            server frees while the model trains.
         on_batch: Called before each batch of completions is awaited, equally often on all ranks.
 
     Raises:
@@ -85,24 +86,25 @@ def open_vllm_sampler(
             "--sampler vllm needs a prompt of at least two tokens, whose log-probabilities it compares with the "
             "trainer's; leave out --sampler to sample in the processes that train"
         )
-    _check_machine(fabric)
+    machines = find_machines(fabric)
     _check_arguments(fabric, shape, devices)
-    version = _check_python(fabric, python)
+    version = _check_python(fabric, machines, python)
     is_on_gpu = fabric.device.type == "cuda"
     shares_gpus = is_on_gpu and devices is None
     num_replicas = 1
     memory_share = None  # vLLM's default, for GPUs of its own
     if shares_gpus:
-        num_replicas = fabric.world_size
+        num_replicas = machines.num_local_ranks
         memory_share = SHARED_GPU_SHARE
     elif devices is not None:
         num_replicas = len(devices)
     else:
         # on a CPU, vLLM's default share of the whole memory leaves nothing for the model that trains
         memory_share = round(0.5 * available_memory() / machine_memory(), 2)
+    log_name = "vllm.log" if machines.count == 1 else f"vllm-{machines.index}.log"
     server_settings = ServerSettings(
         python=python,
-        log=run_dir / "rollouts" / "vllm.log",
+        log=run_dir / "rollouts" / log_name,
         dtype=str(dtype).removeprefix("torch."),
         max_length=max_prompt_length + max(settings.max_new_tokens, _PROBE_NEW_TOKENS),
         devices=devices,
@@ -116,14 +118,21 @@ def open_vllm_sampler(
     checks = []
     for _ in range(num_replicas):
         checks.append(TransferCheck(dtype, text_config.num_hidden_layers, width, settings.temperature))
-    folder = WeightFolder(fabric, shape, dtype)
-    server = VllmServer(server_settings) if fabric.is_global_zero else None
-    socket_path: Path | None = fabric.broadcast(server.client.path if server is not None else None)
-    assert socket_path is not None  # rank 0's
-    if fabric.is_global_zero:
+    shared_dir = run_dir / "rollouts" if machines.count > 1 else None
+    folder = WeightFolder(fabric, shape, dtype, shared_dir)
+    server = None
+    if machines.is_first_local_rank:
+        server = VllmServer(server_settings)
         _log.info("sampler: vLLM %s, log: %s", version, server_settings.log)
+    socket_path: Path | None = None
+    for index, first_rank in enumerate(machines.first_ranks):
+        path = fabric.broadcast(server.client.path if server is not None else None, src=first_rank)
+        if index == machines.index:
+            socket_path = path
+    assert socket_path is not None  # the machine's first rank has a server
     return VllmSampler(
         fabric,
+        machines,
         settings,
         probe_ids=tuple(probe_ids[:_PROBE_TOKENS]),
         server=server,
@@ -134,23 +143,14 @@ def open_vllm_sampler(
     )
 
 
-def _check_machine(fabric: Fabric) -> None:
-    """Raise an InputError on all ranks if a rank runs on another machine than rank 0."""
-    machine = socket.gethostname()
-    other_machine = machine if machine != fabric.broadcast(machine) else None
-    other_machine = first_text(fabric, other_machine)
-    if other_machine is not None:
-        raise InputError(
-            f"--sampler vllm works on one machine, but a rank runs on {other_machine}; leave out --sampler to sample "
-            "in the processes that train"
-        )
+def _check_python(fabric: Fabric, machines: Machines, python: Path) -> str:
+    """Return the version of vLLM on this machine, see ``check_environment``, whose InputError is raised on all ranks.
 
-
-def _check_python(fabric: Fabric, python: Path) -> str:
-    """Return the version of vLLM, see ``check_environment``, whose InputError is raised on all ranks."""
+    Only the first rank of a machine looks for it; the others return "".
+    """
     version = ""
     fault = None
-    if fabric.is_global_zero:
+    if machines.is_first_local_rank:
         try:
             version = check_environment(python)
         except InputError as error:
@@ -192,13 +192,14 @@ def physical_device(index: int, visible_devices: str | None) -> str:
 
 
 class VllmSampler:
-    """A ``Sampler`` that sends requests to a vLLM server. The tokens of a completion depend on its prompt and seed,
-    and but for rounding not on what the server computes at the same time.
+    """A ``Sampler`` that sends requests to vLLM servers. The tokens of a completion depend on its prompt and seed,
+    and but for rounding not on what a server computes at the same time.
     """
 
     def __init__(
         self,
         fabric: Fabric,
+        machines: Machines,
         settings: SamplingSettings,
         probe_ids: tuple[int, ...],
         server: VllmServer | None,
@@ -209,9 +210,11 @@ class VllmSampler:
     ) -> None:
         """Set up the sampler, see :func:`open_vllm_sampler`.
 
-        ``server`` is None on all ranks except 0; ``checks`` has one for each replica.
+        ``server`` is None on all ranks except the first of each machine; ``checks`` has one for each replica of the
+        machine.
         """
         self._fabric = fabric
+        self._machines = machines
         self._settings = settings
         self._probe_ids = probe_ids
         self._server = server
@@ -251,7 +254,7 @@ class VllmSampler:
         written = time.monotonic()
         self._free_cached_memory()
         try:
-            self._run_on_rank_0(lambda server: self._load(server, model_dir))
+            self._run_on_servers(lambda server: self._load(server, model_dir))
             loaded = time.monotonic()
             self._compare()
         finally:
@@ -263,7 +266,9 @@ class VllmSampler:
             )
 
     def _restart(self, error: ServerFailedError) -> None:
-        """Start a server that has failed again.
+        """Start the servers again after one of them has failed.
+
+        Those of other machines are started again, too: meanwhile, they would have nothing to do.
 
         Raises:
             RunError: it has been started again in this step already, or fails again.
@@ -272,8 +277,9 @@ class VllmSampler:
             raise error
         self._has_restarted = True
         if self._server is not None:
-            _log.warning("%s; vLLM is started again", error)
             self._server.stop()
+        if self._fabric.is_global_zero:
+            _log.warning("%s; vLLM is started again", error)
         self._transfer()
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -295,12 +301,13 @@ class VllmSampler:
             self._restart(error)
             self._complete(requests, completions)
         try:
-            self._run_on_rank_0(VllmServer.sleep)
+            self._run_on_servers(VllmServer.sleep)
         except ServerFailedError as error:  # the completions are there
             self._has_stopped = True
             if self._server is not None:
-                _log.warning("%s; vLLM is started again before the next completions", error)
                 self._server.stop()
+            if self._fabric.is_global_zero:
+                _log.warning("%s; vLLM is started again before the next completions", error)
         return [completions[index] for index in range(len(requests))]
 
     def _complete(self, requests: Sequence[SampleRequest], completions: dict[int, Completion]) -> None:
@@ -309,16 +316,19 @@ class VllmSampler:
         Raises:
             ServerFailedError: the server has failed; raised on all ranks.
         """
-        self._run_on_rank_0(VllmServer.wake)
+        self._run_on_servers(VllmServer.wake)
         with self._watch():
             fault = first_text(self._fabric, self._request(requests, completions))
         if fault is not None:
-            explained = self._explain(ServerFailedError(fault))
-            raise self._fabric.broadcast(explained)  # rank 0, which has the server, knows why
+            failure = ServerFailedError(fault)
+            explained = self._explain(failure)
+            # a rank that has no server, or one that runs, does not know why
+            cause = first_text(self._fabric, str(explained) if explained is not failure else None)
+            raise ServerFailedError(cause or fault)
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """End the server on rank 0 if it computes no token for ``_HANG_SECONDS``; open requests of all ranks then fail.
+        """End the server if it computes no token for ``_HANG_SECONDS``; open requests of its machine's ranks then fail.
 
         All ranks must leave the block together.
         """
@@ -362,8 +372,8 @@ class VllmSampler:
         if self._fabric.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run_on_rank_0(self, action: Callable[[VllmServer], None]) -> None:
-        """Call a function with the server on rank 0, and raise its RunError on all ranks."""
+    def _run_on_servers(self, action: Callable[[VllmServer], None]) -> None:
+        """Call a function with the server of each machine, and raise the RunError of the first one on all ranks."""
         fault: RunError | None = None
         if self._server is not None:
             try:
@@ -372,9 +382,10 @@ class VllmSampler:
                 fault = self._explain(error)
             except RunError as error:
                 fault = error
-        fault = self._fabric.broadcast(fault)
-        if fault is not None:
-            raise fault
+        for first_rank in self._machines.first_ranks:
+            fault_of_server = self._fabric.broadcast(fault, src=first_rank)
+            if fault_of_server is not None:
+                raise fault_of_server
 
     def _load(self, server: VllmServer, model_dir: Path) -> None:
         """Let the server load the weights in a folder; the first time, start it."""
@@ -402,23 +413,35 @@ class VllmSampler:
             for replica in range(len(self._checks)):
                 engine_answers.append(self._ask_probe(server.client, replica))
 
-        self._run_on_rank_0(ask_replicas)
-        for replica, check in enumerate(self._checks):
-            # all ranks compute the trainer's answer together
-            sampled_ids: list[int] | None = None
-            if engine_answers:
-                sampled_ids = engine_answers[replica].sampled_ids
-            sampled_ids = self._fabric.broadcast(sampled_ids)
-            assert sampled_ids is not None  # rank 0's
-            trainer_answer = compute_answer(
-                self._fabric, self._model, self._probe_ids, sampled_ids, self._settings.temperature
-            )
-            fault = None
-            if engine_answers:
-                fault = check.find_fault(engine_answers[replica], trainer_answer)
-            fault = first_text(self._fabric, fault)
-            if fault is not None:
-                raise RunError(f"vLLM does not have the weights of step {self._step}: {fault}")
+        self._run_on_servers(ask_replicas)
+        sampled_ids_of_replicas = [answer.sampled_ids for answer in engine_answers]
+        trainer_answers = self._compute_answers(sampled_ids_of_replicas)
+        fault = None
+        for check, engine_answer in zip(self._checks, engine_answers, strict=False):  # no answer on most ranks
+            fault = fault or check.find_fault(engine_answer, trainer_answers[tuple(engine_answer.sampled_ids)])
+        fault = first_text(self._fabric, fault)
+        if fault is not None:
+            raise RunError(f"vLLM does not have the weights of step {self._step}: {fault}")
+
+    def _compute_answers(self, sampled_ids_of_replicas: list[list[int]]) -> dict[tuple[int, ...], TrainerAnswer]:
+        """Compute the probe with the model in training for what the replicas of all machines have sampled.
+
+        Replicas mostly sample the same tokens, for which the model computes once. All ranks call this together.
+
+        Args:
+            sampled_ids_of_replicas: On the first rank of a machine, the tokens that each of its replicas has sampled.
+
+        Returns:
+            The answers by the sampled tokens.
+        """
+        answers: dict[tuple[int, ...], TrainerAnswer] = {}
+        for first_rank in self._machines.first_ranks:
+            for sampled_ids in self._fabric.broadcast(sampled_ids_of_replicas, src=first_rank):
+                if tuple(sampled_ids) not in answers:
+                    answers[tuple(sampled_ids)] = compute_answer(
+                        self._fabric, self._model, self._probe_ids, sampled_ids, self._settings.temperature
+                    )
+        return answers
 
     def _ask_probe(self, client: VllmClient, replica: int) -> EngineAnswer:
         """Return what a replica computes for the probe."""
@@ -454,7 +477,7 @@ class VllmSampler:
         """
         indices = [index for index in range(len(requests)) if index not in completions]
         most_indices = int(gather_over_ranks(self._fabric, torch.tensor(len(indices))).max())
-        batch_size = max(1, REQUESTS_PER_REPLICA * len(self._checks) // self._fabric.world_size)
+        batch_size = max(1, REQUESTS_PER_REPLICA * len(self._checks) // self._machines.num_local_ranks)
 
         def complete(index: int) -> None:
             request = requests[index]
@@ -502,7 +525,7 @@ class VllmSampler:
         )
 
     def _explain(self, error: ServerFailedError) -> ServerFailedError:
-        """Return the error; on rank 0 with its cause, if the server has ended or hangs."""
+        """Return the error, or its cause if this rank has the server, which has ended or hangs."""
         server = self._server
         if server is None or not server.is_started:
             return error

@@ -1,9 +1,10 @@
 """Write the weights of the model in training into a folder that an engine for inference loads, complete or absent.
 
-All ranks write into one safetensors file in memory (/dev/shm), or in the folder for temporary files if the memory has
-no room. Nothing is gathered; adapters are merged. The folder has the form that ``save_pretrained`` writes, except that
-a head that is tied to the embedding is written apart. vLLM on a CPU computes with a packed copy of the head, and on a
-reload (0.32) it would pack only tensors again that are in the file.
+All ranks write into one safetensors file. It is in memory (/dev/shm), or in the folder for temporary files if the
+memory has no room, or in a folder that the machines share if there are several. Nothing is gathered; adapters are
+merged. The folder has the form that ``save_pretrained`` writes, except that a head that is tied to the embedding is
+written apart. vLLM on a CPU computes with a packed copy of the head, and on a reload (0.32) it would pack only tensors
+again that are in the file.
 """
 
 import copy
@@ -38,6 +39,7 @@ from fabric_train.model.load_weights import build_on_meta, tied_weight_names
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "fabric-train-weights-"
+_SHARED_NAME = ".weights"
 _WEIGHTS = "model.safetensors"
 _CONFIG = "config.json"
 
@@ -45,16 +47,17 @@ _CONFIG = "config.json"
 class WeightFolder:
     """Writes one version of the weights after the other. All ranks call its methods together."""
 
-    def __init__(self, fabric: Fabric, shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, fabric: Fabric, shape: ModelShape, dtype: torch.dtype, shared_dir: Path | None) -> None:
         """Find out which tensors the folder must have, and remove folders that killed runs have left.
 
         Args:
-            fabric: The run's Fabric; all of its ranks are on this machine.
+            fabric: The run's Fabric.
             shape: The model in training.
             dtype: The dtype of the weights in the folder.
+            shared_dir: A folder that all machines of the run share; None if it has one machine.
 
         Raises:
-            InputError: the weights cannot be written in the form that other software reads.
+            InputError: the weights cannot be written in the form that other software reads, or have no room.
         """
         self._fabric = fabric
         self._dtype = dtype
@@ -63,21 +66,8 @@ class WeightFolder:
         self._shapes = _published_shapes(meta_model, shape.source)
         self._config = copy.deepcopy(shape.config)
         self._config.tie_word_embeddings = False
-        parent = None
-        if fabric.is_global_zero:
-            _remove_leftovers(_MEMORY)
-            _remove_leftovers(Path(tempfile.gettempdir()))
-            num_elements = sum(size.numel() for size in self._shapes.values())
-            parent = _choose_parent(num_elements * dtype.itemsize)
-        # all ranks write into a folder with the name of rank 0's process in it
-        self._parent: Path | None
-        self._parent, process_name = fabric.broadcast((parent, this_process()))
-        if self._parent is None:
-            raise InputError(
-                f"--sampler vllm writes the weights to {_MEMORY} or {tempfile.gettempdir()}, and neither has room for "
-                "them; free some space, or set TMPDIR to a folder on another disk"
-            )
-        self._root = self._parent / f"{_PREFIX}{process_name}"
+        # absolute, since the engine runs in another folder
+        self._root = shared_dir.absolute() / _SHARED_NAME if shared_dir is not None else self._choose_root()
 
     def write(self, model: Any, step: int) -> Path:
         """Write the weights of the model, and check what was written.
@@ -122,9 +112,31 @@ class WeightFolder:
         if self._fabric.is_global_zero:
             shutil.rmtree(self._root, ignore_errors=True)
 
+    def _choose_root(self) -> Path:
+        """Return a folder in memory or among the temporary files that has room for the weights; the same on all ranks.
+
+        Raises:
+            InputError: neither has room.
+        """
+        parent = None
+        if self._fabric.is_global_zero:
+            _remove_leftovers(_MEMORY)
+            _remove_leftovers(Path(tempfile.gettempdir()))
+            num_elements = sum(size.numel() for size in self._shapes.values())
+            parent = _choose_parent(num_elements * self._dtype.itemsize)
+        # all ranks write into a folder with the name of rank 0's process in it
+        parent, process_name = self._fabric.broadcast((parent, this_process()))
+        if parent is None:
+            raise InputError(
+                f"--sampler vllm writes the weights to {_MEMORY} or {tempfile.gettempdir()}, and neither has room for "
+                "them; free some space, or set TMPDIR to a folder on another disk"
+            )
+        assert isinstance(parent, Path)
+        return parent / f"{_PREFIX}{process_name}"
+
     def _create(self, temporary: Path) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
-        self._root.mkdir(mode=0o700)
+        self._root.mkdir(mode=0o700, parents=True)
         temporary.mkdir()
 
     def _write_part(self, folder: Path, weights: MergedWeights) -> None:

@@ -14,6 +14,7 @@ from lightning import Fabric
 from transformers import AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError, RunError
+from fabric_train.distributed.machines import find_machines
 from fabric_train.distributed.signals import RunStopped
 from fabric_train.model.hf_model import read_shape
 from fabric_train.rollouts import vllm_sampler
@@ -87,11 +88,12 @@ def open_sampler(server: _Server, fabric: Fabric, tiny_model_dir: Path) -> Calla
     ) -> VllmSampler:
         return VllmSampler(
             fabric,
+            find_machines(fabric),
             SamplingSettings(1.0, max_new_tokens=4, end_ids=(1,)),
             probe_ids=PROBE,
             server=vllm,
             client=VllmClient(Path(str(server.server_address))),
-            folder=WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32),
+            folder=WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None),
             checks=[TransferCheck(torch.float32, 2, 64, 1.0) for _ in range(num_replicas)],
             on_batch=on_batch,
         )

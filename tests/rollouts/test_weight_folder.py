@@ -26,7 +26,7 @@ from fabric_train.model.hf_model import read_shape
 from fabric_train.rollouts.weight_folder import WeightFolder
 
 def save(self, *arguments, original=CheckpointManager.save, **options):
-    folder = WeightFolder(self._fabric, read_shape({model!r}), torch.float32)
+    folder = WeightFolder(self._fabric, read_shape({model!r}), torch.float32, None)
     written = folder.write(self._model, 2)
     if rank == 0:
         shutil.copytree(written, {target!r})
@@ -89,7 +89,7 @@ def test_the_folder_has_what_the_export_of_the_same_step_has(
 def test_the_folder_is_in_the_dtype_that_the_engine_computes_in(
     fabric: Fabric, tiny_model: Any, tiny_model_dir: Path
 ) -> None:
-    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.bfloat16)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.bfloat16, None)
     written = load_file(folder.write(fabric.setup_module(tiny_model), 0) / "model.safetensors")
     folder.remove()
     for name, parameter in tiny_model.named_parameters():
@@ -99,7 +99,7 @@ def test_the_folder_is_in_the_dtype_that_the_engine_computes_in(
 def test_a_tensor_that_the_configuration_does_not_have_is_refused(
     fabric: Fabric, tiny_model: Any, tiny_model_dir: Path
 ) -> None:
-    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None)
     del tiny_model.model.layers[1]
     message = r"the model in training has no model\.layers\.1\.input_layernorm\.weight, .*; leave out --sampler"
     with pytest.raises(RunError, match=message):
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_completed_is_an_error_of_the_run(
 
     original = weight_folder.find_wrong_content
     monkeypatch.setattr(weight_folder, "find_wrong_content", take_place)
-    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None)
     with pytest.raises(RunError, match=r"could not be written to .*step-00000000"):
         folder.write(fabric.setup_module(tiny_model), 0)
 
@@ -134,7 +134,7 @@ def test_bytes_that_changed_after_they_were_written_are_found(
 
     original = weight_folder.join_rank_hashes
     monkeypatch.setattr(weight_folder, "join_rank_hashes", damage)
-    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None)
     with pytest.raises(RunError, match=r"of model\.safetensors have changed since they were written"):
         folder.write(fabric.setup_module(tiny_model), 0)
 
@@ -147,7 +147,7 @@ def test_weights_that_the_memory_has_no_room_for_are_temporary_files(
     monkeypatch.setattr(weight_folder, "_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(weight_folder, "available_memory", lambda: 1000)
     monkeypatch.setattr(weight_folder, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
-    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None)
     assert folder._root.parent == tmp_path
 
 
@@ -159,7 +159,7 @@ def test_without_memory_the_folder_is_among_the_temporary_files(
     monkeypatch.setattr(weight_folder, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
     leftover = tmp_path / f"fabric-train-weights-{weight_folder.socket.gethostname()}-{2**22 + 1}"
     leftover.mkdir()
-    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32)
+    folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None)
     assert not leftover.exists()
     written = folder.write(fabric.setup_module(tiny_model), 3)
     assert written.is_relative_to(tmp_path)
