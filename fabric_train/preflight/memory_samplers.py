@@ -165,14 +165,16 @@ def _smaller_batches(rollouts: "RolloutArguments") -> Iterator[dict[str, Any]]:
 
 def _forecast_vllm(run: SampledRun) -> VllmForecast:
     rollouts = run.rollouts
-    world_size = run.layout.world_size
+    layout = run.layout
     weight_bytes = compute_dtype(run.arguments.model.precision).itemsize * run.shape.num_parameters
-    num_devices = world_size
+    num_devices = layout.world_size
     if rollouts.sampler_devices is not None:
-        num_devices = len(rollouts.sampler_devices.split(","))
+        num_devices = layout.num_nodes * len(rollouts.sampler_devices.split(","))
 
     shared_bytes = 0
-    host_bytes = weight_bytes // world_size
+    host_bytes = 0
+    if layout.num_nodes == 1:  # the file that the servers of several machines read is on disk
+        host_bytes = weight_bytes // layout.world_size
     if run.on_gpu and rollouts.sampler_devices is None:
         shared_bytes = round(SHARED_GPU_SHARE * run.device_memory)
         host_bytes += weight_bytes

@@ -153,6 +153,18 @@ def test_vllm_takes_its_share_of_the_gpus_of_the_run_only(tiny_model_dir: Path, 
     assert own.budget.phases[0].parts["vLLM"] == 0
 
 
+def test_each_machine_has_a_server(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """With one machine, the file that the server reads is in its memory."""
+    options: dict[str, Any] = {"sampler": "vllm", "sampler_devices": "8,9", "group_size": 8}
+    machine = planned(tmp_path, tiny_model_dir, devices=4, **options).forecast().sampling
+    machines = planned(tmp_path, tiny_model_dir, devices=2, num_nodes=2, **options).forecast().sampling
+    assert isinstance(machine, VllmForecast)
+    assert isinstance(machines, VllmForecast)
+    assert sum(machine.work.batch_sizes) == 2 * sum(machines.work.batch_sizes)
+    assert machine.host_bytes == machine.weight_bytes // 4
+    assert machines.host_bytes == 0
+
+
 def test_the_least_time_is_that_of_reading_weights_or_of_computing() -> None:
     work = SamplingWork(
         batch_sizes=(4, 2), prompt_flops=600, token_flops=10, weight_bytes=1000, cached_bytes=50, num_further_tokens=5

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 
 KILL_SERVER_OF_THE_SECOND_MACHINE = """
 import psutil
+from fabric_train.rollouts import vllm_sampler
 from fabric_train.rollouts.vllm_sampler import VllmSampler
+
+vllm_sampler._END_SECONDS = 1.0  # the time to find out that the other server runs
 
 def request_and_kill(self, *arguments, original=VllmSampler._request):
     if rank == 1 and self._step == 1 and not self._has_restarted:
