@@ -90,11 +90,14 @@ docs-serve: $(VENV)/docs-installed ## show the site on http://localhost:8000 and
 clean: ## remove .venv, downloads, caches and the demo's output
 	@rm -rf $(VENV) .cache demo_run .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
+# the pip that comes with Python may be old: pip 23 takes three times as long to choose the releases
 $(VENV)/python $(XLA)/python $(VLLM)/python: install/create_venv.py
 	@for python in $(CANDIDATES); do \
 	  if "$$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(VERSIONS)".split())' 2>/dev/null; then \
 	    echo "[1/4] $(@D) with $$("$$python" --version)"; \
-	    "$$python" install/create_venv.py $(@D); touch $@; exit 0; \
+	    "$$python" install/create_venv.py $(@D); \
+	    $(@D)/bin/python -m pip --disable-pip-version-check install -qq --no-compile "$$(grep '^pip==' requirements.txt)"; \
+	    touch $@; exit 0; \
 	  fi; \
 	done; \
 	echo 'error: no Python $(lastword $(VERSIONS)) to $(firstword $(VERSIONS)) among: $(CANDIDATES); name one: make install PYTHON=...' >&2; exit 1
