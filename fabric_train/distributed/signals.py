@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from fabric_train.cli.errors import STOPPED, end_run
 from fabric_train.cli.launcher import launcher_process
@@ -165,6 +165,10 @@ class StopBorder:
     A rank may be a few micro-batches ahead of another, and a rank that stops alone would leave the others waiting in a
     collective. So rank 0 asks every rank to :meth:`freeze`. Each rank answers with the border that it passed last, and
     waits at its next border. All ranks then stop at the border after the last one that any rank has passed.
+
+    Between two borders there may be work of minutes that ends in a collective, such as a reward. A rank may give such
+    work up as soon as :meth:`is_due`: as the other ranks cannot leave the collective without it, all ranks are between
+    these two borders. In the collective, it tells them so, and all ranks :meth:`stop` there.
     """
 
     def __init__(self) -> None:
@@ -186,6 +190,21 @@ class StopBorder:
             if self._last_border is not None and (step, micro_batch) > self._last_border:
                 raise RunStopped
             self._passed_border = (step, micro_batch)
+
+    def is_due(self) -> bool:
+        """Return whether the ranks have agreed to stop at the next border of this rank."""
+        with self._changed:
+            return self._last_border is not None and self._passed_border >= self._last_border
+
+    def stop(self) -> NoReturn:
+        """Stop before the next border, together with a rank on which the stop is due.
+
+        Raises:
+            RunStopped: In any case, as soon as this rank knows the signal too.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._last_border is not None)
+        raise RunStopped
 
     def freeze(self) -> Border:
         """Keep the main thread from passing a border until :meth:`stop_after`; return the last one it has passed."""

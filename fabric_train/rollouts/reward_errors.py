@@ -8,14 +8,16 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import RunError, note
 from fabric_train.distributed.ranks import first_text, gather_over_ranks
+from fabric_train.distributed.signals import StopBorder
 from fabric_train.rollouts.rewards import RewardTable
 
 
 class RewardErrors:
     """The failures of a run's rewards. All ranks call its methods together."""
 
-    def __init__(self, fabric: Fabric, on_error: Literal["zero", "stop"]) -> None:
+    def __init__(self, fabric: Fabric, stop_border: StopBorder, on_error: Literal["zero", "stop"]) -> None:
         self._fabric = fabric
+        self._stop_border = stop_border
         self._on_error = on_error
         self._warned_names: set[str] = set()
         self._count_on_rank = 0
@@ -29,7 +31,14 @@ class RewardErrors:
 
         Raises:
             RunError: A reward failed on some rank, and ``on_error`` is ``stop``; it is raised on all ranks.
+            RunStopped: The call was interrupted on some rank, because the ranks stop; it is raised on all ranks.
         """
+        if not names:  # nothing can fail
+            return
+        # Other ranks may have finished their calls before the signal came.
+        is_interrupted = torch.tensor(int(table.is_interrupted))
+        if gather_over_ranks(self._fabric, is_interrupted).any():
+            self._stop_border.stop()
         self._count_on_rank += table.num_errors
         for name, error_on_rank in zip(names, table.first_errors, strict=True):
             error = first_text(self._fabric, error_on_rank)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,7 +22,15 @@ from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import describe_os_error
 from fabric_train.cli.output import escape_controls, is_secret_variable
 from fabric_train.files.typed_json import parse_json
-from fabric_train.rollouts.reward_messages import CallAnswer, LoadAnswer, LoadRequest, MessageChannel, RewardCall
+from fabric_train.rollouts.reward_messages import (
+    CallAnswer,
+    LoadAnswer,
+    LoadRequest,
+    MessageChannel,
+    RewardCall,
+    RewardInterruptedError,
+    never,
+)
 
 _MAX_CHARACTERS = 400
 """The length of an error, for a table and one line of a log."""
@@ -56,6 +65,7 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: MessageChannel | None = None
         self._deadline = 0.0
+        self._is_interrupted: Callable[[], bool] = never
         self._call_seconds = 0.0
         self._num_completions = 0
         self._send_failure: RewardFailedError | None = None
@@ -88,7 +98,7 @@ class RewardProcess:
         """
         channel = self._connected_channel()
         try:
-            channel.send(self._request, self._deadline)
+            channel.send(self._request, self._deadline, self._is_interrupted)
             answer = self._receive(LoadAnswer, _MAX_ANSWER_BYTES)
         except TimeoutError:
             self.kill()
@@ -98,14 +108,21 @@ class RewardProcess:
         failure = None if answer.failure is None else one_line(answer.failure)
         return replace(answer, failure=failure)
 
-    def send(self, call: RewardCall, seconds: float) -> None:
+    def send(self, call: RewardCall, seconds: float, is_interrupted: Callable[[], bool] = never) -> None:
         """Start a call, in a new process if there is none; :meth:`receive` raises the errors.
 
         Args:
             call: The completions, at least one.
             seconds: How long the call may take.
+            is_interrupted: Called before the call and several times a second during it; True ends it.
+
+        Raises:
+            RewardInterruptedError: ``is_interrupted`` returned True. The process must be killed.
         """
+        if is_interrupted():
+            raise RewardInterruptedError
         self._send_failure = None
+        self._is_interrupted = is_interrupted
         self._call_seconds = seconds
         self._num_completions = len(call.completions)
         try:
@@ -114,7 +131,7 @@ class RewardProcess:
             if self._process is None:
                 self._restart()
             self._deadline = time.monotonic() + seconds
-            self._connected_channel().send(call, self._deadline)
+            self._connected_channel().send(call, self._deadline, is_interrupted)
         except RewardFailedError as failure:
             self._send_failure = failure
         except TimeoutError:
@@ -133,6 +150,7 @@ class RewardProcess:
         Raises:
             RewardFailedError: The function raised, the process died, or the call took too long, for which the process
                 is killed.
+            RewardInterruptedError: See :meth:`send`.
         """
         if self._send_failure is not None:
             raise self._send_failure
@@ -174,7 +192,7 @@ class RewardProcess:
 
     def _receive(self, kind: type[Answer], max_bytes: int) -> Answer:
         """Return the next message of the process, whose content is not trusted."""
-        content = self._connected_channel().receive(max_bytes, self._deadline)
+        content = self._connected_channel().receive(max_bytes, self._deadline, self._is_interrupted)
         try:
             return parse_json(content, kind)
         except ValueError:

@@ -13,9 +13,9 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,15 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.tables import Component
 from fabric_train.files.requirements import check_package
 from fabric_train.rollouts.builtin_rewards import BUILTIN_REWARDS
-from fabric_train.rollouts.reward_messages import CALL_ARGUMENTS, CallAnswer, LoadAnswer, LoadRequest, RewardCall
+from fabric_train.rollouts.reward_messages import (
+    CALL_ARGUMENTS,
+    CallAnswer,
+    LoadAnswer,
+    LoadRequest,
+    RewardCall,
+    RewardInterruptedError,
+    never,
+)
 from fabric_train.rollouts.reward_processes import RewardFailedError, RewardLimits, RewardProcess, one_line
 
 _DEFAULT_FUNCTION = "reward"
@@ -62,6 +70,8 @@ class RewardTable:
     """For each reward the item of ``--rewards``, how many completions it failed for, and why it failed for the first of
     them, in one line without control characters; None if it did not fail. A reward that failed for completions together
     but for none alone has an entry here only."""
+    is_interrupted: bool = False
+    """Whether the call was interrupted, so that there are no rewards: all values are 0."""
 
     @property
     def num_errors(self) -> int:
@@ -140,7 +150,13 @@ class Rewards:
         if faults:
             raise InputError(*faults)
 
-    def compute(self, completions: list[str], prompts: list[Any], columns: dict[str, list[Any]]) -> RewardTable:
+    def compute(
+        self,
+        completions: list[str],
+        prompts: list[Any],
+        columns: dict[str, list[Any]],
+        is_interrupted: Callable[[], bool] = never,
+    ) -> RewardTable:
         """Compute all rewards of completions, in all processes at the same time.
 
         A reward that returns something else than a finite number for a completion, or another number of values than
@@ -150,23 +166,48 @@ class Rewards:
         completions. After four times the time of a call, the completions that are left fail. With ``on_error``
         ``stop``, the run is about to end, so no completion is sent alone.
 
-        A failure is returned, never raised or printed, because ranks differ in it: see ``reward_errors.py``.
+        A failure or an interruption is returned, never raised or printed, because ranks differ in it: see
+        ``reward_errors.py``.
 
         Args:
             completions: The texts of the completions.
             prompts: The prompt of each completion: a text, or the list of messages of a chat.
             columns: The values of the other columns of the prompts file for each completion.
+            is_interrupted: Called several times a second; True kills the processes and ends the call.
         """
         num_completions = len(completions)
+        no_rewards = RewardTable(
+            values=np.zeros((len(self._rewards), num_completions)),
+            total=np.zeros(num_completions),
+            errors=[None] * num_completions,
+            first_errors=[None] * len(self._rewards),
+        )
+        if num_completions == 0:
+            return no_rewards
+        try:
+            return self._call(RewardCall(completions, prompts, columns), is_interrupted)
+        except RewardInterruptedError:
+            self.close()
+            return replace(no_rewards, is_interrupted=True)
+
+    def close(self) -> None:
+        """End the processes."""
+        for reward in self._rewards:
+            reward.process.kill()
+
+    def _call(self, call: RewardCall, is_interrupted: Callable[[], bool]) -> RewardTable:
+        """Call all rewards with at least one completion, see :meth:`compute`.
+
+        Raises:
+            RewardInterruptedError: ``is_interrupted`` returned True.
+        """
+        num_completions = len(call.completions)
         values = np.zeros((len(self._rewards), num_completions))
         errors: list[str | None] = [None] * num_completions
-        if num_completions == 0:
-            return RewardTable(values, np.zeros(0), errors, [None] * len(self._rewards))
 
         # all rewards work at the same time
-        call = RewardCall(completions, prompts, columns)
         for reward in self._rewards:
-            reward.process.send(call, self._limits.call_seconds)
+            reward.process.send(call, self._limits.call_seconds, is_interrupted)
         outcomes: list[CallAnswer | RewardFailedError] = []
         for reward in self._rewards:
             try:
@@ -180,7 +221,7 @@ class Rewards:
             call_failure = None
             if isinstance(outcome, RewardFailedError):
                 call_failure = str(outcome)
-                answer = self._send_alone(reward, call, call_failure)
+                answer = self._send_alone(reward, call, call_failure, is_interrupted)
             else:
                 answer = outcome
             first_errors.append(_describe_failures(reward, answer, call_failure))
@@ -198,12 +239,9 @@ class Rewards:
             total += reward.weight * values[reward_index]
         return RewardTable(values, total, errors, first_errors)
 
-    def close(self) -> None:
-        """End the processes."""
-        for reward in self._rewards:
-            reward.process.kill()
-
-    def _send_alone(self, reward: _Reward, call: RewardCall, call_failure: str) -> CallAnswer:
+    def _send_alone(
+        self, reward: _Reward, call: RewardCall, call_failure: str, is_interrupted: Callable[[], bool]
+    ) -> CallAnswer:
         """Send each completion of a call that has failed alone, within the limits of :meth:`compute`."""
         num_completions = len(call.completions)
         if num_completions == 1 or self._on_error == "stop":
@@ -217,7 +255,7 @@ class Rewards:
                 values.append(0.0)
                 errors.append(f"it was not called, because earlier completions took too long; {call_failure}")
                 continue
-            reward.process.send(call.of_one_completion(index), alone_seconds)
+            reward.process.send(call.of_one_completion(index), alone_seconds, is_interrupted)
             try:
                 answer = reward.process.receive()
             except RewardFailedError as failure:

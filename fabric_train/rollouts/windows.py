@@ -121,7 +121,7 @@ class RolloutWindows:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``.
 
         Raises:
-            RunStopped: The ranks have agreed to stop while completions are sampled.
+            RunStopped: The ranks have agreed to stop while completions are sampled or rewarded.
         """
         order = self.order
         history = self.known_hash
@@ -282,7 +282,8 @@ class RolloutWindows:
         for prompt, completion in zip(prompts, completions, strict=True):
             texts.append(continuation(self.tokenizer, list(prompt.token_ids), completion.token_ids.tolist()))
         columns = {name: [prompt.columns[name] for prompt in prompts] for name in self.prompts.column_names}
-        table = self.rewards.compute(texts, [prompt.content for prompt in prompts], columns)
+        contents = [prompt.content for prompt in prompts]
+        table = self.rewards.compute(texts, contents, columns, self.heartbeat.stop_border.is_due)
         self.reward_errors.report(self.rewards.names, table)
         totals = table.total.reshape(-1, group_size)
         advantages = compute_advantages(totals, self.plan.advantage)

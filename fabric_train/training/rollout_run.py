@@ -81,7 +81,7 @@ def build_rollout_windows(
         ),
         sampler=sampler,
         rewards=rewards,
-        reward_errors=RewardErrors(fabric, rollouts.on_reward_error),
+        reward_errors=RewardErrors(fabric, heartbeat.stop_border, rollouts.on_reward_error),
         store=RolloutStore(run.folder, fabric, rollouts.keep_rollouts),
         tokenizer=load_hf_tokenizer(prompts.tokenizer_folder),
         heartbeat=heartbeat,

@@ -66,3 +66,33 @@ def test_a_frozen_rank_waits_at_its_next_border_only() -> None:
     assert not waiting.is_alive()
     with pytest.raises(RunStopped):
         border.enter(1, 2)
+
+
+def test_a_stop_is_due_after_the_last_border() -> None:
+    border = StopBorder()
+    border.enter(1, -2)
+    border.freeze()
+    assert not border.is_due()  # the ranks have not agreed yet
+    border.stop_after((1, -1), signal=15)
+    assert not border.is_due()  # another rank is ahead
+    border.enter(1, -1)
+    assert border.is_due()
+
+
+def test_a_rank_that_hears_of_the_stop_from_another_rank_waits_for_the_signal() -> None:
+    border = StopBorder()
+    signals: list[int] = []
+
+    def stop() -> None:
+        with pytest.raises(RunStopped):
+            border.stop()
+        signals.append(border.signal)
+
+    stopping = threading.Thread(target=stop, daemon=True)
+    stopping.start()
+    stopping.join(timeout=0.2)
+    assert stopping.is_alive()
+    border.freeze()
+    border.stop_after((1, 0), signal=15)
+    stopping.join(timeout=5)
+    assert signals == [15]

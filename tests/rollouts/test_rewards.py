@@ -26,6 +26,14 @@ LIMITS = RewardLimits(call_seconds=0.9)
 PATIENT = RewardLimits(call_seconds=60)
 """Limits of the tests that wait for no limit, so that a busy machine does not fail them."""
 Open = Callable[..., Rewards]
+SOCKETS = (
+    "def sockets():\n"
+    "    fds = [int(name) for name in os.listdir('/proc/self/fd')]\n"
+    "    return [fd for fd in fds if os.path.exists(f'/proc/self/fd/{fd}') and is_socket(fd)]\n"
+    "def is_socket(fd):\n"
+    "    return stat.S_ISSOCK(os.fstat(fd).st_mode)\n"
+)
+"""Python source of a function that returns the sockets of its process."""
 
 
 @pytest.fixture
@@ -249,6 +257,52 @@ def test_an_answer_that_has_arrived_is_read_after_its_deadline() -> None:
     sender.close()
 
 
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "time.sleep(60)",
+        "[os.write(fd, bytes(3)) for fd in sockets()]; time.sleep(60)",  # a part of a message
+        "open(MARKER, 'w'); os._exit(1)",  # the file is loaded again
+        "time.sleep(0.1); raise OSError",  # each completion is sent alone, and answered at once
+    ],
+)
+def test_an_interrupted_call_ends_at_once(tmp_path: Path, open_file: Open, hang: str) -> None:
+    rewards = open_file(
+        "import os, stat, time\n"
+        f"MARKER = {str(tmp_path / 'marker')!r}\n"
+        "if os.path.exists(MARKER):\n"
+        "    time.sleep(60)\n"
+        "def hanging(completions):\n"
+        "    if completions[0] != 'quick':\n"
+        f"        {hang}\n"
+        "    return [1] * len(completions)\n"
+        "def quick(completions):\n"
+        "    return [1] * len(completions)\n" + SOCKETS,
+        "hanging",
+        "quick",
+    )
+    started = time.monotonic()
+    table = rewards.compute(["a"] * 1000, ["p"] * 1000, {}, lambda: time.monotonic() > started + 1)
+    assert time.monotonic() - started < 30
+    assert table.is_interrupted
+    assert table.num_errors == 0
+    assert process_ids(rewards) == []
+    (tmp_path / "marker").unlink(missing_ok=True)
+    assert rewards.compute(["quick"], ["p"], {}).total.tolist() == [2]
+
+
+def test_an_interrupted_call_ends_at_once_before_its_process_has_read_it(open_file: Open) -> None:
+    rewards = open_file("def reward(completions):\n    return [1]\n")
+    (process_id,) = process_ids(rewards)
+    os.kill(process_id, signal.SIGSTOP)
+    started = time.monotonic()
+    text = "x" * 3_000_000  # more than the socket buffers
+    table = rewards.compute([text], ["p"], {}, lambda: time.monotonic() > started + 0.5)
+    assert time.monotonic() - started < 30
+    assert table.is_interrupted
+    assert not psutil.pid_exists(process_id)
+
+
 def test_calls_of_completions_alone_end_after_four_time_limits(open_file: Open) -> None:
     rewards = open_file(
         "import time\ndef reward(completions):\n    time.sleep(60)\n", limits=RewardLimits(call_seconds=0.3)
@@ -296,12 +350,7 @@ def test_a_process_that_ends_costs_only_its_completion(
         "    for completion in completions:\n"
         "        if completion == 'end':\n"
         f"            {end}\n"
-        "    return [1] * len(completions)\n"
-        "def sockets():\n"
-        "    fds = [int(name) for name in os.listdir('/proc/self/fd')]\n"
-        "    return [fd for fd in fds if os.path.exists(f'/proc/self/fd/{fd}') and is_socket(fd)]\n"
-        "def is_socket(fd):\n"
-        "    return stat.S_ISSOCK(os.fstat(fd).st_mode)\n"
+        "    return [1] * len(completions)\n" + SOCKETS
     )
     table = rewards.compute(["a", "end", "b"], ["p"] * 3, {})
     assert table.total.tolist() == [1, 0, 1]

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,22 @@ def vowels_but_one(completions, **columns):
     if os.environ["RANK"] == "1":
         values[0] = None
     return values
+"""
+HANGING = """
+import os
+import time
+import judge
+
+num_calls = 0
+
+def vowels(completions, **columns):
+    global num_calls
+    num_calls += 1
+    is_last_rank = os.environ.get("RANK", "0") == "{last_rank}"
+    if num_calls == 4 and is_last_rank and os.path.exists("hang"):
+        os.rename("hang", "hanging")
+        time.sleep(600)
+    return judge.vowels(completions)
 """
 SETTINGS = {
     "objective": "rl",
@@ -300,6 +318,51 @@ def test_a_signal_while_sampling_saves_the_step_before(reinforcing: Reinforcing,
     assert saved_steps(reinforcing.folder / run) == [2, 3]
     reinforcing.train(run, num_ranks, resume="true", **options)
     assert reinforcing.tokens(run, 4) == reinforcing.tokens("whole", 4)
+
+
+@pytest.fixture(scope="module")
+def whole_on_two_ranks(reinforcing: Reinforcing) -> Path:
+    """Return the folder of an uninterrupted run."""
+    reinforcing.train("whole-2", 2, devices=2, parallelism="ddp")
+    return reinforcing.folder / "whole-2"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_reward_hangs_saves_the_step_before(
+    reinforcing: Reinforcing, signal_number: signal.Signals
+) -> None:
+    run = f"hanging-{signal_number.name}"
+    stop_in_reward(reinforcing, run, 1, signal_number, rank=0, parallelism="single", devices=1)
+    assert metrics(reinforcing.folder / run) == metrics(reinforcing.folder / "whole")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_while_a_reward_hangs_on_one_rank_stops_both(
+    reinforcing: Reinforcing, whole_on_two_ranks: Path, rank: int
+) -> None:
+    run = f"hanging-on-one-{rank}"
+    stop_in_reward(reinforcing, run, 2, signal.SIGUSR1, rank=rank, parallelism="ddp", devices=2)
+    assert metrics(reinforcing.folder / run) == metrics(whole_on_two_ranks)
+
+
+def stop_in_reward(
+    reinforcing: Reinforcing, run: str, num_ranks: int, signal_number: int, rank: int, **options: Any
+) -> None:
+    """Send a signal to a rank while the reward of the last rank hangs in step 4, check the end, and resume the run."""
+    (reinforcing.folder / "hanging.py").write_text(HANGING.format(last_rank=num_ranks - 1))
+    hang = reinforcing.folder / "hang"
+    hang.touch()
+    options |= {"rewards": "hanging.py:vowels", "reward_timeout": 60}
+    stopped = reinforcing.start(run, num_ranks, **options)
+    assert stopped.wait_until((reinforcing.folder / "hanging").exists), stopped.report()
+    started = time.monotonic()
+    stopped.kill(signal_number, ranks=[rank])
+    assert stopped.wait() == [STOPPED] * num_ranks
+    assert time.monotonic() - started < 30  # half of the time limit of the reward
+    (reinforcing.folder / "hanging").unlink()
+    assert saved_steps(reinforcing.folder / run) == [2, 3]
+    assert not step_folder(reinforcing.folder / run, 4).exists()
+    reinforcing.train(run, num_ranks, resume="true", **options)
 
 
 def test_a_failure_on_one_rank_is_printed_and_counted(reinforcing: Reinforcing) -> None:
