@@ -40,6 +40,20 @@ Version 1 took the first rows of the split. Version 2 took a share of each sourc
 
 
 @dataclass(frozen=True)
+class RolloutSeconds:
+    """The seconds in which the completions of a window were made; 0 for those that were stored before."""
+
+    weights: float = 0.0
+    """Until the sampler had the weights, on the slowest rank."""
+    sampling: float = 0.0
+    """On the slowest rank."""
+    rewards: float = 0.0
+    """On the slowest rank."""
+    total: float = 0.0
+    """On this rank, with storing, reading and the waits for other ranks."""
+
+
+@dataclass(frozen=True)
 class Window:
     """The data of one optimizer step on one rank."""
 
@@ -59,8 +73,8 @@ class Window:
     """The hash of all rows up to this window, see ``WindowOrder.rows_hash``; None for a stream."""
     rows_of_sources: list[int] | None = None
     """How many rows of each source of a mixture the window has; None without a mixture."""
-    rollout_seconds: float = 0.0
-    """The seconds that this rank sampled and rewarded completions for the window, with the waits for other ranks."""
+    rollout_seconds: RolloutSeconds | None = None
+    """None for rows that are not sampled."""
 
     @property
     def num_rows(self) -> int:

@@ -20,7 +20,7 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import note
 from fabric_train.data.batch import Batch
-from fabric_train.data.step_sampler import Window, WindowOrder, WindowSource, positions
+from fabric_train.data.step_sampler import RolloutSeconds, Window, WindowOrder, WindowSource, positions
 from fabric_train.distributed.ranks import gather_over_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.inference.generate import continuation
@@ -34,7 +34,6 @@ from fabric_train.rollouts.store import (
     RolloutManifest,
     RolloutStore,
     StoredCompletion,
-    StoredRollouts,
     read_rollouts,
 )
 
@@ -134,8 +133,20 @@ class RolloutWindows:
                 order_step = step - self.data_starts_after  # the order counts its steps from where it begins
                 prompt_indices = order.rows_of(order_step)
                 started = time.perf_counter()
-                rollouts = self._roll_out(step, prompt_indices, self.plan.hash_policy(step, history))
-                rollout_seconds = time.perf_counter() - started
+                policy = self.plan.hash_policy(step, history)
+                self.heartbeat.enter(StepPhase.ROLLOUT, step=step)
+                is_stored = self.store.has(step, policy)
+                if not is_stored:
+                    self._sample(step, prompt_indices, policy)
+                rollouts = read_rollouts(self.store.path(step))
+                rollout_seconds = RolloutSeconds(total=time.perf_counter() - started)
+                if not is_stored:
+                    rollout_seconds = replace(
+                        rollout_seconds,
+                        weights=rollouts.manifest.update_seconds,
+                        sampling=rollouts.manifest.sampling_seconds,
+                        rewards=rollouts.manifest.reward_seconds,
+                    )
                 history = hash_after(history, rollouts.manifest)
                 is_flat = all(completion.lacks_variance for completion in rollouts.completions)
                 num_flat_steps = num_flat_steps + 1 if is_flat else 0
@@ -165,13 +176,6 @@ class RolloutWindows:
         finally:
             self.sampler.close()
             self.rewards.close()
-
-    def _roll_out(self, step: int, prompt_indices: np.ndarray, policy: str) -> StoredRollouts:
-        """Return the stored completions of a step, after sampling them if they are not there."""
-        self.heartbeat.enter(StepPhase.ROLLOUT, step=step)
-        if not self.store.has(step, policy):
-            self._sample(step, prompt_indices, policy)
-        return read_rollouts(self.store.path(step))
 
     def _sample(self, step: int, prompt_indices: np.ndarray, policy: str) -> None:
         """Sample, reward and store the completions of this rank's prompts."""

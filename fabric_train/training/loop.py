@@ -184,7 +184,11 @@ class Loop:
             window = next(iterator, None)
             if window is None:
                 return
-            stopwatch.waited(time.perf_counter() - started - window.rollout_seconds)
+            waited_seconds = time.perf_counter() - started
+            if window.rollout_seconds is not None:
+                waited_seconds -= window.rollout_seconds.total
+                stopwatch.rolled_out(window.rollout_seconds)
+            stopwatch.waited(waited_seconds)
             yield window
 
     def _find_due(self, window: Window, step: TakenStep) -> Due:

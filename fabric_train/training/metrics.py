@@ -53,6 +53,15 @@ class Metrics:
     """Seconds: mean step time since the previous row, without evaluation and saves."""
     data_wait: float | None = None
     """Share from 0 to 1: share of step_time spent waiting for batches, without the time of sampling completions."""
+    weights_time: float | None = None
+    """Seconds: part of step_time until the sampler of completions has the weights; empty without --prompts. This and
+    the next two columns are 0 for completions that were stored before a run was resumed. With several ranks, they are
+    those of the slowest one.
+    """
+    sampling_time: float | None = None
+    """Seconds: part of step_time in which completions were sampled; empty without --prompts."""
+    rewards_time: float | None = None
+    """Seconds: part of step_time in which completions were rewarded; empty without --prompts."""
     slowest_rank: int | None = None
     """Rank: the rank that the others wait for; empty with a single rank. With sharded weights, ranks also wait for each
     other in each layer, so a slow device appears to cost less than it does.
@@ -87,7 +96,7 @@ _GROUPS = {
     **dict.fromkeys(("epoch", "learning_rate", "grad_norm", "num_tokens", "skipped_steps"), "train"),
     "perplexity": "val",
     **dict.fromkeys(("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu"), "speed"),
-    **dict.fromkeys(("slowest_rank", "rank_lag"), "speed"),
+    **dict.fromkeys(("weights_time", "sampling_time", "rewards_time", "slowest_rank", "rank_lag"), "speed"),
     "peak_memory_gb": "system",
 }
 """The group of each column whose name does not begin with it."""

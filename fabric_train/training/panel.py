@@ -281,6 +281,7 @@ class Panel:
             _Fact("learning rate", _format_value(metrics.learning_rate, ".2e")),
             _Fact("gradient norm", _format_value(metrics.grad_norm, ".3f")),
             _Fact("data wait", _format_value(metrics.data_wait, ".1%")),
+            _Fact("sampling", _format_value(metrics.sampling_time, ".3f", " s per step")),
             _Fact("memory", _format_value(metrics.peak_memory_gb, ".2f", " GB")),
             _Fact("skipped steps", _format_value(metrics.skipped_steps, ","), _BAD if metrics.skipped_steps else None),
             _Fact("last save", _describe_age(self.last_save, moment.now)),

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fabric_train.data.step_sampler import RolloutSeconds
+
 
 class Stopwatch:
     """Measures the wall-clock time between two readings, and the share spent waiting for data.
@@ -24,6 +26,7 @@ class Stopwatch:
     def restart(self) -> None:
         self._started = time.perf_counter()
         self._data_seconds = 0.0
+        self._rollout_seconds: list[RolloutSeconds] = []
         self._num_steps = 0
         self._num_tokens = 0
         self._num_samples = 0
@@ -33,6 +36,10 @@ class Stopwatch:
     def waited(self, seconds: float) -> None:
         """Count time that was spent waiting for data."""
         self._data_seconds += seconds
+
+    def rolled_out(self, seconds: RolloutSeconds) -> None:
+        """Count the time in which the completions of a step were made; ``waited`` does not have it."""
+        self._rollout_seconds.append(seconds)
 
     def stepped(self, num_tokens: int, num_samples: int, flops: float, own_seconds: Sequence[float] = ()) -> None:
         """Count a step; ``own_seconds`` is the own time of each rank."""
@@ -45,7 +52,8 @@ class Stopwatch:
     def read(self) -> dict[str, Any]:
         """Return the time of a step, the share waited for data, tokens and samples per second, then restart.
 
-        If the peak is known, the result also has the MFU; with several ranks, the slowest one and its lag.
+        If the peak is known, the result also has the MFU; with several ranks, the slowest one and its lag; and if
+        completions were made, the seconds of a step for each part of that.
         """
         elapsed = time.perf_counter() - self._started
         reading = {
@@ -56,6 +64,10 @@ class Stopwatch:
         }
         if self._peak_flops:
             reading["mfu"] = self._flops / elapsed / self._peak_flops
+        if self._rollout_seconds:
+            reading["weights_time"] = sum(seconds.weights for seconds in self._rollout_seconds) / self._num_steps
+            reading["sampling_time"] = sum(seconds.sampling for seconds in self._rollout_seconds) / self._num_steps
+            reading["rewards_time"] = sum(seconds.rewards for seconds in self._rollout_seconds) / self._num_steps
         mean_seconds = [sum(seconds) / self._num_steps for seconds in zip(*self._own_seconds, strict=True)]  # by rank
         if len(mean_seconds) > 1:
             slowest = max(mean_seconds)

@@ -210,6 +210,8 @@ def test_stored_completions_are_not_sampled_again(reinforcing: Reinforcing) -> N
     assert saved_steps(reinforcing.folder / "reused") == [2]
     fails = "from fabric_train.rollouts.process_sampler import ProcessSampler\ndel ProcessSampler.sample\n"
     reinforcing.train("reused", resume="true", before=fails)  # steps 3 and 4 are stored
+    rows = read_metrics(reinforcing.folder / "reused" / "metrics.csv", MAX_STEP)
+    assert [row.sampling_time for row in rows[2:4]] == [0, 0]
     assert differences(reinforcing.folder / "reused", reinforcing.folder / "whole") == []
 
 
@@ -228,10 +230,11 @@ def test_sampling_is_no_wait_for_data(reinforcing: Reinforcing) -> None:
     for row in read_metrics(reinforcing.folder / "whole" / "metrics.csv", MAX_STEP):
         manifest = read_manifest(step_folder(reinforcing.folder / "whole", row.step))
         assert manifest.update_seconds > 0
-        rollout_seconds = manifest.update_seconds + manifest.sampling_seconds + manifest.reward_seconds
+        seconds = (manifest.update_seconds, manifest.sampling_seconds, manifest.reward_seconds)
+        assert (row.weights_time, row.sampling_time, row.rewards_time) == seconds
         assert row.data_wait is not None
         assert row.step_time is not None
-        assert row.data_wait * row.step_time + rollout_seconds <= row.step_time
+        assert row.data_wait * row.step_time + sum(seconds) <= row.step_time
 
 
 def test_steps_without_anything_to_learn_give_a_note(reinforcing: Reinforcing) -> None:

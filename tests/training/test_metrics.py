@@ -28,6 +28,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
+from fabric_train.data.step_sampler import RolloutSeconds
 from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger
 from fabric_train.training.loggers import CSVLogger, TensorBoardLogger, describe_loggers, open_loggers
 from fabric_train.training.metrics import (
@@ -45,8 +46,9 @@ from tests.support.wandb_files import read_history
 
 COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "val_bits_per_byte", "learning_rate", "grad_norm"),
-    *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "slowest_rank", "rank_lag"),
-    *("mfu", "peak_memory_gb"),
+    *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait"),
+    *("weights_time", "sampling_time", "rewards_time"),
+    *("slowest_rank", "rank_lag", "mfu", "peak_memory_gb"),
     "skipped_steps",
     "rows_hash",
 ]
@@ -312,7 +314,8 @@ def test_every_column_has_a_group() -> None:
     assert [grouped_name(name) for name in columns] == [
         *("train/epoch", "train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "train/learning_rate"),
         *("train/grad_norm", "train/num_tokens", "speed/tokens_per_second", "speed/samples_per_second"),
-        *("speed/step_time", "speed/data_wait", "speed/slowest_rank", "speed/rank_lag", "speed/mfu"),
+        *("speed/step_time", "speed/data_wait", "speed/weights_time", "speed/sampling_time", "speed/rewards_time"),
+        *("speed/slowest_rank", "speed/rank_lag", "speed/mfu"),
         *("system/peak_memory_gb", "train/skipped_steps"),
     ]
     further = extra_columns(["margin"], ["accuracy"], ["es/news"])
@@ -805,7 +808,14 @@ def test_stopwatch_counts_everything_since_its_last_reading() -> None:
     reading = stopwatch.read()
     assert (reading["slowest_rank"], reading["rank_lag"]) == (1, pytest.approx(0.2))
     stopwatch.stepped(1, 1, 1.0, [0.1])
-    assert "slowest_rank" not in stopwatch.read()  # a single rank
+    reading = stopwatch.read()
+    assert "slowest_rank" not in reading  # a single rank
+    assert "sampling_time" not in reading  # no rows are sampled
+    for sampling in (3.0, 4.0):
+        stopwatch.rolled_out(RolloutSeconds(weights=1.0, sampling=sampling, rewards=0.5, total=9.0))
+        stopwatch.stepped(1, 1, 1.0)
+    reading = stopwatch.read()
+    assert (reading["weights_time"], reading["sampling_time"], reading["rewards_time"]) == (1.0, 3.5, 0.5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
