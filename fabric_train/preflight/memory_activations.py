@@ -463,7 +463,7 @@ def _trace_sampling_once(inputs: _TraceInputs, batch: SamplingBatch) -> Sampling
                 options["position_ids"] = torch.zeros_like(input_ids)
             output = model(input_ids, use_cache=True, logits_to_keep=1, **options)
             scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
-            _draw_tokens(scores, on_gpu=batch.on_gpu)
+            _draw_tokens(scores)
             cache: Cache = output.past_key_values
             return cache
 
@@ -489,19 +489,11 @@ def _sampling_bytes(cache: Cache, live: _LiveBytes) -> SamplingBytes:
     return SamplingBytes(keys_and_values, live.most - keys_and_values)
 
 
-def _draw_tokens(scores: torch.Tensor, *, on_gpu: bool) -> None:
+def _draw_tokens(scores: torch.Tensor) -> None:
     """Take as much memory as drawing tokens by their scores, fp32 [rows, V]; see ``rollouts.process_sampler``."""
     temperature = 1.0
     log_probabilities = torch.log_softmax(scores / temperature, dim=1)
-    noise = torch.empty_like(log_probabilities)
-    held_on_cpu = []
-    if not on_gpu:  # there, the numbers that the noise is computed from are drawn row by row, and stacked
-        rows = torch.empty_like(noise)
-        stacked = torch.empty_like(noise)
-        held_on_cpu = [rows, stacked]
-    noisy = log_probabilities - noise
-    noisy.argmax(dim=1, keepdim=True)
-    del held_on_cpu
+    log_probabilities.double().exp_().cumsum_(dim=1)
 
 
 def _bytes_of_cache(cache: Cache) -> int:

@@ -20,7 +20,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from fabric_train.distributed.ranks import gather_over_ranks
 from fabric_train.distributed.sharded_parameters import named_parameters, original_name
-from fabric_train.inference.generate import GumbelNoise
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.evaluation_mode import evaluation_mode
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
@@ -103,7 +102,7 @@ class ProcessSampler:
             input_ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[row, longest - len(request.prompt_ids) :] = 1
 
-        drawing = _Drawing(settings.temperature, [request.seed for request in requests])
+        drawing = _Drawing(settings, [request.seed for request in requests], device)
         config = GenerationConfig(
             max_new_tokens=settings.max_new_tokens, eos_token_id=list(settings.end_ids), pad_token_id=0
         )
@@ -127,21 +126,34 @@ class ProcessSampler:
 
 
 class _Drawing(LogitsProcessor):
-    """Draw the next tokens, with one random stream for each row, and keep their log-probabilities."""
+    """Draw the next tokens, with one random stream for each row, and keep their log-probabilities.
 
-    def __init__(self, temperature: float, seeds: Sequence[int]) -> None:
-        self._temperature = temperature
-        self._noise = GumbelNoise(0, seeds)
+    A token is drawn by inversion: it is the first one up to which the probabilities add up to more than a random
+    number. So a token needs one number, and not one for each row of the head, which would take longer to draw than the
+    model's pass: the streams are on the CPU, to be the same on every device.
+    """
+
+    def __init__(self, settings: SamplingSettings, seeds: Sequence[int], device: torch.device) -> None:
+        self._temperature = settings.temperature
+        streams = []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            streams.append(torch.rand(settings.max_new_tokens, dtype=torch.float64, generator=generator))
+        # one copy to the device for all tokens, fp64 [new tokens, rows], from 0 to 1
+        self._numbers = torch.stack(streams, dim=1).to(device)
         self.log_probabilities: list[torch.Tensor] = []
         """The log-probabilities of each row's next token, fp32 [rows], for each token."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [rows, V] whose highest one is the drawn token."""
         log_probabilities = torch.log_softmax(scores.float() / self._temperature, dim=1)
-        noisy = self._noise(input_ids, log_probabilities)
-        drawn = noisy.argmax(dim=1, keepdim=True)  # as ``generate`` chooses
+        # fp32 sums of a large vocabulary would round away the unlikely tokens
+        cumulative = log_probabilities.double().exp_().cumsum_(dim=1)  # [rows, V]
+        numbers = self._numbers[len(self.log_probabilities), :, None]  # [rows, 1]
+        drawn = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)  # [rows, 1]
+        drawn.clamp_(max=scores.shape[1] - 1)  # the product may be rounded up to the whole sum
         self.log_probabilities.append(log_probabilities.gather(1, drawn)[:, 0])
-        return noisy
+        return scores.scatter_(1, drawn, torch.inf)
 
 
 def _cut_at_end(new_ids: np.ndarray, log_probabilities: np.ndarray, end_ids: Sequence[int]) -> Completion:

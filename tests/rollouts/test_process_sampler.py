@@ -10,7 +10,7 @@ import torch
 from lightning import Fabric
 from transformers import AutoModelForCausalLM
 
-from fabric_train.rollouts.process_sampler import ProcessSampler
+from fabric_train.rollouts.process_sampler import ProcessSampler, _Drawing
 from fabric_train.rollouts.sampler import Completion, SampleRequest, SamplingSettings
 
 REQUESTS = [SampleRequest((0, 5, 6), 1), SampleRequest((0, 9), 2), SampleRequest((0, 3, 4, 5, 6), 3)]
@@ -88,3 +88,12 @@ def test_the_first_token_has_the_models_distribution(model: Any) -> None:
     counts = np.bincount([int(completion.token_ids[0]) for completion in completions], minlength=len(probabilities))
     deviations = np.sqrt(len(requests) * probabilities * (1 - probabilities))
     assert np.all(np.abs(counts - len(requests) * probabilities) <= 5 * deviations + 1)
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    num_rows = 2000
+    drawing = _Drawing(SamplingSettings(1.0, 1, end_ids=()), range(num_rows), torch.device("cpu"))
+    scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).repeat(num_rows, 1)
+    drawn = drawing(torch.zeros(num_rows, 1), scores).argmax(dim=1)
+    assert set(drawn.tolist()) == {1, 3}
+    np.testing.assert_allclose(drawing.log_probabilities[0].numpy(), np.log(0.5), rtol=1e-6)
