@@ -33,3 +33,20 @@ class RolloutValues(TensorRecord):
     """The share, or 0 if all rewards of the completion were computed, fp64 [N]."""
     rewards: torch.Tensor
     """The weighted sum of the completion's rewards, and each reward, times the share, fp64 [1 + R, N]."""
+
+    @classmethod
+    def without_content(cls, num_targets: int, num_rewards: int, device: torch.device | None = None) -> "RolloutValues":
+        """Return values with the shapes of N targets and R rewards, whose content does not matter."""
+
+        def make_tensor(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        return cls(
+            log_probabilities=make_tensor(num_targets, dtype=torch.float32),
+            advantages=make_tensor(num_targets, dtype=torch.float32),
+            completion_shares=make_tensor(num_targets),
+            is_cut=make_tensor(num_targets),
+            lacks_variance=make_tensor(num_targets),
+            has_failed=make_tensor(num_targets),
+            rewards=make_tensor(1 + num_rewards, num_targets),
+        )

@@ -40,7 +40,7 @@ from fabric_train.model.rope_frequencies import choose_frequencies
 from fabric_train.model.row_tiles import cut_two_tiles, tile_rows
 from fabric_train.model.trained_parts import freeze_other_parts
 from fabric_train.preflight.memory_gpu import attention_on_gpu, attention_with_gathered_keys, compile_for_trace
-from fabric_train.preflight.memory_objective import TracedTeacher, build_traced_objective, make_head
+from fabric_train.preflight.memory_objective import TracedPolicy, TracedTeacher, build_traced_objective, make_head
 from fabric_train.training.teacher import LiveTeacher
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class MicroBatch:
     on_gpu: bool  # with a GPU's kernels
     by_unit: bool  # the strategy reduces the gradients of a layer together, when all are computed
     context_size: int = 1
-    teacher: TracedTeacher | None = None  # of a distillation
+    teacher: TracedTeacher | None = None  # of a distillation, or the reference of a policy gradient
+    policy: TracedPolicy | None = None  # of a policy gradient
 
 
 @dataclass(frozen=True)
@@ -381,7 +382,7 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
         _replace_mask(model, layers, batch, needs_mask=inputs.masks)
         head = make_head(batch.teacher, batch.autocast or batch.dtype)
         vocab_size = inputs.config.get_text_config().vocab_size
-        objective = build_traced_objective(inputs.preference, batch.teacher, head, vocab_size)
+        objective = build_traced_objective(inputs.preference, batch.policy, batch.teacher, head, vocab_size)
         live = _LiveBytes(model)
         if head is not None:
             live.leave_out(head.weight)

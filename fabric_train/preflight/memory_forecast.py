@@ -28,13 +28,13 @@ from fabric_train.preflight.memory_layout import (
     offloaded_bytes,
     read_units,
 )
-from fabric_train.preflight.memory_objective import TracedTeacher
+from fabric_train.preflight.memory_objective import TracedPolicy, TracedTeacher
 from fabric_train.preflight.memory_samplers import PLANNED_SAMPLERS
 from fabric_train.preflight.memory_sampling import PromptTokens, SampledRun, SamplingForecast
 from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import FrozenModel, FrozenRole, PreparedRun
 from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = "docs/reference/errors.md#does-not-fit"
 """The page for a run that needs more memory than is available."""
 _DDP_BUCKET = 25 * 1024 * 1024
-_TEACHERS_PASS = "teacher's pass"
+_FROZEN_PASSES: dict[FrozenRole, str] = {"teacher": "teacher's pass", "reference": "reference's pass"}
+"""The phase of a step in which a frozen model reads the rows, by its role."""
 SAMPLING = "sampling"
 """The phase of a step in which completions are sampled."""
 CUDA_ALLOWANCE = 2_000_000_000
@@ -102,15 +103,16 @@ def make_budget(
         states = units.states // layout.num_shards
     constant_parts = {
         "weights": weights + units.adapter_bytes,
-        "teacher": teacher.device_bytes if teacher else 0,
         "optimizer": states + units.adapter_states,
     }
+    if teacher is not None:
+        constant_parts[teacher.role] = teacher.device_bytes
 
     # and what each phase adds to it
     step_phases = _sharded_phases if layout.is_sharded else _whole_phases
     phases = step_phases(units, layout, activations, gradients)
-    if teacher_pass is not None:
-        phases.insert(0, _phase_of_teacher(teacher_pass, phases[0]))
+    if teacher is not None and teacher_pass is not None:
+        phases.insert(0, _phase_of_teacher(_FROZEN_PASSES[teacher.role], teacher_pass, phases[0]))
     if sampling is not None:
         constant_parts |= sampling.constant_bytes
         kept_gradients = 0
@@ -130,24 +132,28 @@ def _phase_of_sampling(sampling: SamplingForecast, gradients: int) -> Phase:
     return Phase(SAMPLING, {"gradients": gradients, **moment})
 
 
-def _phase_of_teacher(teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
-    """Return the forward pass of a live teacher, before the student's: with the gradients of earlier micro-batches."""
+def _phase_of_teacher(name: str, teacher_pass: TeacherPass, loss_phase: Phase) -> Phase:
+    """Return the forward pass of a teacher or a reference, which comes first in a micro-batch.
+
+    There are the gradients of earlier micro-batches.
+    """
     parts = {
         **loss_phase.parts,
         "gathered weights": teacher_pass.gathered_bytes,
         "activations": teacher_pass.activation_bytes,
     }
-    return Phase(_TEACHERS_PASS, parts)
+    return Phase(name, parts)
 
 
 def _with_adapter(phase: Phase, units: Units, layout: Layout) -> Phase:
     """Add an adapter's gradients, all of them on each rank, the vector that averages them, a dequantized weight."""
     if phase.name == SAMPLING:  # ``make_budget`` has counted its adapter
         return phase
+    is_frozen_pass = phase.name in _FROZEN_PASSES.values()
     # while a loss is computed, there are only the gradients of earlier micro-batches
-    has_gradients = phase.name not in (_TEACHERS_PASS, "loss") or layout.accumulation > 1
+    has_gradients = not (is_frozen_pass or phase.name == "loss") or layout.accumulation > 1
     is_averaging = layout.is_sharded and phase.name == "end of backward"
-    is_computing = phase.name not in (_TEACHERS_PASS, "optimizer step")
+    is_computing = not (is_frozen_pass or phase.name == "optimizer step")
     added = {
         "gradients": units.adapter_bytes if has_gradients else 0,
         "communication": units.adapter_bytes if is_averaging else 0,
@@ -412,7 +418,7 @@ class RunRequest:
     device_memory: int  # bytes that a rank may use: of its GPU, or its share of host memory on CPU
     is_elsewhere: bool  # planned for other machines than this one
     validates: bool = True  # has validation rows
-    teacher: ModelShape | None = None  # that reads the same rows
+    frozen_model: FrozenModel | None = None  # that reads the same rows: a teacher or a reference
     teacher_states: StoredStates | None = None  # the stored values of a teacher
     prompts: PromptTokens | None = None  # of a run that samples its rows
 
@@ -458,8 +464,8 @@ class RunRequest:
         if teacher is not None:
             flops_of_step += teacher.flops_of_step
             collectives += teacher.collectives
-        if self.teacher is not None:
-            teacher_pass = forecast_pass(self.teacher, self.arguments, layout, micro_batch)
+        if self.frozen_model is not None:
+            teacher_pass = forecast_pass(self.frozen_model, self.arguments, layout, micro_batch)
         sampling = None
         if self.prompts is not None:
             sampler = PLANNED_SAMPLERS[self.arguments.rollouts.sampler]
@@ -481,11 +487,11 @@ class RunRequest:
         )
 
     def forecast_teacher(self) -> TeacherForecast | None:
-        """Forecast what the teacher takes throughout a step, without tracing; None without one."""
-        if self.teacher is not None:
-            return forecast_teacher(self.teacher, self.arguments, self.layout(), self.plan)
+        """Forecast what a teacher or a reference takes throughout a step, without tracing; None without one."""
+        if self.frozen_model is not None:
+            return forecast_teacher(self.frozen_model, self.arguments, self.layout(), self.plan)
         if self.teacher_states is not None:
-            return TeacherForecast(device_bytes=self.teacher_states.head_bytes())
+            return TeacherForecast("teacher", device_bytes=self.teacher_states.head_bytes())
         return None
 
     def bytes_of_sampling_copy(self) -> int:
@@ -552,16 +558,24 @@ class RunRequest:
             on_gpu=self.on_gpu,
             by_unit=self.layout().is_sharded,
             teacher=self._traced_teacher(),
+            policy=self._traced_policy(),
         )
 
     def _traced_teacher(self) -> TracedTeacher | None:
-        """Return what the memory of the loss depends on in a teacher; None without one."""
-        if self.teacher is not None:
-            return TracedTeacher(self.teacher.vocab_size, self.teacher.config.get_text_config().hidden_size)
+        """Return what the memory of the loss depends on in a teacher or a reference; None without one."""
+        if self.frozen_model is not None:
+            shape = self.frozen_model.shape
+            return TracedTeacher(shape.vocab_size, shape.config.get_text_config().hidden_size)
         if self.teacher_states is not None:
             content = self.teacher_states.record.content
             return TracedTeacher(content.named_ids.end, content.hidden_size, content.top_k)
         return None
+
+    def _traced_policy(self) -> TracedPolicy | None:
+        """Return what the memory of the loss depends on in completions and their rewards; None without rewards."""
+        if not self.arguments.preference.learns_from_rewards:
+            return None
+        return TracedPolicy(num_rewards=len(self.arguments.rollouts.rewards or ()))
 
 
 def make_request(run: PreparedRun) -> RunRequest:
@@ -585,7 +599,7 @@ def make_request(run: PreparedRun) -> RunRequest:
         device_memory=available,
         is_elsewhere=arguments.planning.plans_for_others,
         validates=run.data.validation is not None,
-        teacher=run.teacher_model,
+        frozen_model=run.frozen_model,
         teacher_states=run.teacher_states,
         prompts=_count_prompt_tokens(run),
     )
@@ -617,7 +631,7 @@ def check_memory(run: PreparedRun) -> None:
     teacher = request.forecast_teacher()
     if teacher is not None:
         least += teacher.device_bytes
-        subject = "weights, gradients, optimizer and teacher"
+        subject = f"weights, gradients, optimizer and {teacher.role}"
     copy_bytes = request.bytes_of_sampling_copy()
     if copy_bytes:
         least += copy_bytes

@@ -1,17 +1,19 @@
-"""Build the objective whose memory a trace measures: cross entropy, or a distillation from a teacher without content.
+"""Build the objective whose memory a trace measures: cross entropy, a distillation, or a policy gradient.
 
-The memory of other objectives is estimated by cross entropy.
+Teachers, references and completions have no content. The memory of other objectives is estimated by cross entropy.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric_train.data.batch import Batch, Targets
+from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.model.divergence_loss import FullRows, NamedIds, TeacherHead, TopRows
 from fabric_train.training.distillation import Distillation
-from fabric_train.training.objective import CrossEntropy, Objective
+from fabric_train.training.objective import BatchLoss, CrossEntropy, Objective
+from fabric_train.training.policy_gradient import PolicyGradient
 
 if TYPE_CHECKING:
     from fabric_train.arguments import PreferenceArguments
@@ -19,35 +21,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TracedTeacher:
-    """What the memory of a distillation's loss depends on, besides the student and the arguments."""
+    """What the memory of a loss depends on in a teacher or a reference."""
 
     num_rows: int
-    """The rows of the teacher's head."""
+    """The rows of its head."""
     hidden_size: int
     top_k: int | None = None
-    """The number of likeliest tokens that are stored; None if the loss computes the teacher's full distributions."""
+    """The number of likeliest tokens that are stored; None if the loss computes full distributions."""
+
+
+@dataclass(frozen=True)
+class TracedPolicy:
+    """What the memory of a policy gradient's loss depends on, besides the model and the reference."""
+
+    num_rewards: int
 
 
 class _EmptyTeacher:
-    """A teacher whose values have shapes and no content."""
+    """A live teacher or reference, whose values have shapes and no content."""
 
-    def __init__(self, teacher: TracedTeacher, head: TeacherHead | None) -> None:
+    def __init__(self, teacher: TracedTeacher, head: TeacherHead) -> None:
         self._teacher = teacher
         self._head = head
 
-    def read(self, batch: Batch, targets: Targets) -> FullRows | TopRows:
+    def read(self, batch: Batch, targets: Targets) -> FullRows:
+        """Return distributions of the targets of a batch."""
+        hidden = torch.empty(len(targets.ids), self._teacher.hidden_size, dtype=self._head.weight.dtype)
+        return FullRows(hidden, self._head)
+
+
+class _EmptyStoredTeacher:
+    """A stored teacher, whose values have shapes and no content."""
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
+
+    def read(self, batch: Batch, targets: Targets) -> TopRows:
         """Return distributions of the targets of a batch."""
         num_targets = len(targets.ids)
-        if self._head is not None:
-            hidden = torch.empty(num_targets, self._teacher.hidden_size, dtype=self._head.weight.dtype)
-            return FullRows(hidden, self._head)
-        assert self._teacher.top_k is not None
-        ids = torch.empty(num_targets, self._teacher.top_k, dtype=torch.int64)
-        return TopRows(ids, torch.empty(num_targets, self._teacher.top_k + 1))
+        ids = torch.empty(num_targets, self._top_k, dtype=torch.int64)
+        return TopRows(ids, torch.empty(num_targets, self._top_k + 1))
+
+
+class _PolicyOfAllTargets(PolicyGradient):
+    """A policy gradient of rows whose targets are all sampled; the values of their completions have no content."""
+
+    def __init__(self, policy: TracedPolicy, reference: _EmptyTeacher | None) -> None:
+        reward_names = [f"reward {index}" for index in range(policy.num_rewards)]
+        kl_weight = 0.0 if reference is None else 1.0
+        super().__init__(reward_names, temperature=1.0, max_new_tokens=1, kl_weight=kl_weight, reference=reference)
+
+    def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
+        """Return the loss of a batch, see ``Objective.loss``."""
+        assert batch.targets is not None
+        num_targets = len(batch.targets.ids)
+        rollout = RolloutValues.without_content(num_targets, self._num_rewards)
+        return super().loss(model, replace(batch, rollout=rollout), scale)
 
 
 def make_head(teacher: TracedTeacher | None, dtype: torch.dtype) -> TeacherHead | None:
-    """Make the teacher's head, which is not part of the loss's memory; None if the loss needs none."""
+    """Make the head of a teacher or a reference, which the trace does not count; None if the loss needs none."""
     if teacher is None or teacher.top_k is not None:
         return None
     return TeacherHead(torch.empty(teacher.num_rows, teacher.hidden_size, dtype=dtype), bias=None)
@@ -55,6 +88,7 @@ def make_head(teacher: TracedTeacher | None, dtype: torch.dtype) -> TeacherHead 
 
 def build_traced_objective(
     preference: "PreferenceArguments | None",
+    policy: TracedPolicy | None,
     teacher: TracedTeacher | None,
     head: TeacherHead | None,
     vocab_size: int,
@@ -63,14 +97,24 @@ def build_traced_objective(
 
     Args:
         preference: The arguments of a distillation.
-        teacher: The teacher of a distillation; None for cross entropy, as ``preference``.
-        head: The teacher's head, see :func:`make_head`.
-        vocab_size: The rows of the student's head.
+        policy: What a policy gradient's memory depends on; None for other objectives.
+        teacher: The teacher of a distillation, or the reference of a policy gradient; None if there is none.
+        head: Its head, see :func:`make_head`.
+        vocab_size: The rows of the model's head.
     """
+    live_teacher = None
+    if teacher is not None and head is not None:
+        live_teacher = _EmptyTeacher(teacher, head)
+    if policy is not None:
+        return _PolicyOfAllTargets(policy, live_teacher)
     if preference is None or teacher is None:
         return CrossEntropy()
     objective = Distillation(preference)
     no_gaps = torch.empty(0, dtype=torch.int64)
     named_ids = NamedIds(min(teacher.num_rows, vocab_size), no_gaps)
-    objective.use_teacher(_EmptyTeacher(teacher, head), named_ids)
+    if live_teacher is not None:
+        objective.use_teacher(live_teacher, named_ids)
+    else:
+        assert teacher.top_k is not None
+        objective.use_teacher(_EmptyStoredTeacher(teacher.top_k), named_ids)
     return objective

@@ -39,10 +39,10 @@ from fabric_train.training.tables import facts_table
 
 _BALANCED_MICRO_BATCHES = 64  # micro-batches in which the work of ranks that share rows is compared
 _KINDS = (
-    *("weights", "teacher", "copy that samples", "vLLM", "optimizer", "gradients", "gathered weights"),
+    *("weights", "teacher", "reference", "copy that samples", "vLLM", "optimizer", "gradients", "gathered weights"),
     *("keys and values", "activations", "communication"),
 )
-_OPTIONAL_KINDS = ("teacher", "copy that samples", "vLLM", "keys and values")
+_OPTIONAL_KINDS = ("teacher", "reference", "copy that samples", "vLLM", "keys and values")
 """Kinds that a table has only if a phase has bytes of them."""
 
 

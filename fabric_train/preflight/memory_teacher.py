@@ -1,16 +1,25 @@
-"""Count the memory, the traffic and the FLOPs of a live teacher, which is frozen and sharded like the student.
+"""Count the memory, the traffic and the FLOPs of a frozen model that is sharded like the model in training.
 
-In its forward pass it gathers its weights, and has activations of its own. Both are freed before the student's forward
-pass. What the loss has of a teacher is traced with the student's activations, see ``memory_objective``.
+This is a live teacher, or the reference of reinforcement learning. In its forward pass it gathers its weights, and has
+activations of its own. Both are freed before the forward pass of the model in training. What the loss has of a teacher
+or a reference is traced with the activations of the model in training, see ``memory_objective``.
 """
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.precision import compute_dtype
-from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.adapter import is_adapter_parameter
 from fabric_train.preflight.memory_activations import MicroBatch, trace_reading
-from fabric_train.preflight.memory_layout import Collective, FrozenBytes, Layout, gather_of_frozen, weigh_frozen
+from fabric_train.preflight.memory_layout import (
+    ADAPTER_BYTES,
+    Collective,
+    FrozenBytes,
+    Layout,
+    gather_of_frozen,
+    weigh_frozen,
+)
+from fabric_train.training.prepared_run import FrozenModel, FrozenRole
 from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -24,8 +33,9 @@ _GATHERED_EMBEDDINGS = {"fsdp": 1, "fsdp2": 2}
 
 @dataclass(frozen=True)
 class TeacherForecast:
-    """What a teacher takes on each rank."""
+    """What a teacher or a reference takes on each rank."""
 
+    role: FrozenRole
     device_bytes: int
     """The bytes of its weights on the device, throughout the step."""
     host_bytes: int = 0
@@ -38,43 +48,54 @@ class TeacherForecast:
 
 @dataclass(frozen=True)
 class TeacherPass:
-    """The bytes that a live teacher takes at the moment of its forward pass with the most."""
+    """The bytes that a teacher or a reference takes at the moment of its forward pass with the most."""
 
     gathered_bytes: int
     activation_bytes: int
 
 
-def forecast_teacher(shape: ModelShape, arguments: "TrainArguments", layout: Layout, plan: StepPlan) -> TeacherForecast:
-    """Forecast what a live teacher takes, with the arguments, the layout and the steps of the student's run.
+def forecast_teacher(
+    model: FrozenModel, arguments: "TrainArguments", layout: Layout, plan: StepPlan
+) -> TeacherForecast:
+    """Forecast what a frozen model takes, with the arguments, the layout and the steps of the run beside it.
 
-    Each rank has all of its head on its device.
+    Each rank has all of its head and of its adapter on its device.
     """
+    shape = model.shape
     itemsize = compute_dtype(arguments.model.precision).itemsize
     head_bytes = itemsize * shape.vocab_size * shape.config.get_text_config().hidden_size
-    num_bytes = _weigh(shape, arguments).total
+    adapter_bytes = 0
+    for name, size in shape.trained.items():
+        if is_adapter_parameter(name):
+            adapter_bytes += ADAPTER_BYTES * size.numel()
+    num_bytes = _weigh(model, arguments).total
     shard_bytes = num_bytes // layout.num_parts
     flops_per_row = shape.flops.count_forward([plan.tokens_per_row])
     return TeacherForecast(
-        device_bytes=head_bytes + (0 if layout.offloads else shard_bytes),
+        role=model.role,
+        device_bytes=head_bytes + adapter_bytes + (0 if layout.offloads else shard_bytes),
         host_bytes=shard_bytes if layout.offloads else 0,
         flops_of_step=flops_per_row * plan.most_rows_per_step / plan.world_size,
         collectives=tuple(
-            gather_of_frozen("all-gather of the teacher's weights", num_bytes // layout.tensor_parallel_size, layout)
+            gather_of_frozen(
+                f"all-gather of the {model.role}'s weights", num_bytes // layout.tensor_parallel_size, layout
+            )
         ),
     )
 
 
 def forecast_pass(
-    shape: ModelShape, arguments: "TrainArguments", layout: Layout, student_batch: MicroBatch
+    model: FrozenModel, arguments: "TrainArguments", layout: Layout, trained_batch: MicroBatch
 ) -> TeacherPass:
-    """Forecast the forward pass of a live teacher, which reads the student's rows.
+    """Forecast the forward pass of a frozen model, which reads the rows of the model in training.
 
     Raises:
         TraceError: The model cannot run on fake tensors.
     """
     dtype = compute_dtype(arguments.model.precision)
-    batch = replace(student_batch, dtype=dtype, autocast=None, teacher=None)
-    weights = _weigh(shape, arguments)
+    shape = model.shape
+    batch = replace(trained_batch, dtype=dtype, autocast=None, teacher=None, policy=None)
+    weights = _weigh(model, arguments)
     activation_bytes = trace_reading(shape, arguments, batch) + weights.dequantized
 
     gathered_layers = 0
@@ -91,7 +112,6 @@ def forecast_pass(
     return TeacherPass(gathered_layers, activation_bytes)
 
 
-def _weigh(shape: ModelShape, arguments: "TrainArguments") -> FrozenBytes:
-    teacher_weights = arguments.preference.teacher_weights
-    base_weights = None if teacher_weights == "16bit" else teacher_weights
-    return weigh_frozen(shape, compute_dtype(arguments.model.precision).itemsize, base_weights)
+def _weigh(model: FrozenModel, arguments: "TrainArguments") -> FrozenBytes:
+    itemsize = compute_dtype(arguments.model.precision).itemsize
+    return weigh_frozen(model.shape, itemsize, model.base_weights)

@@ -69,6 +69,7 @@ from fabric_train.training.components import (
     describe_other_component,
     find_other_components,
 )
+from fabric_train.training.live_reference import find_live_reference
 from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.objective import build_objective
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData
@@ -79,7 +80,7 @@ from fabric_train.training.samplers import SAMPLERS
 from fabric_train.training.sampling import SamplePrompts
 from fabric_train.training.step_plan import RunPhase
 from fabric_train.training.stored_teacher import use_stored_teacher
-from fabric_train.training.teacher import find_teacher_shape
+from fabric_train.training.teacher import find_teacher
 from fabric_train.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -281,7 +282,8 @@ def _prepare_stretch(
     _check_parts(run)
     check_reference(run)
     _check_rollouts(run)
-    run = replace(run, teacher_model=find_teacher_shape(run), teacher_states=use_stored_teacher(run))
+    frozen_model = find_teacher(run) or find_live_reference(run)
+    run = replace(run, frozen_model=frozen_model, teacher_states=use_stored_teacher(run))
 
     # notes for the user, and what `auto` means
     run = _with_notes(

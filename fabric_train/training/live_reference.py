@@ -11,7 +11,7 @@ from lightning import Fabric
 from fabric_train.cli.errors import naming_option
 from fabric_train.model.origin import ReferenceModel
 from fabric_train.model.teacher_head import check_head
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import FrozenModel, PreparedRun
 from fabric_train.training.reference_model import (
     check_unchanged,
     hash_reference,
@@ -21,6 +21,23 @@ from fabric_train.training.reference_model import (
 )
 from fabric_train.training.run_log import progress
 from fabric_train.training.teacher import LiveTeacher, check_teacher_isolation, frozen_run, set_up_teacher
+
+
+def find_live_reference(run: PreparedRun) -> FrozenModel | None:
+    """Return the reference that reads the completions of each step; None without ``--kl_weight``.
+
+    A plan reads only its configuration.
+
+    Raises:
+        InputError: There is no such model.
+    """
+    if not run.arguments.rollouts.kl_weight:
+        return None
+    run, saved = with_saved_reference(run)
+    location = resolve_reference_path(run) if saved is None else saved.location
+    with naming_option("--reference ", instead_of="--model_name "):
+        shape = reference_run(run, location).model
+    return FrozenModel("reference", shape, shape.adapter.base_weights if shape.adapter else None)
 
 
 def set_up_live_reference(fabric: Fabric, run: PreparedRun) -> tuple[PreparedRun, LiveTeacher]:

@@ -10,22 +10,22 @@ Shapes: N targets in a batch, which are the tokens of completions, and R rewards
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from lightning import Fabric
 
-from fabric_train.data.batch import Batch, count_supervised, find_targets
+from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
 from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.distributed.ranks import sum_over_data_ranks
 from fabric_train.model.attention import forward_batch
+from fabric_train.model.divergence_loss import FullRows
 from fabric_train.model.policy_loss import VALUES, PolicyLoss
 from fabric_train.model.teacher_head import check_head
 from fabric_train.rollouts.rewards import name_rewards
 from fabric_train.training.live_reference import set_up_live_reference
 from fabric_train.training.objective import BatchLoss, losses_at_targets
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.teacher import LiveTeacher
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -37,6 +37,13 @@ reward failed."""
 
 _SFT_NAMES = ("sft_tokens", "sft_loss")
 """The metrics of the rows of a token dataset: the number of supervised tokens, and their mean cross entropy."""
+
+
+class Reference(Protocol):
+    """What the loss needs of the model that the policy should stay close to."""
+
+    def read(self, batch: Batch, targets: Targets) -> FullRows:
+        """Return the model's distributions of the targets of a batch."""
 
 
 class PolicyGradient:
@@ -56,7 +63,7 @@ class PolicyGradient:
         loss_normalisation: Literal["tokens", "constant"] = "tokens",
         kl_weight: float = 0.0,
         sft_weight: float = 0.0,
-        reference: LiveTeacher | None = None,
+        reference: Reference | None = None,
     ) -> None:
         """Make the objective.
 
@@ -71,7 +78,8 @@ class PolicyGradient:
             reference: The model that the policy should stay close to; if it is None, :meth:`connect` sets one up if
                 ``kl_weight`` is above 0.
         """
-        self._num_rewards = 1 + len(reward_names)  # the weighted sum comes first
+        self._num_rewards = len(reward_names)
+        # the weighted sum comes first
         self._reward_metrics = ("reward", *(f"reward_{name}" for name in reward_names))
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
@@ -146,7 +154,7 @@ class PolicyGradient:
             return self._cross_entropy(model, batch, batch.loss_factor, scale)
         if rollout is None:
             assert len(targets.ids) == 0  # all other rows are completions
-            rollout = self._no_values(targets.ids.device)
+            rollout = RolloutValues.without_content(0, self._num_rewards, targets.ids.device)
         reference = None
         if self._kl_weight > 0:
             assert self._reference is not None  # ``connect`` has set it up
@@ -220,19 +228,6 @@ class PolicyGradient:
             values["sft_tokens"] = float(num_sft_tokens)
             values["sft_loss"] = sft_sum / num_sft_tokens if num_sft_tokens else None
         return list(values.values())
-
-    def _no_values(self, device: torch.device) -> RolloutValues:
-        """Return the values of no token."""
-        empty = torch.zeros(0, device=device)
-        return RolloutValues(
-            log_probabilities=empty,
-            advantages=empty,
-            completion_shares=empty,
-            is_cut=empty,
-            lacks_variance=empty,
-            has_failed=empty,
-            rewards=torch.zeros(self._num_rewards, 0, device=device),
-        )
 
 
 def build_policy_gradient(arguments: "TrainArguments") -> PolicyGradient:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fabric_train.checkpoint import BranchPoint, TrainerJson, TrainerState, run_of
 from fabric_train.cli.parser import flatten
@@ -24,6 +24,8 @@ from fabric_train.training.step_plan import StepPlan
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
 
+FrozenRole: TypeAlias = Literal["teacher", "reference"]
+"""What a frozen model is to the model in training."""
 TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream | Prompts
 
 
@@ -36,6 +38,16 @@ class DevicePlan:
     world_size: int
     parallelism: str
     """"fsdp", "fsdp2", "ddp", "single" or "xla"."""
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A frozen model that reads the rows of each step beside the model in training."""
+
+    role: FrozenRole
+    shape: ModelShape
+    base_weights: str | None
+    """The 4-bit form of its decoder layers, a value of ``--base_weights``; None if they are not in 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +140,8 @@ class PreparedRun:
     """The frozen model of an adapter; None if all weights train."""
     reference: ReferenceModel | None = None
     """The reference model, which is found when the run begins; None if the objective needs none."""
-    teacher_model: ModelShape | None = None
-    """The model of the teacher that reads the same rows; None if there is none."""
+    frozen_model: FrozenModel | None = None
+    """The teacher or the reference that reads the rows of each step; None if there is none."""
     teacher_states: StoredStates | None = None
     """The stored values of a teacher, which the rows bring along; None if there are none."""
     teacher: TeacherModel | None = None

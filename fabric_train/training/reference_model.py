@@ -122,7 +122,7 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
         return run_of_model(run, path, "--reference", moved_base=run.arguments.model.model_name)
     if path.startswith("/") and not Path(path).is_dir():
         raise InputError(f"the reference model {path} no longer exists; restore it, or give --reference")
-    if run.adapter_base is None:
+    if run.model.adapter is None:
         return run_of_model(run, path, "--reference", moved_base=run.arguments.model.model_name)
 
     # the run's own adapter, as it starts; if it is new, the reference is its base

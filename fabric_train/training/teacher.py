@@ -29,7 +29,7 @@ from fabric_train.model.teacher_head import check_head, read_head
 from fabric_train.teacher_states.teacher import check_adapted_teacher, hold_teacher
 from fabric_train.training.build_run import has_many_lengths, open_model
 from fabric_train.training.isolation_check import check_isolation
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import FrozenModel, PreparedRun
 from fabric_train.training.reference_model import check_positions, run_of_model
 from fabric_train.training.teacher_vocabulary import find_named_ids
 
@@ -58,7 +58,7 @@ class LiveTeacher:
         return torch.nn.functional.cross_entropy(logits.float(), targets.ids, reduction="none")
 
 
-def find_teacher_shape(run: PreparedRun) -> ModelShape | None:
+def find_teacher(run: PreparedRun) -> FrozenModel | None:
     """Return the model that ``--teacher`` names; None if it is not given. A plan reads only its configuration.
 
     Raises:
@@ -70,7 +70,11 @@ def find_teacher_shape(run: PreparedRun) -> ModelShape | None:
     shape = teacher_run(run, resolve_name(teacher)).model
     if not run.arguments.planning.plan:
         _check_teacher(run, shape, teacher)
-    return shape
+    teacher_weights = run.arguments.preference.teacher_weights
+    base_weights = None if teacher_weights == "16bit" else teacher_weights
+    if shape.adapter is not None:
+        base_weights = shape.adapter.base_weights
+    return FrozenModel("teacher", shape, base_weights)
 
 
 def _check_teacher(run: PreparedRun, shape: ModelShape, teacher: str) -> None:
@@ -93,7 +97,7 @@ def set_up_teacher(fabric: Fabric, run: PreparedRun) -> LiveTeacher:
 
     Args:
         fabric: The Fabric of the student's run.
-        run: The :func:`teacher_run`, which :func:`find_teacher_shape` has accepted.
+        run: The :func:`teacher_run`, which :func:`find_teacher` has accepted.
     """
     meta_model = open_model(run)
     model: Any = meta_model.model
