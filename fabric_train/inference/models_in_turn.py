@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fabric_train.checkpoint.adapter_base import open_frozen
 from fabric_train.checkpoint.adapter_folder import (
@@ -29,6 +32,25 @@ _NOT_COMPUTED = (
 """Settings of a configuration that do not change what the model computes."""
 
 
+@dataclass(frozen=True)
+class _BaseKey:
+    """What decides the weights of a model in memory, without an adapter.
+
+    Models with equal keys have bit-identical weights. The fingerprint of a base is compared when an adapter is
+    described.
+    """
+
+    location: str
+    """A resolved path, or a name on the hub."""
+    dtype: torch.dtype
+    base_weights: str | None
+    """The 4-bit form of the decoder layers, a value of ``--base_weights``; None if they are not in 4 bits."""
+    unquantized_modules: tuple[str, ...]
+    """With ``base_weights``: the modules that train whole, which are not in 4 bits."""
+    config_json: str
+    """The settings of the configuration that change what the model computes."""
+
+
 class ModelsInTurn:
     """Loads one model at a time to score texts. A model must not be used after the next one is loaded.
 
@@ -38,7 +60,7 @@ class ModelsInTurn:
 
     def __init__(self) -> None:
         self._base: Any = None
-        self._base_key: object = None
+        self._base_key: _BaseKey | None = None
         self._undo: list[Callable[[], object]] = []  # what undoes the changes of the base, in the order of the changes
 
     def load(self, name: str) -> Any:
@@ -124,21 +146,25 @@ class ModelsInTurn:
             parameter.data = tensor.to(described.dtype).to(parameter.data)
 
 
-def _base_key(described: DescribedModel) -> object:
-    """Return a key that is equal for two models if their weights without adapters are bit-identical in memory.
-
-    The fingerprint of the base is compared when an adapter is described.
-    """
+def _base_key(described: DescribedModel) -> _BaseKey:
     config = described.shape.config.to_dict()
     computed = {name: value for name, value in config.items() if name not in _NOT_COMPUTED}
     location = described.base.location
     if Path(location).is_dir():
         location = str(Path(location).resolve())
     adapter = described.shape.adapter
-    quantization = None
-    if adapter is not None and adapter.base_weights:  # modules that train whole are not quantized
-        quantization = (adapter.base_weights, adapter.train_also)
-    return location, described.dtype, quantization, json.dumps(computed, sort_keys=True, default=str)
+    base_weights = None
+    unquantized_modules: tuple[str, ...] = ()
+    if adapter is not None and adapter.base_weights is not None:
+        base_weights = adapter.base_weights
+        unquantized_modules = adapter.train_also
+    return _BaseKey(
+        location=location,
+        dtype=described.dtype,
+        base_weights=base_weights,
+        unquantized_modules=unquantized_modules,
+        config_json=json.dumps(computed, sort_keys=True, default=str),
+    )
 
 
 def _in_fp32(model: Any) -> Any:
