@@ -109,7 +109,7 @@ def language(completions: list[str], prompts: list[Any], *, language: list[Any])
     """
     values = []
     for completion, codes in zip(completions, language, strict=True):
-        is_in_language = _language_filter(codes).clean(completion, Counter()) == completion
+        is_in_language = _open_language_filter(codes).clean(completion, Counter()) == completion
         values.append(float(is_in_language))
     return values
 
@@ -123,7 +123,7 @@ def length(
 ) -> list[float]:
     """Return 1 for each completion of ``min_characters`` (0) to ``max_characters`` characters, else 0.
 
-    Characters are Unicode code points; white space around the completion does not count. Both bounds are allowed.
+    Characters are Unicode code points; white space around the completion does not count. Both bounds are inclusive.
     """
     lower_bounds = min_characters or [0] * len(completions)
     values = []
@@ -191,14 +191,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _language_filter(codes: Any) -> "LanguageFilter":
+def _open_language_filter(codes: Any) -> "LanguageFilter":
     if not isinstance(codes, str):
         raise ValueError(f"the language {codes!r} is not a code such as es")
-    return _open_language_filter(codes)
+    return _open_cached_language_filter(codes)
 
 
 @lru_cache(maxsize=1024)
-def _open_language_filter(codes: str) -> "LanguageFilter":
+def _open_cached_language_filter(codes: str) -> "LanguageFilter":
     from fabric_train.cleaning.language import open_language_filter
     from fabric_train.cli.errors import naming_option
 
@@ -233,10 +233,10 @@ class BuiltinReward:
 
 BUILTIN_REWARDS: dict[str, BuiltinReward] = {
     "exact_answer": BuiltinReward(exact_answer),
-    "math": BuiltinReward(math, ("math_verify",)),
-    "regex": BuiltinReward(regex, (), {"pattern": _compile_pattern}),
-    "json_schema": BuiltinReward(json_schema, ("jsonschema",), {"schema": _check_schema}),
-    "language": BuiltinReward(language, ("py3langid",), {"language": _language_filter}),
-    "length": BuiltinReward(length, (), {"min_characters": _check_count, "max_characters": _check_count}),
+    "math": BuiltinReward(math, packages=("math_verify",)),
+    "regex": BuiltinReward(regex, setting_checks={"pattern": _compile_pattern}),
+    "json_schema": BuiltinReward(json_schema, packages=("jsonschema",), setting_checks={"schema": _check_schema}),
+    "language": BuiltinReward(language, packages=("py3langid",), setting_checks={"language": _open_language_filter}),
+    "length": BuiltinReward(length, setting_checks={"min_characters": _check_count, "max_characters": _check_count}),
 }
 """The built-in rewards by the names that ``--rewards`` accepts."""

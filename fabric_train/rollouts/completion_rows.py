@@ -18,10 +18,8 @@ from fabric_train.token_dataset.rows import plan_rows
 
 def pack_rows(completions: Sequence[StoredCompletion], row_length: int) -> list[list[StoredCompletion]]:
     """Return which completions are in which row, as chats are packed: prompts and completions are whole."""
-    lengths = []
-    for completion in completions:
-        lengths.append(len(completion.prompt_token_ids) + len(completion.token_ids))
-    plan = plan_rows(np.array(lengths), np.arange(len(lengths)), "best_fit", row_length, overlap=0)
+    lengths = np.array([completion.num_tokens for completion in completions])
+    plan = plan_rows(lengths, np.arange(len(lengths)), "best_fit", row_length, overlap=0)
     rows = []
     for row in range(plan.num_rows):
         pieces = slice(plan.row_offsets[row], plan.row_offsets[row + 1])
@@ -45,9 +43,9 @@ def batch_completions(rows: Sequence[Sequence[StoredCompletion]], num_rewards: i
         for completion in row:
             ids += [completion.prompt_token_ids, completion.token_ids]
             labels += [np.full(len(completion.prompt_token_ids), IGNORED_LABEL), completion.token_ids]
-        lengths = [len(completion.prompt_token_ids) + len(completion.token_ids) for completion in row]
         row_ids.append(np.concatenate(ids).astype(np.int64))
         row_labels.append(np.concatenate(labels).astype(np.int64))
+        lengths = [completion.num_tokens for completion in row]
         row_starts.append(np.cumsum([0, *lengths[:-1]]))
     batch = pad_rows(row_ids, row_labels, row_starts)
     completions = list(chain.from_iterable(rows))

@@ -74,13 +74,13 @@ def group_table(step: StepGroups) -> TextTable:
                 f"{group.group}",
                 group.prompt_id,
                 group.prompt[-_SHOWN_PROMPT:],
-                _number(group.reward),
+                _number(group.mean_reward),
                 _number(min(rewards)),
                 _number(max(rewards)),
-                f"{group.tokens:,.1f}",
+                f"{group.mean_tokens:,.1f}",
             )
         )
-    columns = ("group", "prompt", "its end", "reward", "lowest", "highest", "tokens")
+    columns = ("group", "prompt", "end of the prompt", "reward", "lowest", "highest", "tokens")
     return flat_table(columns, lines, num_words=3)
 
 
@@ -107,7 +107,7 @@ def describe_completion(manifest: RolloutManifest, completion: StoredCompletion)
 
 def _group_title(group: CompletionGroup) -> str:
     count = counted(len(group.completions), "completion")
-    return f"group {group.group:,}: {group.prompt_id}, {count}, mean reward {_number(group.reward)}"
+    return f"group {group.group:,}: {group.prompt_id}, {count}, mean reward {_number(group.mean_reward)}"
 
 
 def _group_note(group: CompletionGroup) -> str:

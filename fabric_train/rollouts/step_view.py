@@ -60,13 +60,12 @@ class CompletionGroup:
     completions: tuple[StoredCompletion, ...]
 
     @property
-    def reward(self) -> float:
-        """The mean reward of the completions."""
+    def mean_reward(self) -> float:
         return float(np.mean([completion.reward for completion in self.completions]))
 
     @property
-    def tokens(self) -> float:
-        """The mean number of tokens of the completions."""
+    def mean_tokens(self) -> float:
+        """The mean number of tokens of the completions, without the prompt."""
         return float(np.mean([len(completion.token_ids) for completion in self.completions]))
 
     @property

@@ -21,6 +21,7 @@ from fabric_train.cli.errors import InputError, RunError, first_line, note
 from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.files.typed_json import read_json
+from fabric_train.rollouts.sampler import FinishReason
 
 if TYPE_CHECKING:
     from lightning import Fabric
@@ -63,8 +64,7 @@ class StoredCompletion:
     """The sampled tokens, int32 [T], with the token that ended the completion, if one did."""
     log_probabilities: np.ndarray
     """Of the sampled tokens, at the temperature of sampling, fp32 [T]."""
-    finish_reason: str
-    """"stop" or "length"."""
+    finish_reason: FinishReason
     reward: float
     """The weighted sum of the rewards."""
     advantage: float
@@ -74,6 +74,11 @@ class StoredCompletion:
     """Each reward, without its weight, fp64 [R]."""
     reward_error: str | None
     """Why a reward function gave no reward, which then counts as 0; None if all did."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt and the completion."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class RolloutStore:
             keep: How many of the newest steps are kept; None keeps all.
         """
         self.folder = run_folder / ROLLOUTS
+        self._run_folder = run_folder
         self._fabric = fabric
         self._keep = keep
         # all ranks write into a folder with the name of rank 0's process in it
@@ -132,35 +138,35 @@ class RolloutStore:
 
     def path(self, step: int) -> Path:
         """Return the folder of a step, which need not exist."""
-        return self.folder / f"step-{step:06d}"
+        return step_folder(self._run_folder, step)
 
-    def has(self, step: int, policy: str) -> bool:
-        """Return whether a step's completions are stored and were sampled from the same policy.
+    def keep_if_usable(self, step: int, policy: str) -> bool:
+        """Return whether a step's completions are stored and were sampled from the same policy; remove any others.
 
-        Others, which a run has left that was changed since, are removed, and so are damaged ones, which a note names.
+        Others are those of a run whose arguments were changed since, and damaged ones, which a note names.
         """
         folder = self.path(step)
-        is_stored = False
+        is_usable = False
 
-        def compare() -> None:
-            nonlocal is_stored
+        def check_and_remove() -> None:
+            nonlocal is_usable
             if not folder.is_dir():
                 return
             try:
                 manifest = read_manifest(folder)
                 for _ in read_tables(folder, manifest, ("group",)):
                     pass  # the files are whole
-                is_stored = manifest.policy == policy
+                is_usable = manifest.policy == policy
             except (InputError, RunError) as error:
                 damage, _, _ = first_line(error).partition(";")
                 note(f"step {step} samples its completions again: {damage}")
-            if is_stored:
+            if is_usable:
                 self._remove_old(step)  # the steps before it, which a run that was killed may have left
             else:
                 shutil.rmtree(folder)
 
-        self._run_together(compare, runs=self._fabric.is_global_zero)
-        return bool(self._fabric.broadcast(is_stored))
+        self._run_together(check_and_remove, runs=self._fabric.is_global_zero)
+        return bool(self._fabric.broadcast(is_usable))
 
     def write(self, completions: Sequence[StoredCompletion], manifest: RolloutManifest) -> None:
         """Write the completions of this rank; the manifest is that of rank 0, which lacks the hashes.
@@ -203,12 +209,12 @@ class RolloutStore:
             raise RunError(fault)
 
     def _remove_old(self, step: int) -> None:
-        """Remove the steps before the newest ones that are kept."""
+        """Remove the oldest of the steps up to ``step``, so that ``keep`` of them are left."""
         if self._keep is None:
             return
-        stored = sorted(path for path in self.folder.glob("step-*") if path <= self.path(step))
-        for path in stored[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
+        stored_steps = [stored_step for stored_step in list_steps(self._run_folder) if stored_step <= step]
+        for old_step in stored_steps[: -self._keep]:
+            shutil.rmtree(self.path(old_step), ignore_errors=True)
 
 
 def read_rollouts(folder: Path) -> StoredRollouts:

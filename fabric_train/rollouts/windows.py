@@ -135,7 +135,7 @@ class RolloutWindows:
                 started = time.perf_counter()
                 policy = self.plan.hash_policy(step, history)
                 self.heartbeat.enter(StepPhase.ROLLOUT, step=step)
-                is_stored = self.store.has(step, policy)
+                is_stored = self.store.keep_if_usable(step, policy)
                 if not is_stored:
                     self._sample(step, prompt_indices, policy)
                 rollouts = read_rollouts(self.store.path(step))

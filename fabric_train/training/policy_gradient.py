@@ -81,6 +81,9 @@ class PolicyGradient:
         self._num_rewards = len(reward_names)
         # the weighted sum comes first
         self._reward_metrics = ("reward", *(f"reward_{name}" for name in reward_names))
+        self._policy_metrics: tuple[str, ...] = VALUES[1:]  # without the loss
+        if kl_weight > 0:
+            self._policy_metrics = (*self._policy_metrics, "reference_kl")
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._loss_normalisation = loss_normalisation
@@ -91,9 +94,7 @@ class PolicyGradient:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The metrics of completions, and then those of tokens."""
-        names = (*self._reward_metrics, *_COMPLETION_NAMES, *VALUES[1:])
-        if self._kl_weight > 0:
-            names = (*names, "reference_kl")
+        names = (*self._reward_metrics, *_COMPLETION_NAMES, *self._policy_metrics)
         if self._sft_weight > 0:
             names = (*names, *_SFT_NAMES)
         return names
@@ -130,15 +131,19 @@ class PolicyGradient:
         if self._sft_weight == 0:
             return batches
         listed_batches = list(batches)
-        counts = torch.zeros(2, dtype=torch.int64)
+        window_count = torch.zeros((), dtype=torch.int64)
+        num_sft_tokens = torch.zeros((), dtype=torch.int64)
         for batch in listed_batches:
-            num_tokens = count_supervised(batch.labels)
-            counts += torch.stack([self.count(batch), num_tokens if batch.rollout is None else num_tokens * 0])
-        window_count, num_tokens = sum_over_data_ranks(fabric, counts)
-        factor = self._sft_weight * window_count.clamp(min=1).double() / num_tokens.clamp(min=1)
+            window_count += self.count(batch)
+            if batch.rollout is None:
+                num_sft_tokens += count_supervised(batch.labels)
+        window_count, num_sft_tokens = sum_over_data_ranks(fabric, torch.stack([window_count, num_sft_tokens]))
+        factor = self._sft_weight * window_count.clamp(min=1).double() / num_sft_tokens.clamp(min=1)
         prepared = []
         for batch in listed_batches:
-            prepared.append(replace(batch, loss_factor=factor) if batch.rollout is None else batch)
+            if batch.rollout is None:
+                batch = replace(batch, loss_factor=factor)
+            prepared.append(batch)
         return prepared
 
     def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
@@ -150,9 +155,9 @@ class PolicyGradient:
         if targets is None:
             targets = find_targets(batch.labels)
         rollout = batch.rollout
-        if rollout is None and batch.loss_factor is not None:
-            return self._cross_entropy(model, batch, batch.loss_factor, scale)
         if rollout is None:
+            if batch.loss_factor is not None:
+                return self._cross_entropy(model, batch, batch.loss_factor, scale)
             assert len(targets.ids) == 0  # all other rows are completions
             rollout = RolloutValues.without_content(0, self._num_rewards, targets.ids.device)
         reference = None
@@ -170,19 +175,20 @@ class PolicyGradient:
         total, values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss, scale=scale)
         token_losses, *policy_metrics = values.detach()
 
-        # Sums of these over all tokens; ``finish_metrics`` makes means of them.
-        completion_metrics = {
+        # The metrics of each token, [N], by name; ``finish_metrics`` makes means of their sums.
+        zeros = torch.zeros_like(token_losses)
+        metrics_by_name = {
+            **dict(zip(self._reward_metrics, rollout.rewards, strict=True)),
             "completions": rollout.completion_shares,
             "completion_tokens": torch.ones_like(token_losses),
             "cut_completions": rollout.is_cut,
             "flat_groups": rollout.lacks_variance,
             "failed_rewards": rollout.has_failed,
+            **dict(zip(self._policy_metrics, policy_metrics, strict=True)),
+            "sft_tokens": zeros,
+            "sft_loss": zeros,
         }
-        ordered_metrics = [completion_metrics[name] for name in _COMPLETION_NAMES]
-        sft_metrics = [torch.zeros_like(token_losses) for _ in _SFT_NAMES] if self._sft_weight > 0 else []
-        token_metrics = torch.stack(  # [metrics, N]
-            [*rollout.rewards, *ordered_metrics, *policy_metrics, *sft_metrics]
-        )
+        token_metrics = torch.stack([metrics_by_name[name] for name in self.metric_names])  # [metrics, N]
         return BatchLoss(
             total,
             token_losses=token_losses,
@@ -194,8 +200,8 @@ class PolicyGradient:
         """Return the cross entropy of rows of a token dataset, times ``factor``; it is not known by source."""
         total, token_losses = losses_at_targets(model, batch, None if scale is None else scale * factor)
         metrics = torch.zeros(len(self.metric_names), dtype=torch.float64, device=total.device)
-        metrics[-2] = len(token_losses)
-        metrics[-1] = total.detach()
+        metrics[self.metric_names.index("sft_tokens")] = len(token_losses)
+        metrics[self.metric_names.index("sft_loss")] = total.detach()
         return BatchLoss(total * factor, metrics=metrics)
 
     def finish_metrics(self, means: Sequence[float], count: int) -> list[float | None]:
@@ -227,7 +233,7 @@ class PolicyGradient:
         if self._sft_weight > 0:
             values["sft_tokens"] = float(num_sft_tokens)
             values["sft_loss"] = sft_sum / num_sft_tokens if num_sft_tokens else None
-        return list(values.values())
+        return [values[name] for name in self.metric_names]
 
 
 def build_policy_gradient(arguments: "TrainArguments") -> PolicyGradient:

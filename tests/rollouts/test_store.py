@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> RolloutStore:
 def test_completions_are_read_as_they_were_written(store: RolloutStore) -> None:
     written = [completion(0, "uno\x1b[31m"), completion(0, "dos"), completion(1, "")]
     store.write(written, manifest(3))
-    assert store.has(3, "a")
+    assert store.keep_if_usable(3, "a")
     rollouts = read_rollouts(store.path(3))
     assert [stored.text for stored in rollouts.completions] == ["uno\x1b[31m", "dos", ""]
     first = rollouts.completions[0]
@@ -62,7 +62,7 @@ def test_completions_are_read_as_they_were_written(store: RolloutStore) -> None:
 
 def test_completions_of_another_policy_are_removed(store: RolloutStore) -> None:
     store.write([completion(0, "uno")], manifest(3))
-    assert not store.has(3, "b")
+    assert not store.keep_if_usable(3, "b")
     assert not store.path(3).exists()
 
 
@@ -80,13 +80,21 @@ def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
         store.write([completion(0, "uno")], manifest(step))
     assert list_steps(tmp_path) == [2, 3]
     resumed = RolloutStore(tmp_path, Fabric(accelerator="cpu", devices=1), keep=1)
-    assert resumed.has(3, "a")
+    assert resumed.keep_if_usable(3, "a")
     assert list_steps(tmp_path) == [3]
+
+
+def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
+    """Their folders have six digits up to step 999,999, and then seven."""
+    store = RolloutStore(tmp_path, Fabric(accelerator="cpu", devices=1), keep=1)
+    for step in (999_999, 1_000_000):
+        store.write([completion(0, "uno")], manifest(step))
+    assert list_steps(tmp_path) == [1_000_000]
 
 
 def test_an_unfinished_folder_is_not_taken_for_a_step(tmp_path: Path) -> None:
     leftover = tmp_path / "rollouts" / ".step-000004.other-1.tmp"
     leftover.mkdir(parents=True)
     store = RolloutStore(tmp_path, Fabric(accelerator="cpu", devices=1), keep=None)
-    assert not store.has(4, "a")
+    assert not store.keep_if_usable(4, "a")
     assert not leftover.exists()
