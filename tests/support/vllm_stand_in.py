@@ -1,10 +1,11 @@
-"""Answer the requests of the vLLM sampler as ``vllm serve`` does, with transformers. It starts in seconds.
+"""Answer the requests of the vLLM sampler as ``vllm serve`` does, with NumPy. It starts in less than a second.
 
-A shell script in place of the Python of vLLM starts this file, see ``write_stand_in``. After SIGUSR1, it completes no
+A shell script in place of the Python of vLLM starts this module, see ``write_stand_in``. After SIGUSR1, it completes no
 request any more, and every second answer about its state is an error.
 """
 
 import json
+import shlex
 import signal
 import socketserver
 import sys
@@ -13,22 +14,38 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 
-def write_stand_in(path: Path) -> Path:
-    """Write the script, and return its path for ``--vllm_python``."""
+from tests.support.numpy_llama import NumpyLlama, log_softmax
+from tests.support.programs import ROOT
+
+
+def write_stand_in(path: Path, before: str = "") -> Path:
+    """Write the script, and return its path for ``--vllm_python``.
+
+    Args:
+        path: The script.
+        before: Python source that the server executes before it starts, with this module as ``vllm_stand_in``. It can
+            make the server fail.
+    """
+    program = path.with_name(f"{path.name}-vllm_stand_in.py")
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.support import vllm_stand_in\n{before}\n"
+        "vllm_stand_in.main()\n"
+    )
     path.write_text(
         "#!/bin/sh\n"
         'if [ "$1" = -I ]; then echo 0.32.0; exit; fi\n'  # the version is asked for
-        f'exec {sys.executable} {__file__} "$@"\n'
+        f'exec {shlex.join([sys.executable, str(program)])} "$@"\n'
     )
     path.chmod(0o755)
     return path
 
 
-class _Engine:
+class Engine:
     """The model of the folder that was loaded last."""
 
-    def __init__(self, model_dir: str) -> None:
+    def __init__(self, model_dir: Path) -> None:
         self.version = ""
         self.num_tokens = 0
         self.is_asleep = False
@@ -38,24 +55,21 @@ class _Engine:
         self._lock = threading.Lock()
         self.load(model_dir)
 
-    def load(self, model_dir: str) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    def load(self, model_dir: Path) -> None:
+        self._model = NumpyLlama(model_dir)
 
     def generate(self, prompt_ids: list[int], parameters: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
+        """Return the answer to a request; the same seed gives the same tokens."""
         self.may_compute.wait()
-        with self._lock, torch.no_grad():
+        with self._lock:
             assert not self.is_asleep
-            generator = torch.Generator().manual_seed(parameters["seed"])
+            generator = np.random.default_rng(parameters["seed"])
             token_ids = list(prompt_ids)
             tokens: list[dict[str, float]] = []
             while len(tokens) < parameters["max_tokens"]:
-                logits = self._model(input_ids=torch.tensor([token_ids])).logits[0, -1].float()
-                log_probabilities = torch.log_softmax(logits / parameters["temperature"], dim=0)
-                token_id = int(torch.multinomial(log_probabilities.exp(), 1, generator=generator))
+                logits = self._model.compute_logits(token_ids)[-1]
+                log_probabilities = log_softmax(logits / parameters["temperature"])
+                token_id = int(generator.choice(len(logits), p=np.exp(log_probabilities)))
                 tokens.append({"logprob": float(log_probabilities[token_id])})
                 token_ids.append(token_id)
                 self.num_tokens += 1
@@ -69,8 +83,7 @@ class _Engine:
             }
             answer: dict[str, Any] = {"choices": [choice]}
             if "prompt_logprobs" in parameters:
-                logits = self._model(input_ids=torch.tensor([prompt_ids])).logits[0].float()
-                log_probabilities = torch.log_softmax(logits, dim=1)
+                log_probabilities = log_softmax(self._model.compute_logits(prompt_ids))
                 candidates: list[Any] = [None]
                 for position, token_id in enumerate(prompt_ids[1:]):
                     candidates.append({str(token_id): {"logprob": float(log_probabilities[position, token_id])}})
@@ -78,10 +91,14 @@ class _Engine:
             return answer
 
 
+class RequestRefusedError(Exception):
+    """The request is answered with 400 and this message."""
+
+
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     request_queue_size = 64
-    engine: _Engine
+    engine: Engine
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -101,9 +118,14 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.loads(body) if body else {}
         answer: Any = None
         if self.path == "/inference/v1/generate":
-            answer = engine.generate(content["token_ids"], content["sampling_params"])
+            try:
+                answer = engine.generate(content["token_ids"], content["sampling_params"])
+            except RequestRefusedError as error:
+                error_json = {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
+                self._answer(json.dumps(error_json).encode(), 400)
+                return
         elif self.path == "/collective_rpc":
-            engine.load(content["kwargs"]["weights_path"])
+            engine.load(Path(content["kwargs"]["weights_path"]))
         elif self.path == "/reset_prefix_cache":
             answer = {"success": True}
         elif self.path == "/update_weight_version":
@@ -112,8 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
             engine.is_asleep = self.path.startswith("/sleep")
         self._answer(json.dumps(answer).encode())
 
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def _answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -124,14 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve until the process is killed."""
-    model_dir = sys.argv[sys.argv.index("serve") + 1]
+    model_dir = Path(sys.argv[sys.argv.index("serve") + 1])
     path = sys.argv[sys.argv.index("--uds") + 1]
-    engine = _Engine(model_dir)
+    engine = Engine(model_dir)
     signal.signal(signal.SIGUSR1, lambda *_: engine.may_compute.clear())
     with _Server(path, _Handler) as server:
         server.engine = engine
         server.serve_forever(0.05)
-
-
-if __name__ == "__main__":
-    main()
