@@ -20,6 +20,10 @@ CONTROL_SECONDS = 600.0
 """The server hangs if it has not answered a request without sampling, or the comparison's, in this time. It loads the
 weights of a whole GPU in less."""
 _SHOWN_CHARACTERS = 500
+_ADVICE = (
+    "install vLLM 0.32.0, the version that is tested, or leave out --sampler to sample in the processes that train"
+)
+"""For answers that another server of the same version would repeat."""
 _TOKEN_COUNTS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total{[^}]*} (\S+)$", re.MULTILINE)
 
 
@@ -38,7 +42,10 @@ class GeneratedTokens:
 
 
 class ServerFailedError(RunError):
-    """The server ended, hangs, or answered with an error; another server may succeed."""
+    """The server ended, hangs, or answered that it failed (5xx); another server may succeed.
+
+    What would recur is another RunError: a request that the server refuses (4xx), or an answer in an unknown form.
+    """
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -106,7 +113,8 @@ class VllmClient:
             waits: Whether to wait for the answer until the server ends, however long; see ``post``.
 
         Raises:
-            ServerFailedError: there is no answer, or it is an error, or has an unknown form.
+            ServerFailedError: there is no answer, or it says that the server failed.
+            RunError: the request is refused, or the answer has an unknown form.
         """
         path = "/inference/v1/generate"
         headers = {}
@@ -117,9 +125,7 @@ class VllmClient:
             return _read_generated(answer, prompt_ids, has_prompt="prompt_logprobs" in parameters)
         except (LookupError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ServerFailedError(
-                f"vLLM answered {path} in an unknown form ({reason}); install another version"
-            ) from error
+            raise RunError(f"vLLM answered {path} in an unknown form ({reason}); {_ADVICE}") from error
 
     def post(
         self,
@@ -134,7 +140,8 @@ class VllmClient:
         With ``waits``, there is no limit on its time; otherwise, the server hangs after ``CONTROL_SECONDS``.
 
         Raises:
-            ServerFailedError: there is no answer, or it is an error, or no JSON.
+            ServerFailedError: there is no answer, or it says that the server failed.
+            RunError: the request is refused, or the answer is no JSON.
         """
         connection = _SocketConnection(self.path, None if waits else CONTROL_SECONDS)
         body = b"" if content is None else json.dumps(content).encode()
@@ -148,11 +155,17 @@ class VllmClient:
         finally:
             connection.close()
         if response.status != http.client.OK:
-            raise ServerFailedError(f"vLLM answered {path} with {response.status}: {_message_of(answer)}")
+            message = f"vLLM answered {path} with {response.status}: {_message_of(answer)}"
+            if response.status >= http.client.INTERNAL_SERVER_ERROR:
+                raise ServerFailedError(message)
+            raise RunError(f"{message}; {_ADVICE}")
+        if not answer:
+            return None
         try:
-            return json.loads(answer) if answer else None
+            return json.loads(answer)
         except ValueError as error:
-            raise ServerFailedError(f"vLLM answered {path} with what is no JSON: {_message_of(answer)}") from error
+            message = f"vLLM answered {path} with what is no JSON: {_message_of(answer)}"
+            raise RunError(f"{message}; {_ADVICE}") from error
 
 
 def _read_generated(answer: Any, prompt_ids: Sequence[int], *, has_prompt: bool) -> GeneratedTokens:

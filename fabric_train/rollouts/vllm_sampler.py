@@ -29,6 +29,7 @@ from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
 from fabric_train.rollouts.transfer_check import EngineAnswer, TrainerAnswer, TransferCheck, compute_answer
 from fabric_train.rollouts.vllm_client import GeneratedTokens, ServerFailedError, VllmClient
+from fabric_train.rollouts.vllm_end import ON_CPU, ON_GPUS_OF_RUN, ON_OWN_GPUS, lacks_memory
 from fabric_train.rollouts.vllm_server import ServerSettings, VllmServer, check_environment
 from fabric_train.rollouts.weight_folder import WeightFolder
 
@@ -93,20 +94,27 @@ def open_vllm_sampler(
     shares_gpus = is_on_gpu and devices is None
     num_replicas = 1
     memory_share = None  # vLLM's default, for GPUs of its own
+    memory_advice = ON_CPU
     if shares_gpus:
         num_replicas = machines.num_local_ranks
         memory_share = SHARED_GPU_SHARE
+        memory_advice = ON_GPUS_OF_RUN
     elif devices is not None:
         num_replicas = len(devices)
+        memory_advice = ON_OWN_GPUS
     else:
         # on a CPU, vLLM's default share of the whole memory leaves nothing for the model that trains
         memory_share = round(0.5 * available_memory() / machine_memory(), 2)
+    shared_dir = run_dir / "rollouts" if machines.count > 1 else None
+    folder = WeightFolder(fabric, shape, dtype, shared_dir)
     log_name = "vllm.log" if machines.count == 1 else f"vllm-{machines.index}.log"
     server_settings = ServerSettings(
         python=python,
         log=run_dir / "rollouts" / log_name,
         dtype=str(dtype).removeprefix("torch."),
         max_length=max_prompt_length + max(settings.max_new_tokens, _PROBE_NEW_TOKENS),
+        weights_root=None if folder.is_shared else folder.root,
+        memory_advice=memory_advice,
         devices=devices,
         num_replicas=num_replicas,
         memory_share=memory_share,
@@ -118,8 +126,6 @@ def open_vllm_sampler(
     checks = []
     for _ in range(num_replicas):
         checks.append(TransferCheck(dtype, text_config.num_hidden_layers, width, settings.temperature))
-    shared_dir = run_dir / "rollouts" if machines.count > 1 else None
-    folder = WeightFolder(fabric, shape, dtype, shared_dir)
     server = None
     if machines.is_first_local_rank:
         server = VllmServer(server_settings)
@@ -250,7 +256,11 @@ class VllmSampler:
         """
         self._has_stopped = False
         started = time.monotonic()
-        model_dir = self._folder.write(self._model, self._step)
+        model_dir = self._folder.path(self._step)
+        if not self._folder.is_shared:
+            # its supervisor removes the folder if this process is killed while it writes
+            self._run_on_servers(lambda server: self._start_if_needed(server, model_dir))
+        self._folder.write(self._model, self._step)
         written = time.monotonic()
         self._free_cached_memory()
         try:
@@ -315,10 +325,21 @@ class VllmSampler:
 
         Raises:
             ServerFailedError: the server has failed; raised on all ranks.
+            RunError: it would fail again; raised on all ranks.
         """
         self._run_on_servers(VllmServer.wake)
+        fault: str | None = None
+        refusal: str | None = None
         with self._watch():
-            fault = first_text(self._fabric, self._request(requests, completions))
+            error = self._request(requests, completions)
+            if isinstance(error, ServerFailedError):
+                fault = str(error)
+            elif error is not None:
+                refusal = str(error)
+            refusal = first_text(self._fabric, refusal)
+            fault = first_text(self._fabric, fault)
+        if refusal is not None:
+            raise RunError(refusal)
         if fault is not None:
             failure = ServerFailedError(fault)
             explained = self._explain(failure)
@@ -387,10 +408,16 @@ class VllmSampler:
             if fault_of_server is not None:
                 raise fault_of_server
 
-    def _load(self, server: VllmServer, model_dir: Path) -> None:
-        """Let the server load the weights in a folder; the first time, start it."""
+    def _start_if_needed(self, server: VllmServer, model_dir: Path) -> None:
+        """Start a server that does not run; it waits for the weights."""
         if not server.is_started:
             server.start(model_dir)
+
+    def _load(self, server: VllmServer, model_dir: Path) -> None:
+        """Let the server load the weights in a folder; the first time, start it."""
+        self._start_if_needed(server, model_dir)
+        if not server.has_answered:
+            server.wait_until_it_answers()
         else:
             server.wake()
             server.reload(model_dir)
@@ -470,7 +497,7 @@ class VllmSampler:
             "detokenize": False,
         }
 
-    def _request(self, requests: Sequence[SampleRequest], completions: dict[int, Completion]) -> str | None:
+    def _request(self, requests: Sequence[SampleRequest], completions: dict[int, Completion]) -> RunError | None:
         """Add the completions of the requests that have none, by their index; return what has failed, or None.
 
         All ranks call this together, and ``on_batch`` equally often.
@@ -486,7 +513,7 @@ class VllmSampler:
 
         # The server always has ``batch_size`` requests to compute, so the threads do not wait for a batch to end.
         threads = ThreadPoolExecutor(batch_size, thread_name_prefix="vllm")
-        fault = None
+        first_error: RunError | None = None
         try:
             futures = [threads.submit(complete, index) for index in indices]
             for batch_index in range(math.ceil(most_indices / batch_size)):
@@ -496,13 +523,13 @@ class VllmSampler:
                     for future in futures[start : start + batch_size]:
                         future.result()
                 except RunError as error:
-                    fault = str(error)
+                    first_error = error
                     threads.shutdown(cancel_futures=True)
                     futures = []  # this rank only counts the batches of the others
         finally:
             # A run that stops does not wait for requests of the next batches: they end with the server.
             threads.shutdown(wait=False, cancel_futures=True)
-        return fault
+        return first_error
 
     def _make_completion(self, generated: GeneratedTokens) -> Completion:
         """Return the completion in an answer.
@@ -533,4 +560,6 @@ class VllmSampler:
             return ServerFailedError(f"vLLM computed no token for {_HANG_SECONDS:g} s")
         if server.has_ended(_END_SECONDS):
             return ServerFailedError(f"vLLM ended: {server.describe_end()}")
+        if lacks_memory(str(error)):
+            return ServerFailedError(server.describe_lack_of_memory(str(error)))
         return error

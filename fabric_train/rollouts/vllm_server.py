@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 from fabric_train.cli.errors import InputError, RunError, describe_os_error
 from fabric_train.rollouts import vllm_supervisor
 from fabric_train.rollouts.vllm_client import ServerFailedError, VllmClient
+from fabric_train.rollouts.vllm_end import ON_CPU, MemoryAdvice, describe_end, describe_lack_of_memory
 
 DEFAULT_PYTHON = Path(".cache/vllm/bin/python")
 """Where ``make install-vllm`` creates the environment."""
@@ -38,11 +38,6 @@ _LAUNCHER_VARIABLES = re.compile(
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 10.0
 _STOP_SECONDS = 20.0
-_LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|WARNING|INFO) \S+ \S+ \[[^\]]*\] )?")
-_ERROR = re.compile(r"\b\w*(Error|Exception): \S|\berror[:,] \S")
-_SECONDARY_ERRORS = re.compile("root cause|stack trace above|Engine core initialization failed|EngineDeadError")
-
-"""What vLLM logs after an error, and which does not say the cause."""
 
 _progress = logging.getLogger("fabric_train.progress")
 
@@ -59,6 +54,10 @@ class ServerSettings:
     """The dtype that vLLM computes in: float32, bfloat16 or float16."""
     max_length: int
     """The largest number of tokens of a prompt and its completion."""
+    weights_root: Path | None = None
+    """The folder of all versions of the weights, which is removed if this process is killed."""
+    memory_advice: MemoryAdvice = ON_CPU
+    """What to change if the server lacks memory."""
     start_seconds: float = 1800.0
     """How long the server may take to start."""
     devices: tuple[str, ...] | None = None
@@ -79,6 +78,7 @@ class VllmServer:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_answered = False
         self._is_asleep = False
         self._log_start = 0  # of the current process, in bytes
         # ``start`` creates it. Linux limits the path of a socket to 107 bytes, so it is not in the folder of the run
@@ -91,43 +91,62 @@ class VllmServer:
         return self._process is not None
 
     @property
+    def has_answered(self) -> bool:
+        """Whether the process has been started, has loaded its first weights, and has not been stopped."""
+        return self._has_answered
+
+    @property
     def is_running(self) -> bool:
         """Whether the process has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, model_dir: Path) -> None:
-        """Start the server with the weights in a folder, and wait until it answers.
+        """Start the server, which waits until the folder with its first weights is there.
+
+        So its supervisor, which removes the folder if this process is killed, runs before the weights are written.
 
         Raises:
-            RunError: it cannot be started, or has ended, or does not answer in time.
+            RunError: it cannot be started.
         """
         self.stop()
-        settings = self._settings
         try:
             self._process = self._start_process(model_dir)
         except OSError as error:
             raise RunError(f"vLLM could not be started: {describe_os_error(error)}") from error
+
+    def wait_until_it_answers(self) -> None:
+        """Wait until the started server has loaded its weights and answers.
+
+        Raises:
+            RunError: it has ended, or does not answer in time.
+        """
+        start_seconds = self._settings.start_seconds
         started = time.monotonic()
         shown = started
         while not self.client.is_healthy():
             now = time.monotonic()
             if not self.is_running:
                 raise RunError(f"vLLM ended while it was starting: {self.describe_end()}")
-            if now - started > settings.start_seconds:
+            if now - started > start_seconds:
                 reason = self.describe_end()
                 self.stop()
-                raise RunError(f"vLLM did not start within {settings.start_seconds:g} s: {reason}")
+                raise RunError(f"vLLM did not start within {start_seconds:g} s: {reason}")
             if now - shown > _PROGRESS_SECONDS:
                 shown = now
                 _progress.info("starting vLLM, %.0f s", now - started)
             time.sleep(_POLL_SECONDS)
+        self._has_answered = True
 
     def _start_process(self, model_dir: Path) -> "subprocess.Popen[bytes]":
         """Start the server's supervisor; an OSError if the folder of its socket or of its log cannot be created."""
         log_path = self._settings.log
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._socket_dir.mkdir(mode=0o700)
-        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), str(self._socket_dir)]
+        supervisor = [sys.executable, "-I", vllm_supervisor.__file__, str(os.getpid()), str(model_dir)]
+        supervisor.append(str(self._socket_dir))
+        if self._settings.weights_root is not None:
+            supervisor.append(str(self._settings.weights_root))
+        supervisor.append("--")
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             return subprocess.Popen(
@@ -167,12 +186,18 @@ class VllmServer:
             self._is_asleep = False
 
     def describe_end(self) -> str:
-        """Return the last error in the server's log, or else its last line, and where the log is."""
+        """Return why the server has ended, or what it has logged last, and where the log is."""
         text = ""
         with suppress(OSError), self._settings.log.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
-        return f"{last_error(text)} (log: {self._settings.log})"
+        exit_code = self._process.poll() if self._process is not None else None
+        reason = describe_end(exit_code, text, self._settings.memory_advice)
+        return f"{reason} (log: {self._settings.log})"
+
+    def describe_lack_of_memory(self, message: str) -> str:
+        """Return the message of a running server that lacks memory, with what to change."""
+        return describe_lack_of_memory(message, self._settings.memory_advice)
 
     def has_ended(self, seconds: float) -> bool:
         """Return whether the started process ends within so many seconds."""
@@ -196,6 +221,7 @@ class VllmServer:
                 self._process.kill()
                 self._process.wait()
         self._process = None
+        self._has_answered = False
         self._is_asleep = False
         shutil.rmtree(self._socket_dir, ignore_errors=True)
 
@@ -268,13 +294,3 @@ def check_environment(python: Path) -> str:
     if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST:
         raise InputError(f"--vllm_python {python} has vLLM {version}, which is too old; install {oldest} or newer")
     return version
-
-
-def last_error(log: str) -> str:
-    """Return the last line of a log that says what failed, without what vLLM puts in front of it."""
-    lines: Sequence[str] = [_LOG_PREFIX.sub("", line).strip() for line in log.splitlines()]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if _ERROR.search(line) and not _SECONDARY_ERRORS.search(line)]
-    if errors:
-        return errors[-1]
-    return lines[-1] if lines else "it wrote no log"

@@ -1,10 +1,12 @@
-"""Run a command in a session of its own, and end all of its processes when the process that started this one ends.
+"""Start a server when its weights are there, and end all of its processes when the run that started this one ends.
 
-vLLM's engine is a process of its own. It stays, and keeps its memory, if the server that started it is killed.
+The process is there before the weights are written. If the run is killed at any moment, this process removes what the
+run has left in memory. vLLM's engine is a process of its own. It stays, and keeps its memory, if the server that
+started it is killed, so this process ends it as well.
 
 ``vllm_server`` starts this file by its path with ``python -I``: it uses the standard library alone, and starts in
-milliseconds. Its arguments are the id of the process that starts it, a folder to remove if that process has ended, and
-the command.
+milliseconds. Its arguments are the id of the run's process, the folder with the weights, folders to remove after
+SIGTERM, ``--``, and the command.
 """
 
 import ctypes
@@ -19,22 +21,53 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_POLL_SECONDS = 0.05
 _END_SECONDS = 10  # for the server
 _LEFT_SECONDS = 5  # for what the server has left: Python's resource tracker removes its shared memory
 
 
 def main() -> NoReturn:
-    """Run the command and exit with its code; SIGTERM ends it."""
-    parent_pid = int(sys.argv[1])
-    folder = sys.argv[2]
-    command = sys.argv[3:]
+    """Run the command and exit with its code, or with 128 plus the number of the signal that ended it.
+
+    SIGTERM, which also comes when the run ends, ends the command; the folders are then removed, and the exit code is 1.
+    """
+    run_pid = int(sys.argv[1])
+    weights = sys.argv[2]
+    separator = sys.argv.index("--")
+    folders = sys.argv[3:separator]
+    command = sys.argv[separator + 1 :]
     # Both signals are taken from ``sigwait`` alone: a handler could interrupt the start of the server, or its end.
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, some systems drop it although it is blocked
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     _end_with_parent()
-    if os.getppid() != parent_pid:  # it has ended before this process asked for the signal
-        sys.exit(1)
 
+    code = None
+    # the run may have ended before this process asked for the signal
+    if os.getppid() == run_pid and _wait_for_weights(weights):
+        code = _run_server(command)
+    # The parent's id does not tell whether the run has ended: the signal comes when its main thread ends, and while
+    # other threads still end, the id stays the same. A run that itself ends the server needs the folders no more.
+    if code is None or signal.SIGTERM in signal.sigpending():
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(1 if code is None else code)
+
+
+def _wait_for_weights(weights: str) -> bool:
+    """Wait until the folder is there; return whether it is, and SIGTERM has not been sent before."""
+    while signal.SIGTERM not in signal.sigpending():
+        if os.path.isdir(weights):
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _run_server(command: list[str]) -> int | None:
+    """Run the command until it ends or SIGTERM is sent, and end all of its processes.
+
+    Returns:
+        The exit code, or 128 plus the number of the signal that ended the command; None after SIGTERM.
+    """
     server = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_server)
     received = signal.SIGCHLD
     while received == signal.SIGCHLD and server.poll() is None:  # it may have been stopped, and not have ended
@@ -46,9 +79,9 @@ def main() -> NoReturn:
     with suppress(subprocess.TimeoutExpired):
         server.wait(_END_SECONDS)
     _end_session(server.pid)
-    if os.getppid() != parent_pid:
-        shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(1 if code is None else code)
+    if code is not None and code < 0:  # a signal
+        return 128 - code
+    return code
 
 
 def _end_session(group_id: int) -> None:

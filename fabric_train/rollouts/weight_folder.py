@@ -48,7 +48,9 @@ class WeightFolder:
     """Writes one version of the weights after the other. All ranks call its methods together."""
 
     def __init__(self, fabric: Fabric, shape: ModelShape, dtype: torch.dtype, shared_dir: Path | None) -> None:
-        """Find out which tensors the folder must have, and remove folders that killed runs have left.
+        """Find out which tensors the folder must have, and remove folders that runs have left.
+
+        ``vllm_supervisor`` removes that of a killed run, unless it was killed as well.
 
         Args:
             fabric: The run's Fabric.
@@ -66,8 +68,18 @@ class WeightFolder:
         self._shapes = _published_shapes(meta_model, shape.source)
         self._config = copy.deepcopy(shape.config)
         self._config.tie_word_embeddings = False
-        # absolute, since the engine runs in another folder
-        self._root = shared_dir.absolute() / _SHARED_NAME if shared_dir is not None else self._choose_root()
+        self.is_shared = shared_dir is not None
+        """Whether the machines of the run share the folder; otherwise, it belongs to this run's process."""
+        self.root: Path
+        """Has one version of the weights at a time, and is there only while they are handed over."""
+        if shared_dir is not None:
+            self.root = shared_dir.absolute() / _SHARED_NAME  # absolute, since the engine runs in another folder
+        else:
+            self.root = self._choose_root()
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the weights of a step, which is there only while they are handed over."""
+        return self.root / f"step-{step:08d}"
 
     def write(self, model: Any, step: int) -> Path:
         """Write the weights of the model, and check what was written.
@@ -86,8 +98,8 @@ class WeightFolder:
         difference = first_text(self._fabric, self._find_difference(weights))
         if difference is not None:
             raise RunError(f"--sampler vllm: {difference}; leave out --sampler to sample in the processes that train")
-        target = self._root / f"step-{step:08d}"
-        temporary = self._root / f".step-{step:08d}"
+        target = self.path(step)
+        temporary = self.root / f".step-{step:08d}"
         fault = None
         if self._fabric.is_global_zero:
             fault = _attempt(lambda: self._create(temporary))
@@ -110,7 +122,7 @@ class WeightFolder:
     def remove(self) -> None:
         """Remove everything that was written. One rank may call this alone."""
         if self._fabric.is_global_zero:
-            shutil.rmtree(self._root, ignore_errors=True)
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def _choose_root(self) -> Path:
         """Return a folder in memory or among the temporary files that has room for the weights; the same on all ranks.
@@ -135,8 +147,8 @@ class WeightFolder:
         return parent / f"{_PREFIX}{process_name}"
 
     def _create(self, temporary: Path) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-        self._root.mkdir(mode=0o700, parents=True)
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.root.mkdir(mode=0o700, parents=True)
         temporary.mkdir()
 
     def _write_part(self, folder: Path, weights: MergedWeights) -> None:
@@ -185,7 +197,7 @@ class WeightFolder:
         fault = first_text(self._fabric, fault)
         if fault is not None:
             self.remove()
-            raise RunError(f"the weights for the sampler could not be written to {self._root}: {fault}")
+            raise RunError(f"the weights for the sampler could not be written to {self.root}: {fault}")
 
 
 def _attempt(action: Callable[[], object]) -> str | None:

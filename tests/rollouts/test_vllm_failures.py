@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from fabric_train.cli.errors import RunError
 from fabric_train.model.hf_model import read_shape
 from fabric_train.rollouts import vllm_client, vllm_sampler, vllm_server
 from fabric_train.rollouts.sampler import SampleRequest, SamplingSettings
+from fabric_train.rollouts.vllm_client import ServerFailedError
+from fabric_train.rollouts.vllm_end import ON_CPU
 from fabric_train.rollouts.vllm_sampler import VllmSampler, open_vllm_sampler
 from tests.support.vllm_stand_in import write_stand_in
 
-pytestmark = pytest.mark.slow  # a server takes seconds to start, and a stopped one 15 s to end
+pytestmark = pytest.mark.slow  # a stopped server takes 15 s to end
 
 REQUESTS = [SampleRequest((index + 2, 3), seed=index) for index in range(6)]
 
@@ -36,32 +39,42 @@ def model(fabric: Fabric, tiny_model_dir: Path) -> Any:
 
 
 @pytest.fixture
-def sampler(
+def open_sampler(
     fabric: Fabric, model: Any, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[VllmSampler]:
-    """A sampler whose server has the weights, and which sleeps as on a GPU of the run."""
+) -> Iterator[Callable[..., VllmSampler]]:
+    """Opens a sampler whose server has the weights, and which sleeps as on a GPU of the run."""
     monkeypatch.setattr(vllm_sampler, "_HANG_SECONDS", 0.5)
     monkeypatch.setattr(vllm_sampler, "_WATCH_SECONDS", 0.1)
     monkeypatch.setattr(vllm_sampler, "_END_SECONDS", 1.0)
     monkeypatch.setattr(vllm_client, "CONTROL_SECONDS", 1.0)
-    sampler = open_vllm_sampler(
-        fabric,
-        read_shape(str(tiny_model_dir)),
-        SamplingSettings(1.0, max_new_tokens=4, end_ids=(1,)),
-        run_dir=tmp_path,
-        max_prompt_length=8,
-        probe_ids=(5, 6, 7, 8),
-        dtype=torch.float32,
-        python=write_stand_in(tmp_path / "python"),
-        devices=None,
-        on_batch=lambda: None,
-    )
-    assert sampler._server is not None
-    sampler._server._settings = replace(sampler._server._settings, sleeps=True)
-    sampler.update_weights(model, 0)
-    yield sampler
-    sampler.close()
+
+    def open_sampler(before: str = "") -> VllmSampler:
+        sampler = open_vllm_sampler(
+            fabric,
+            read_shape(str(tiny_model_dir)),
+            SamplingSettings(1.0, max_new_tokens=4, end_ids=(1,)),
+            run_dir=tmp_path,
+            max_prompt_length=8,
+            probe_ids=(5, 6, 7, 8),
+            dtype=torch.float32,
+            python=write_stand_in(tmp_path / "python", before),
+            devices=None,
+            on_batch=lambda: None,
+        )
+        stack.enter_context(closing(sampler))
+        assert sampler._server is not None
+        sampler._server._settings = replace(sampler._server._settings, sleeps=True)
+        sampler.update_weights(model, 0)
+        return sampler
+
+    with ExitStack() as stack:
+        yield open_sampler
     assert not servers()
+
+
+@pytest.fixture
+def sampler(open_sampler: Callable[..., VllmSampler]) -> VllmSampler:
+    return open_sampler()
 
 
 def servers() -> list[psutil.Process]:
@@ -164,6 +177,60 @@ def test_a_server_that_fails_twice_in_a_step_ends_the_run(
 
     monkeypatch.setattr(VllmSampler, "_request", request_and_kill)
     starts = count_starts(monkeypatch)
-    with pytest.raises(RunError, match=r"vLLM ended: .*\(log: .*vllm\.log\)"):
+    killed = r"vLLM ended: killed by signal 9 \(often out of memory\); .*VLLM_CPU_KVCACHE_SPACE.*\(log: .*vllm\.log\)"
+    with pytest.raises(RunError, match=killed):
         sampler.sample(REQUESTS)
     assert len(starts) == 1
+
+
+INSTEAD_OF_COMPLETIONS = """
+import os
+
+def generate(self, prompt_ids, parameters, original=vllm_stand_in.Engine.generate):
+    if "prompt_logprobs" in parameters:  # the probe
+        return original(self, prompt_ids, parameters)
+    {action}
+
+vllm_stand_in.Engine.generate = generate
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (
+            'raise vllm_stand_in.RequestRefusedError("the prompt is too long")',
+            r"vLLM answered /inference/v1/generate with 400: the prompt is too long; install vLLM 0\.32\.0,",
+        ),
+        ("return {}", r"in an unknown form \(KeyError: 'choices'\); install vLLM 0\.32\.0,"),
+    ],
+)
+def test_an_answer_that_would_recur_ends_the_run_at_once(
+    open_sampler: Callable[..., VllmSampler], monkeypatch: pytest.MonkeyPatch, action: str, message: str
+) -> None:
+    sampler = open_sampler(INSTEAD_OF_COMPLETIONS.format(action=action))
+    starts = count_starts(monkeypatch)
+    with pytest.raises(RunError, match=message):
+        sampler.sample(REQUESTS)
+    assert not starts
+
+
+def test_a_server_that_runs_out_of_memory_twice_names_what_to_change(
+    open_sampler: Callable[..., VllmSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = 'os.write(2, b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\\n"); os._exit(1)'
+    sampler = open_sampler(INSTEAD_OF_COMPLETIONS.format(action=fail))
+    starts = count_starts(monkeypatch)
+    with pytest.raises(
+        RunError, match=r"Tried to allocate 2\.00 GiB\.; free memory on this machine, or set VLLM_CPU_KV"
+    ):
+        sampler.sample(REQUESTS)
+    assert len(starts) == 1
+
+
+def test_a_server_that_fails_for_lack_of_memory_but_runs_names_what_to_change(
+    open_sampler: Callable[..., VllmSampler],
+) -> None:
+    sampler = open_sampler()
+    answered = ServerFailedError("vLLM answered /collective_rpc with 500: CUDA out of memory")
+    assert str(sampler._explain(answered)).endswith("CUDA out of memory; " + ON_CPU.if_out_of_memory)

@@ -18,7 +18,6 @@ from fabric_train.rollouts.vllm_server import (
     ServerSettings,
     VllmServer,
     check_environment,
-    last_error,
     vllm_python_path,
 )
 
@@ -35,40 +34,69 @@ def wait_until(is_true: Callable[[], bool]) -> bool:
     return True
 
 
-def test_a_killed_run_leaves_no_process_of_the_server_and_no_folder(tmp_path: Path) -> None:
-    """The run, the supervisor, the server, and the server's engine."""
-    folder = tmp_path / "socket"
-    folder.mkdir()
+def start(server: VllmServer, model_dir: Path) -> None:
+    server.start(model_dir)
+    server.wait_until_it_answers()
+
+
+def supervise(command: list[str], weights: Path, folders: list[Path], run_pid: int | str) -> list[str]:
+    """Return the command of the supervisor of a server."""
+    words = [sys.executable, "-I", vllm_supervisor.__file__, str(run_pid), str(weights), *map(str, folders), "--"]
+    return words + command
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_killed_run_leaves_no_process_of_the_server_and_no_folder(tmp_path: Path, has_weights: bool) -> None:
+    """The run, the supervisor, and, if the weights were written, the server and the server's engine."""
+    weights = tmp_path / "weights" / "step-0"
+    folders = [tmp_path / "socket", tmp_path / "weights"]
+    for folder in folders:
+        folder.mkdir()
+    if has_weights:
+        weights.mkdir()
     server = [sys.executable, "-c", GRANDCHILD.format(sleep=SLEEP)]
+    command = supervise(server, weights, folders, "RUN")
     run = (
         "import os, subprocess, sys\n"
-        f"command = [sys.executable, '-I', {vllm_supervisor.__file__!r}, str(os.getpid()), {str(folder)!r}]\n"
-        f"subprocess.Popen(command + {server!r}).wait()\n"
+        f"command = [word.replace('RUN', str(os.getpid())) for word in {command!r}]\n"
+        "subprocess.Popen(command).wait()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", run])
     running = psutil.Process(process.pid)
-    assert wait_until(lambda: len(running.children(recursive=True)) == 3)
+    num_descendants = 3 if has_weights else 1
+    assert wait_until(lambda: len(running.children(recursive=True)) == num_descendants)
     descendants = running.children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(descendants, timeout=20)
     assert not alive
-    assert not folder.exists()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_an_engine_ends_when_its_server_is_killed(tmp_path: Path) -> None:
-    """The folder stays: the run starts another server in it."""
+    """The folders stay: the run starts another server with them."""
     server = [sys.executable, "-c", GRANDCHILD.format(sleep=SLEEP)]
-    arguments = [str(os.getpid()), str(tmp_path)]
-    supervisor = subprocess.Popen([sys.executable, "-I", vllm_supervisor.__file__, *arguments, *server])
+    supervisor = subprocess.Popen(supervise(server, tmp_path, [tmp_path], os.getpid()))
     running = psutil.Process(supervisor.pid)
     assert wait_until(lambda: len(running.children(recursive=True)) == 2)
     server_process, engine = running.children(recursive=True)
     server_process.kill()
-    assert supervisor.wait(20) != 0
+    assert supervisor.wait(20) == 128 + signal.SIGKILL
     _, alive = psutil.wait_procs([engine], timeout=20)
     assert not alive
     assert tmp_path.exists()
+
+
+def test_a_server_starts_when_its_weights_are_there(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    server = [sys.executable, "-c", f"import os; print(os.listdir({str(weights)!r}))"]
+    supervisor = subprocess.Popen(supervise(server, weights, [], os.getpid()), stdout=subprocess.PIPE, text=True)
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "temporary" / "model").touch()
+    (tmp_path / "temporary").rename(weights)
+    output, _ = supervisor.communicate(timeout=20)
+    assert output == "['model']\n"
+    assert supervisor.returncode == 0
 
 
 INTERRUPTED_START = """
@@ -91,7 +119,8 @@ def test_signals_while_the_server_starts_end_it_and_its_engine(tmp_path: Path) -
     pid_file = tmp_path / "engine"
     source = INTERRUPTED_START.format(supervisor=vllm_supervisor.__file__, pid_file=str(pid_file))
     server = f"sleep 600 & echo $! > {pid_file}.part; mv {pid_file}.part {pid_file}; wait"
-    command = [sys.executable, "-c", source, str(os.getpid()), str(tmp_path), "/bin/sh", "-c", server]
+    arguments = [str(os.getpid()), str(tmp_path), str(tmp_path / "socket"), "--"]
+    command = [sys.executable, "-c", source, *arguments, "/bin/sh", "-c", server]
     supervisor = subprocess.Popen(command)
     assert supervisor.wait(20) == 1
     engine_pid = int(pid_file.read_text())
@@ -103,7 +132,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_error(tmp_path: Pa
     settings = ServerSettings(Path(sys.executable), tmp_path / "vllm.log", "float32", max_length=64)
     server = VllmServer(settings)
     with pytest.raises(RunError, match=r"vLLM ended while it was starting: .*No module named.*\(log: .*vllm\.log\)"):
-        server.start(tmp_path)
+        start(server, tmp_path)
     server.stop()
     assert not server.client.path.parent.exists()
 
@@ -114,7 +143,7 @@ def test_a_server_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
     python.chmod(0o755)
     server = VllmServer(ServerSettings(python, tmp_path / "vllm.log", "float32", max_length=64, start_seconds=0.5))
     with pytest.raises(RunError, match=r"vLLM did not start within 0\.5 s: loading"):
-        server.start(tmp_path)
+        start(server, tmp_path)
     assert not server.is_running
     server.stop()
 
@@ -127,7 +156,7 @@ def test_a_relative_path_of_python_is_one_from_the_runs_folder(tmp_path: Path, m
     (tmp_path / "python").symlink_to("real")
     server = VllmServer(ServerSettings(vllm_python_path("python"), tmp_path / "vllm.log", "float32", max_length=64))
     with pytest.raises(RunError, match=rf"error: started as {tmp_path}/python \("):
-        server.start(tmp_path)
+        start(server, tmp_path)
     server.stop()
 
 
@@ -165,7 +194,7 @@ def test_only_a_started_server_has_a_folder_for_its_socket(tmp_path: Path, monke
     server = VllmServer(ServerSettings(Path("/bin/false"), tmp_path / "log", "float32", max_length=64))
     assert not list((tmp_path / "temporary").iterdir())
     with pytest.raises(RunError):
-        server.start(tmp_path)
+        start(server, tmp_path)
     assert server.client.path.parent.stat().st_mode & 0o777 == 0o700
     server.stop()
     assert not list((tmp_path / "temporary").iterdir())
@@ -177,20 +206,3 @@ def test_a_log_that_cannot_be_written_is_an_error_of_the_run(tmp_path: Path) -> 
     with pytest.raises(RunError, match=r"vLLM could not be started: .*file"):
         server.start(tmp_path)
     server.stop()
-
-
-def test_the_last_error_is_the_cause_and_not_what_points_to_it() -> None:
-    log = (
-        "(EngineCore pid=7) INFO 11-29 00:38:05 [core.py:1] loading\n"
-        "(EngineCore pid=7) ERROR 11-29 00:38:06 [core.py:2] ValueError: No available memory for the cache blocks.\n"
-        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n\n"
-    )
-    assert last_error(log) == "ValueError: No available memory for the cache blocks."
-    of_pydantic = (
-        "(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
-        "(APIServer pid=6)   Value error, max_model_len (1024) is too large. [type=value_error]\n"
-        "(APIServer pid=6)     For further information visit a page\n"
-    )
-    assert last_error(of_pydantic) == "Value error, max_model_len (1024) is too large. [type=value_error]"
-    assert last_error("one\ntwo\n") == "two"
-    assert last_error("") == "it wrote no log"

@@ -148,7 +148,7 @@ def test_weights_that_the_memory_has_no_room_for_are_temporary_files(
     monkeypatch.setattr(weight_folder, "available_memory", lambda: 1000)
     monkeypatch.setattr(weight_folder, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path)))
     folder = WeightFolder(fabric, read_shape(str(tiny_model_dir)), torch.float32, None)
-    assert folder._root.parent == tmp_path
+    assert folder.root.parent == tmp_path
 
 
 def test_without_memory_the_folder_is_among_the_temporary_files(
