@@ -104,9 +104,12 @@ $(VENV)/python $(XLA)/python $(VLLM)/python: install/create_venv.py
 
 $(STAMP): $(VENV)/python requirements.txt pyproject.toml
 	@rm -f $@
-	@torch=$$(grep '^torch==' requirements.txt); echo "[2/4] $$torch (the largest download: minutes on a slow connection)"; \
-	  $(PIP_INSTALL) "$$torch"
-	@echo '[3/4] requirements.txt'; $(PIP_INSTALL) -r requirements.txt
+	@torch=$$(grep '^torch==' requirements.txt); \
+	  echo "[2/4] requirements.txt, and $$torch at the same time (minutes on a slow connection)"; \
+	  $(PIP_INSTALL) --no-deps "$$torch" & torch_install=$$!; \
+	  $(PIP_INSTALL) --no-deps -r <(grep -v '^torch==' requirements.txt) || { kill $$torch_install 2> /dev/null; exit 1; }; \
+	  wait $$torch_install
+	@echo '[3/4] what these need (for GPUs, the largest download)'; $(PIP_INSTALL) -r requirements.txt
 	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
