@@ -57,7 +57,7 @@ def devices_of(recipe: Path) -> list[int]:
 OF_TEAMS = ("hitz-galician", "krikri", "sea-lion-v3")
 CASES = [(path.stem, number) for path in sorted(RECIPES.glob("*.yaml")) for number in devices_of(path)]
 # one on the fewest GPUs, which have the least room, and recipes of teams; others by make test-cuda-rehearsal
-FEWEST = {"llama-3.2-1b-pretraining": 1, "llama-3.1-8b-rl": 8, "llama-3.1-8b-rl-lora": 8, **dict.fromkeys(OF_TEAMS, 8)}
+FEWEST = {"llama-3.2-1b-pretraining": 1, "llama-3.1-8b-rl": 8, **dict.fromkeys(OF_TEAMS, 8)}
 PLANNED = [
     pytest.param(recipe, number, marks=() if FEWEST.get(recipe) == number else pytest.mark.cuda_rehearsal)
     for recipe, number in CASES

@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -71,7 +73,9 @@ SETTINGS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }
 MOST_PARAMETERS = 30_000_000
-FAMILIES = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+# of two names with one class of configurations, the second is the family's
+FAMILIES = tuple({CONFIG_MAPPING_NAMES[name]: name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}.values())
+"""The names of all families; their modules are not imported, which takes a second."""
 
 
 class NotSmallError(Exception):
@@ -84,7 +88,7 @@ def small_config(family: str, **sizes: Any) -> PretrainedConfig:
     Raises:
         NotSmallError: the family refuses the sizes.
     """
-    config_class = FAMILIES[family]
+    config_class = CONFIG_MAPPING[family]
     try:
         settings = SETTINGS_OF_FAMILY.get(family, {})
         return config_class(**_known_sizes(config_class, SIZES | sizes), **settings)
