@@ -5,12 +5,10 @@ thread therefore reads the signal numbers from the pipe that Python's C handler 
 The heartbeat holds the position of this rank in the run; ``watchdog`` sends it to the other ranks.
 """
 
-import ctypes
 import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -20,11 +18,11 @@ from typing import Any, NoReturn
 
 from fabric_train.cli.errors import STOPPED, end_run
 from fabric_train.cli.launcher import launcher_process
+from fabric_train.cli.parent_process import end_with_parent
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _REPEAT_SECONDS = 2.0  # a launcher may send one signal several times within this time
 _LAUNCHER_CHECK_SECONDS = 0.5  # between two checks that the launcher still runs
-_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 Border = tuple[int, int]
 """The moment before a micro-batch: (optimizer step, index of the micro-batch). All ranks pass all borders in order."""
 
@@ -144,8 +142,7 @@ def ignore_signals_in_worker(_: int) -> None:
     signal.set_wakeup_fd(-1)  # the worker has inherited the rank's pipe, and would write to it
     for signal_number in _SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere torch ends the worker some seconds after its parent
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # elsewhere than on Linux, torch ends the worker some seconds after its parent
 
 
 def _name(signal_number: int) -> str:

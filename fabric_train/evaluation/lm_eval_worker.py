@@ -3,12 +3,10 @@
 A model's memory is then free after its evaluation. A request is the JSON of a :class:`WorkerRequest`.
 """
 
-import ctypes
 import json
 import logging
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -24,12 +22,12 @@ from typing import Any
 from fabric_train.cli.argument_types import nearest_name
 from fabric_train.cli.commands import project_first
 from fabric_train.cli.errors import InputError, first_line, run_program
+from fabric_train.cli.parent_process import end_with_parent
 from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
 from fabric_train.evaluation.task_file import TaskSettings, is_task_file
 from fabric_train.files.typed_json import parse_json
 
-_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _OFFLINE = (
     "; its data is on the hub; with internet access, download it once into the cache that this machine uses (HF_HOME)"
 )
@@ -85,8 +83,7 @@ def evaluate_in_worker(request: WorkerRequest) -> int:
 
 def main() -> None:
     """Run the request on standard input: check tasks, evaluate a model on them, or evaluate it on texts."""
-    if sys.platform == "linux":  # a killed watcher leaves no process behind that writes scores
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # a killed watcher leaves no process behind that writes scores
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
 
     # texts

@@ -7,14 +7,12 @@ This is no sandbox: the function has all rights of the user who started the run,
 only keeps errors, endless loops and memory of the function away from the run.
 """
 
-import ctypes
 import importlib
 import inspect
 import json
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -25,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fabric_train.cli.parent_process import end_with_parent
 from fabric_train.rollouts.builtin_rewards import BUILTIN_REWARDS
 from fabric_train.rollouts.reward_messages import (
     CALL_ARGUMENTS,
@@ -35,7 +34,6 @@ from fabric_train.rollouts.reward_messages import (
     RewardCall,
 )
 
-_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _MODULE = "fabric_train_reward_file"
 """The name of the module of a user's file; the file's own name could hide a module, such as math.py."""
 _MAX_ERROR_CHARACTERS = 300
@@ -66,8 +64,7 @@ class _LoadedReward:
 
 def main() -> None:
     """Answer the messages of the run: first load a function, then call it."""
-    if sys.platform == "linux":  # the socket of a killed run closes, but a function in an endless loop does not notice
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # the socket of a killed run closes, but a function in an endless loop does not notice
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # programs that the function starts do not get it
     channel = MessageChannel(socket.socket(fileno=descriptor))
@@ -80,9 +77,9 @@ def main() -> None:
         try:
             reward = _load(request)
         except BaseException as error:  # noqa: BLE001 - the code of a user may raise anything, SystemExit too
-            channel.send(LoadAnswer(_describe(error, request.file), []))
+            channel.send(LoadAnswer(failure=_describe(error, request.file), required_columns=[]))
             return
-        channel.send(LoadAnswer(None, reward.required_columns))
+        channel.send(LoadAnswer(failure=None, required_columns=reward.required_columns))
 
         # call it
         while True:
@@ -164,7 +161,7 @@ def _call(reward: _LoadedReward, call: RewardCall) -> CallAnswer:
             return _all_failed(num_completions, error)
         return _check_values(list(returned), num_completions)
     except BaseException as error:  # noqa: BLE001 - the code of a user may raise anything, SystemExit too
-        return CallAnswer(_describe(error, reward.file), [], [])
+        return CallAnswer(failure=_describe(error, reward.file), values=[], errors=[])
 
 
 def _check_values(returned: Sequence[Any], num_completions: int) -> CallAnswer:
@@ -190,7 +187,7 @@ def _check_values(returned: Sequence[Any], num_completions: int) -> CallAnswer:
             values.append(0.0)
             too_large = ", which is too large" if math.isfinite(number) else ""
             errors.append(f"it returned {number}{too_large}")
-    return CallAnswer(None, values, errors)
+    return CallAnswer(failure=None, values=values, errors=errors)
 
 
 def _is_number(value: Any) -> bool:
@@ -203,7 +200,7 @@ def _is_number(value: Any) -> bool:
 
 def _all_failed(num_completions: int, error: str) -> CallAnswer:
     """Return the answer for a mistake that does not depend on the completions."""
-    return CallAnswer(None, [0.0] * num_completions, [error] * num_completions)
+    return CallAnswer(failure=None, values=[0.0] * num_completions, errors=[error] * num_completions)
 
 
 def _describe(error: BaseException, file: str) -> str:
