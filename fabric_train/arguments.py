@@ -630,7 +630,7 @@ class RolloutArguments:
     group_size: PositiveInt = 8
     """Completions that are sampled for each prompt."""
     max_new_tokens: RowLength = 512
-    """Most tokens of a completion; longer ones are cut there."""
+    """Largest number of tokens of a completion; longer completions are cut."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of the probabilities in the loss. The full distribution is sampled: top-p, top-k and
     min-p would make the ratio of probabilities wrong.
@@ -655,8 +655,8 @@ class RolloutArguments:
     deviation as well, as in GRPO (group_norm).
     """
     refill: bool = False
-    """Replace prompts whose completions all have the same reward, from which nothing is learned, by further ones; up to
-    four times in a step.
+    """Replace prompts whose completions all have the same reward, from which nothing is learned, with other prompts; up
+    to four times in a step.
     """
     loss_normalisation: Literal["tokens", "constant"] = "tokens"
     """Divide the loss of a step by its completion tokens, or by the constant --max_new_tokens times its completions."""

@@ -214,25 +214,24 @@ class PolicyGradient:
         # These are whole numbers: rounding takes away the errors of the shares.
         num_completions = round(sums["completions"])
         num_tokens = round(sums["completion_tokens"])
-        num_sft_tokens = round(sums.pop("sft_tokens", 0.0))
-        sft_sum = sums.pop("sft_loss", 0.0)
         if num_completions == 0:
             return [0.0 if name == "completions" else None for name in self.metric_names]
 
-        values: dict[str, float | None] = {}
-        for name, total in sums.items():
-            if name in self._reward_metrics:
-                values[name] = total / num_completions
-            else:
-                values[name] = total / num_tokens
-        values["completions"] = float(num_completions)
-        values["completion_tokens"] = num_tokens / num_completions
+        values: dict[str, float | None] = {
+            "completions": float(num_completions),
+            "completion_tokens": num_tokens / num_completions,
+        }
+        for name in self._reward_metrics:
+            values[name] = sums[name] / num_completions
         for name in ("cut_completions", "flat_groups", "failed_rewards"):
             values[name] = round(sums[name]) / num_completions
+        for name in self._policy_metrics:
+            values[name] = sums[name] / num_tokens
         values["weights_cut"] = round(sums["weights_cut"]) / num_tokens
         if self._sft_weight > 0:
+            num_sft_tokens = round(sums["sft_tokens"])
             values["sft_tokens"] = float(num_sft_tokens)
-            values["sft_loss"] = sft_sum / num_sft_tokens if num_sft_tokens else None
+            values["sft_loss"] = sums["sft_loss"] / num_sft_tokens if num_sft_tokens else None
         return [values[name] for name in self.metric_names]
 
 
