@@ -209,7 +209,9 @@ def _facts_table(forecast: Forecast, run: PreparedRun, request: RunRequest) -> T
 def _bytes_for_sampling(forecast: Forecast, sampling: SamplingForecast, device_memory: int) -> int:
     """Return the bytes of a device that are left for what sampling frees again."""
     (phase,) = [phase for phase in forecast.budget.phases if phase.name == SAMPLING]
-    freed_kinds = {kind for moment in sampling.moments for kind in moment}
+    freed_kinds: set[str] = set()
+    for moment in sampling.moments:
+        freed_kinds.update(moment)
     kept_bytes = sum(size for kind, size in phase.parts.items() if kind not in freed_kinds)
     return device_memory - forecast.process - kept_bytes
 

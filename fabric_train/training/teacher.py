@@ -71,9 +71,11 @@ def find_teacher(run: PreparedRun) -> FrozenModel | None:
     if not run.arguments.planning.plan:
         _check_teacher(run, shape, teacher)
     teacher_weights = run.arguments.preference.teacher_weights
-    base_weights = None if teacher_weights == "16bit" else teacher_weights
+    base_weights: str | None = None
     if shape.adapter is not None:
         base_weights = shape.adapter.base_weights
+    elif teacher_weights != "16bit":
+        base_weights = teacher_weights
     return FrozenModel("teacher", shape, base_weights)
 
 
