@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, STOPPED, InputError
+from fabric_train.model.hf_model import load_hf_tokenizer
 from fabric_train.preflight.paths import check_paths
 from fabric_train.preflight.prepare import prepare
 from fabric_train.rollouts.store import read_manifest, read_rollouts, step_folder
@@ -196,6 +200,57 @@ def test_metrics_have_the_mean_reward_without_noise(reinforcing: Reinforcing) ->
     reinforcing.train("exact", rewards="tenths.py:tenths", max_step=1)
     (reward,) = reinforcing.column("exact", "train_reward")
     assert reward * 160 == pytest.approx(round(reward * 160), abs=1e-9)  # a mean of 16 values of 0 or 0.1
+
+
+def test_the_sampled_tokens_train_although_their_text_is_encoded_otherwise(
+    reinforcing: Reinforcing, tiny_model_dir: Path
+) -> None:
+    tokenizer = load_hf_tokenizer(tiny_model_dir)
+    for step in range(1, MAX_STEP + 1):
+        stored = read_rollouts(step_folder(reinforcing.folder / "whole", step)).completions
+        encoded = [tokenizer.encode(completion.text, add_special_tokens=False) for completion in stored]
+        assert encoded != reinforcing.tokens("whole", step)
+    assert_losses_are_of_stored_tokens(reinforcing, "whole", MAX_STEP)
+
+
+def test_a_sampled_end_counts_in_the_loss_although_it_is_the_token_of_padding(
+    reinforcing: Reinforcing, tiny_model_dir: Path
+) -> None:
+    """The model has a large embedding of EOS, so that some completions end before others."""
+    folder = reinforcing.folder / "padding-model"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    tokenizer = load_hf_tokenizer(tiny_model_dir)
+    tokenizer.pad_token = tokenizer.eos_token
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 30
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    reinforcing.train("padding", model_name="padding-model", max_step=2)
+    num_stopped = 0
+    for step in (1, 2):
+        for completion in read_rollouts(step_folder(reinforcing.folder / "padding", step)).completions:
+            has_stopped = completion.finish_reason == "stop"
+            num_stopped += has_stopped
+            assert completion.token_ids.tolist().count(tokenizer.eos_token_id) == has_stopped
+    assert 0 < num_stopped < 32
+    assert_losses_are_of_stored_tokens(reinforcing, "padding", 2)
+
+
+def assert_losses_are_of_stored_tokens(reinforcing: Reinforcing, run: str, num_steps: int) -> None:
+    """Compare the loss of each step with -Σ advantage · log-probability / N over the tokens that are stored.
+
+    The sampler's log-probabilities are those of the trainer, so the weights of the correction are 1.
+    """
+    for step in range(1, num_steps + 1):
+        losses = []
+        for completion in read_rollouts(step_folder(reinforcing.folder / run, step)).completions:
+            assert len(completion.log_probabilities) == len(completion.token_ids)
+            losses.append(-completion.advantage * completion.log_probabilities.astype(np.float64))
+        token_losses = np.concatenate(losses)
+        scale = np.abs(token_losses).mean()  # positive and negative losses cancel
+        loss = reinforcing.column(run, "train_loss")[step - 1]
+        assert loss == pytest.approx(token_losses.mean(), rel=0, abs=TOLERANCE * scale)
+        assert reinforcing.column(run, "train_completion_tokens")[step - 1] == len(token_losses) / len(losses)
 
 
 def test_the_note_on_changed_arguments_has_none_that_the_run_lacks(reinforcing: Reinforcing) -> None:
