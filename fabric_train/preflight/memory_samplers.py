@@ -6,6 +6,7 @@ throughout the run. vLLM takes a share of each GPU of the run while it samples, 
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,10 +65,11 @@ class VllmForecast:
     """What sampling with vLLM takes; see ``SamplingForecast``."""
 
     work: SamplingWork
+    on_gpu: bool
     shared_bytes: int
     """The bytes that vLLM may use on each GPU of the run while it samples; 0 if it has GPUs of its own."""
     weight_bytes: int
-    """The bytes of the weights in vLLM, on each GPU that it uses."""
+    """The bytes of the weights in vLLM, on each GPU that it uses, or in the memory of each machine without GPUs."""
     host_bytes: int
     """The bytes in host memory for each rank: the weights of a vLLM that sleeps, and the rank's share of the folder in
     memory through which vLLM gets them."""
@@ -82,6 +84,18 @@ class VllmForecast:
 
     def describe(self, free_bytes: int) -> str:
         weights = show_size(self.weight_bytes)
+        if not self.on_gpu:
+            text = (
+                f"vLLM on the CPUs of each machine, in memory that this plan does not count: {weights} of weights, as "
+                "much again while they are handed over, and "
+            )
+            cache = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+            if cache:
+                return text + f"{cache} GB of keys and values (VLLM_CPU_KVCACHE_SPACE)"
+            return text + (
+                "keys and values: without VLLM_CPU_KVCACHE_SPACE, which gives their GB, vLLM takes half of the memory "
+                "that is free when the run starts"
+            )
         if not self.shared_bytes:
             return f"vLLM, whose GPUs each hold {weights} of weights beside keys and values"
         return (
@@ -179,6 +193,7 @@ def _forecast_vllm(run: SampledRun) -> VllmForecast:
         shared_bytes = round(SHARED_GPU_SHARE * run.device_memory)
         host_bytes += weight_bytes
     return VllmForecast(
+        on_gpu=run.on_gpu,
         # any device completes any prompt, and may read a prompt once for its whole group
         work=count_work(
             run,

@@ -10,6 +10,7 @@ from lightning import Fabric
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fabric_train.arguments import TrainArguments, parse
+from fabric_train.cli.argument_types import show_size
 from fabric_train.model.hf_model import read_shape
 from fabric_train.preflight.memory_activations import SamplingBatch, _LiveBytes, trace_sampling
 from fabric_train.preflight.memory_forecast import SAMPLING, RunRequest, make_request
@@ -22,6 +23,7 @@ from fabric_train.rollouts.sampler import SampleRequest, SamplingSettings
 from fabric_train.training.build_run import _open_sampling_copy
 from fabric_train.training.prepared_run import PreparedRun
 from tests.support.programs import option_words
+from tests.support.vllm_stand_in import write_stand_in
 
 SETTINGS: dict[str, Any] = {
     "objective": "rl",
@@ -44,7 +46,8 @@ def prepare_run(folder: Path, model: Path, **options: Any) -> PreparedRun:
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "a b c", "answer": "d"}) + "\n" for _ in range(16)))
     settings = {**SETTINGS, "model_name": model, "prompts": prompts, "output_dir": folder / "run", **options}
-    return prepare(parse(TrainArguments, option_words(settings), {}))
+    words = option_words({name: value for name, value in settings.items() if value is not None})
+    return prepare(parse(TrainArguments, words, {}))
 
 
 def planned(folder: Path, model: Path, **options: Any) -> RunRequest:
@@ -151,6 +154,24 @@ def test_vllm_takes_its_share_of_the_gpus_of_the_run_only(tiny_model_dir: Path, 
     assert isinstance(own.sampling, VllmForecast)
     assert own.sampling.weight_bytes == 2 * own.units.total
     assert own.budget.phases[0].parts["vLLM"] == 0
+
+
+def test_the_plan_of_vllm_on_cpus_says_that_it_does_not_count_its_memory(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "device_memory": None, "precision": "32-true", "sampler": "vllm"}
+    options |= {"devices": 2, "vllm_python": write_stand_in(tmp_path / "python")}
+    forecast = planned(tmp_path, tiny_model_dir, **options).forecast()
+    sampling = forecast.sampling
+    assert isinstance(sampling, VllmForecast)
+    assert sampling.weight_bytes == 4 * forecast.units.total
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    text = sampling.describe(0)
+    assert f"memory that this plan does not count: {show_size(sampling.weight_bytes)} of weights" in text
+    assert "half of the memory that is free" in text
+    assert "GPU" not in text
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert sampling.describe(0).endswith("4 GB of keys and values (VLLM_CPU_KVCACHE_SPACE)")
 
 
 def test_each_machine_has_a_server(tiny_model_dir: Path, tmp_path: Path) -> None:
