@@ -38,6 +38,7 @@ from benchmarks import (
     rollouts,
     tokenization,
     training,
+    vllm_sampling,
     vocabulary,
 )
 from benchmarks.measure import ROOT
@@ -70,6 +71,7 @@ BENCHMARKS = {
     "cleaning": Benchmark(cleaning.measure, cleaning.table),
     "loss": Benchmark(loss.measure, loss.table),
     "rollouts": Benchmark(rollouts.measure, rollouts.table, only_by_name=True),
+    "vllm_sampling": Benchmark(vllm_sampling.measure, vllm_sampling.table, only_by_name=True),
     "preference": Benchmark(preference.measure, preference.table, only_by_name=True),
     "distillation": Benchmark(distillation.measure, distillation.table, only_by_name=True),
     "overhead": Benchmark(overhead.measure, overhead.table),
