@@ -25,6 +25,7 @@ from fabric_train.rollouts.store import RolloutManifest, StoredCompletion
 _SHOWN_PROMPT = 60
 """The last characters of a prompt in a table: its beginning is the same in all prompts with a chat template."""
 _STEP_COLUMNS = ("tokens", "cut", "flat", "replaced", "errors", "sampling s", "rewards s")
+"""The columns of a table of steps after those of the single rewards."""
 _FIRST_REWARD = 3
 """The column of the first single reward, in the tables of steps and of completions."""
 _COLUMN_GAP = 3  # of rich's tables
@@ -48,11 +49,17 @@ def step_table(steps: Sequence[StepSummary]) -> TextTable:
     lines = []
     for step in steps:
         rewards = [_number(step.rewards.get(name)) for name in reward_names]
-        cells = [f"{step.step:,}", f"{step.completions:,}", _number(step.reward), *rewards]
-        cells += [f"{step.tokens:,.1f}", f"{step.share_cut:.1%}", f"{step.share_without_variance:.1%}"]
-        cells += [f"{step.replaced_prompts:,}", f"{step.reward_errors:,}"]
-        cells += [f"{step.sampling_seconds:,.1f}", f"{step.reward_seconds:,.1f}"]
-        lines.append(tuple(cells))
+        cells = {
+            "tokens": f"{step.tokens:,.1f}",
+            "cut": f"{step.share_cut:.1%}",
+            "flat": f"{step.share_without_variance:.1%}",
+            "replaced": f"{step.replaced_prompts:,}",
+            "errors": f"{step.reward_errors:,}",
+            "sampling s": f"{step.sampling_seconds:,.1f}",
+            "rewards s": f"{step.reward_seconds:,.1f}",
+        }
+        last_cells = [cells[name] for name in _STEP_COLUMNS]
+        lines.append((f"{step.step:,}", f"{step.completions:,}", _number(step.reward), *rewards, *last_cells))
     columns = ("step", "completions", "reward", *reward_names, *_STEP_COLUMNS)
     return flat_table(columns, lines, num_words=0)
 

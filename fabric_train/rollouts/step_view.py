@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pyarrow import compute
 
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import number_ranges
@@ -127,7 +128,7 @@ def summarize_step(run_folder: Path, step: int) -> StepSummary:
     for table in read_tables(folder, manifest, _SUMMARIZED_COLUMNS):
         table_groups = table["group"].to_pylist()
         groups += table_groups
-        lengths += [len(token_ids.values) for token_ids in table["token_ids"]]
+        lengths += compute.list_value_length(table["token_ids"]).to_pylist()
         totals += table["reward"].to_pylist()
         rewards += table["rewards"].to_pylist()
         num_cut += table["finish_reason"].to_pylist().count("length")
