@@ -94,6 +94,15 @@ class _Reward:
     """The columns that it needs and that no setting replaces."""
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """An item of ``--rewards`` whose function is not loaded yet."""
+
+    spec: str
+    request: LoadRequest
+    process: RewardProcess
+
+
 class Rewards:
     """The rewards of a run; :func:`open_rewards` opens them."""
 
@@ -245,7 +254,7 @@ class Rewards:
         """Send each completion of a call that has failed alone, within the limits of :meth:`compute`."""
         num_completions = len(call.completions)
         if num_completions == 1 or self._on_error == "stop":
-            return CallAnswer(None, [0.0] * num_completions, [call_failure] * num_completions)
+            return CallAnswer(failure=None, values=[0.0] * num_completions, errors=[call_failure] * num_completions)
         alone_seconds = self._limits.call_seconds / min(num_completions, _SINGLE_CALL_DIVISOR)
         end = time.monotonic() + _RETRY_TIME_FACTOR * self._limits.call_seconds
         values = []
@@ -264,7 +273,7 @@ class Rewards:
             else:
                 values += answer.values
                 errors += answer.errors
-        return CallAnswer(None, values, errors)
+        return CallAnswer(failure=None, values=values, errors=errors)
 
 
 def open_rewards(
@@ -294,56 +303,61 @@ def open_rewards(
                 f"--reward_settings: {name}: expected names with values, such as {{max_characters: 400}}, got "
                 f"{values!r}"
             )
-    requests: dict[str, LoadRequest] = {}
-    specs_by_name: dict[str, str] = {}
+    candidates: dict[str, _Candidate] = {}
     faults: list[str] = []
     for spec in specs:
         try:
-            name, request = _load_request(spec, settings, limits)
+            request = _make_request(spec, settings, limits)
         except InputError as error:
             faults += error.faults
             continue
-        if name in requests:
+        name = request.function
+        if name in candidates:
             faults.append(
-                f"--rewards {spec}: {specs_by_name[name]} is called {name} too; give functions with different names"
+                f"--rewards {spec}: {candidates[name].spec} is called {name} too; give functions with different names"
             )
             continue
-        requests[name] = request
-        specs_by_name[name] = spec
+        candidates[name] = _Candidate(spec, request, RewardProcess(request, limits))
     if not specs:
         faults.append(f"--rewards: give at least one reward: {', '.join(BUILTIN_REWARDS)}, or FILE.py:NAME")
     if not faults:  # the names of all rewards are known
-        faults += _faults_of_weights(weights, list(requests))
+        faults += _faults_of_weights(weights, list(candidates))
         for name in settings:
-            if name not in requests:
-                faults.append(_unknown_name("--reward_settings", name, list(requests)))
+            if name not in candidates:
+                faults.append(_unknown_name("--reward_settings", name, list(candidates)))
     if faults:
         raise InputError(*faults)
 
     # start all processes before waiting for the first
-    processes = {name: RewardProcess(request, limits) for name, request in requests.items()}
     rewards = []
     try:
-        for process in processes.values():
-            process.start()
-        for name, process in processes.items():
-            spec = specs_by_name[name]
+        for candidate in candidates.values():
+            candidate.process.start()
+        for name, candidate in candidates.items():
             try:
-                loaded = _wait_until_loaded(spec, name, process, settings)
+                loaded = _wait_until_loaded(candidate)
             except InputError as error:
                 faults += error.faults
                 continue
-            request = requests[name]
+            request = candidate.request
             source_sha256 = None
             if request.file:
                 source_sha256 = hashlib.sha256(request.source.encode()).hexdigest()
-            required_columns = [column for column in loaded.required_columns if column not in request.settings]
-            rewards.append(_Reward(name, spec, float(weights.get(name, 1.0)), source_sha256, process, required_columns))
+            rewards.append(
+                _Reward(
+                    name=name,
+                    spec=candidate.spec,
+                    weight=float(weights.get(name, 1.0)),
+                    source_sha256=source_sha256,
+                    process=candidate.process,
+                    required_columns=[column for column in loaded.required_columns if column not in request.settings],
+                )
+            )
         if faults:
             raise InputError(*faults)
     except BaseException:
-        for process in processes.values():
-            process.kill()
+        for candidate in candidates.values():
+            candidate.process.kill()
         raise
     return Rewards(rewards, on_error, limits)
 
@@ -381,10 +395,8 @@ def describe_rewards(specs: Sequence[str]) -> list[Component]:
     return components
 
 
-def _load_request(
-    spec: str, settings: Mapping[str, Mapping[str, Any]], limits: RewardLimits
-) -> tuple[str, LoadRequest]:
-    """Return the name of a reward and the request to load it; InputError if it cannot exist."""
+def _make_request(spec: str, settings: Mapping[str, Mapping[str, Any]], limits: RewardLimits) -> LoadRequest:
+    """Return the request to load a reward, whose ``function`` is its name; InputError if it cannot exist."""
     parsed = parse_spec(spec)
     name = parsed.name
 
@@ -397,7 +409,13 @@ def _load_request(
             )
         for package in BUILTIN_REWARDS[spec].packages:
             check_package(package, f"--rewards {spec}")
-        return spec, LoadRequest("", "", spec, dict(settings.get(spec, {})), limits.memory_bytes)
+        return LoadRequest(
+            file="",
+            source="",
+            function=spec,
+            settings=dict(settings.get(spec, {})),
+            memory_bytes=limits.memory_bytes,
+        )
 
     # a function in a file
     file = Path(parsed.file).expanduser()
@@ -409,7 +427,13 @@ def _load_request(
         source = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError(f"--rewards {spec}: {file} is not UTF-8; save it as UTF-8") from None
-    return name, LoadRequest(str(file.resolve()), source, name, dict(settings.get(name, {})), limits.memory_bytes)
+    return LoadRequest(
+        file=str(file.resolve()),
+        source=source,
+        function=name,
+        settings=dict(settings.get(name, {})),
+        memory_bytes=limits.memory_bytes,
+    )
 
 
 def _describe_failures(reward: _Reward, answer: CallAnswer, call_failure: str | None) -> str | None:
@@ -431,19 +455,19 @@ def _describe_failures(reward: _Reward, answer: CallAnswer, call_failure: str | 
     return None
 
 
-def _wait_until_loaded(
-    spec: str, name: str, process: RewardProcess, settings: Mapping[str, Mapping[str, Any]]
-) -> LoadAnswer:
+def _wait_until_loaded(candidate: _Candidate) -> LoadAnswer:
     """Return what a process says about its function; InputError if the function cannot be used."""
+    spec = candidate.spec
     try:
-        loaded = process.wait_until_loaded()
+        loaded = candidate.process.wait_until_loaded()
     except RewardFailedError as error:
         raise InputError(f"--rewards {spec}: {error}; correct the file") from None
     if loaded.failure is None:
         return loaded
     if loaded.failure == "out of memory":
         raise InputError(f"--rewards {spec}: out of memory; raise --reward_memory_gb")
-    if name in BUILTIN_REWARDS and settings.get(name):
+    name = candidate.request.function
+    if name in BUILTIN_REWARDS and candidate.request.settings:
         raise InputError(f"--reward_settings: {name}: {loaded.failure}; correct the setting")
     raise InputError(f"--rewards {spec}: {loaded.failure}; correct it")
 
