@@ -179,14 +179,18 @@ def _write_hollow_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> 
         opened.truncate(len(header) + torch.bfloat16.itemsize * num_values)
 
 
-def write_tokenizer(folder: Path, num_tokens: int) -> None:
-    """Write a tokenizer that has a token for each id below ``num_tokens``, as Llama-3's has."""
+def write_tokenizer(folder: Path, num_tokens: int, *, ends: bool = False) -> None:
+    """Write a tokenizer that has a token for each id below ``num_tokens``, as Llama-3's has.
+
+    With ``ends``, token 0 ends a text; otherwise none does.
+    """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {str(token_id): token_id for token_id in range(num_tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    end_token = "0" if ends else None
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token).save_pretrained(folder)
 
 
 def _make_head(meta_model: "MetaModel", device: "torch.device", dtype: "torch.dtype") -> "TeacherHead":

@@ -1,6 +1,7 @@
 """Train Llama shapes on one GPU: speed, model FLOPs utilization (MFU), adapters, pairs, other trainers, large shapes.
 
-All in bf16 on rows of 4,096 tokens, and a few steps on rows of up to 262,144.
+All in bf16 on rows of 4,096 tokens, and a few steps on rows of up to 262,144. Reinforcement learning packs what it
+samples into rows of 4,096 tokens.
 """
 
 import csv
@@ -9,7 +10,7 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from benchmarks.measure import ROOT, Command, CommandError, Spread, interleave, 
 from benchmarks.packages import install_packages
 from benchmarks.pair_rows import TEMPLATE_TOKENS, write_chat_tokenizer, write_pairs
 from benchmarks.report import Report
+from benchmarks.rollout_steps import PARTS, read_steps
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.step_sampler import WindowOrder
@@ -68,6 +70,15 @@ DISTILLED = {  # options of ``teach``, which stores the teacher's values; none f
     f"{SMALL} from {MIDDLE}, top {TOP_K} stored": f"--top_k {TOP_K}",
     f"{SMALL} from {MIDDLE}, hidden states stored": "--hidden true",
 }
+REINFORCED = {  # options: reinforcement learning
+    f"{MIDDLE}, LoRA, RL": "--adapter lora --lora_rank 16",
+    f"{MIDDLE}, QLoRA, RL": "--adapter lora --lora_rank 16 --base_weights nf4",
+    f"{MIDDLE}, LoRA, RL with vLLM": "--adapter lora --lora_rank 16 --sampler vllm",
+}
+REINFORCED_STEPS = 3  # the last one counts
+PROMPTS_OF_A_STEP = 8
+COMPLETIONS_OF_A_PROMPT = 8
+COMPLETION_TOKENS = 512
 PAIRS_OF_A_ROW = 4  # in a micro-batch of TRL, padded to the longest of them
 # medians of log-normal distributions
 PROMPT_WORDS = 60
@@ -84,12 +95,13 @@ class GpuRun:
     """Every step of one run.
 
     ``mfu`` follows ``fabric_train/model/flops.py``; None for the peer, which reports none, and on a device without a
-    known peak.
+    known peak. ``step_seconds`` says where the time of each step of reinforcement learning went, by part.
     """
 
     tokens_per_second: list[float]
     mfu: list[float] | None
     peak_bytes: int
+    step_seconds: list[dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,12 +109,13 @@ class WaySummary:
     """One way to train.
 
     ``mfu`` belongs to the median speed; None on a device without a known peak, and for a peer if none of our runs
-    trained its shape.
+    trained its shape. ``step_seconds`` are medians by part; None unless it is reinforcement learning.
     """
 
     tokens_per_second: Spread
     mfu: float | None
     peak_bytes: Spread
+    step_seconds: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,7 @@ def measure(
         },
         repetitions,
     )
+    commands |= _measure_rollouts(work, sizes, done, repetitions)
     commands |= _measure_largest(work, sizes, done)
     settings = {
         "precision": "bf16-true",
@@ -195,11 +209,63 @@ def measure(
         "repetitions": repetitions,
         "steps by tokens of a long row": LONG,
         "medians of the words of pairs": {"prompt": PROMPT_WORDS, "answer": ANSWER_WORDS},
+        "steps of reinforcement learning": REINFORCED_STEPS,
+        "prompts, completions of each, and their tokens": [
+            PROMPTS_OF_A_STEP,
+            COMPLETIONS_OF_A_PROMPT,
+            COMPLETION_TOKENS,
+        ],
         "pairs of TRL's micro-batch for each row of ours": PAIRS_OF_A_ROW,
     }
     commands = {name: command for name, command in commands.items() if name in {**done.runs, **done.left_out}}
     summary = summarize(done.runs, done.left_out, torch.cuda.get_device_name())
     return Report("gpu", settings, commands, done.runs, summary)
+
+
+def _measure_rollouts(work: Path, sizes: str, done: _Kept, repetitions: int) -> dict[str, Command]:
+    """Train the middle shape with reinforcement learning; return the commands.
+
+    The prompts have one length. Of the tokens that random weights sample, hardly any ends a completion. A system whose
+    files cannot be written, or that has no vLLM, gets a reason in ``done.left_out``. If no system is wanted, nothing is
+    written.
+    """
+    wanted = [name for name in REINFORCED if done.wants(name)]
+    if not wanted:
+        return {}
+    base = work / "sampled_base"
+    tokenizer = ROOT / work / "sampled_tokenizer"
+    prompts = work / "prompts.jsonl"
+    config = preset_config(MIDDLE, sizes)
+    write_tokenizer(tokenizer, config.vocab_size, ends=True)
+    draw = random.Random(0)
+    with (ROOT / prompts).open("w", encoding="utf-8") as file:
+        for _ in range(PROMPTS_OF_A_STEP * REINFORCED_STEPS):
+            words = [str(draw.randrange(config.vocab_size)) for _ in range(PROMPT_WORDS)]
+            file.write(json.dumps({"prompt": " ".join(words)}) + "\n")
+    try:
+        write_checkpoint(ROOT / base, config, tokenizer, sharded=False)
+        shutil.copytree(tokenizer, ROOT / base, dirs_exist_ok=True)
+    except OSError as error:  # such as a full disk
+        done.left_out |= dict.fromkeys(wanted, f"no base: {error}")
+        return {}
+    commands = {}
+    systems = {}
+    for name in wanted:
+        commands[name] = rollout_command(REINFORCED[name], prompts, base, work / "run")
+        systems[name] = partial(_run_ours, work / "run", commands[name], enough=0)
+    done.add(systems, repetitions)
+    return commands
+
+
+def rollout_command(options: str, prompts: Path, base: Path, target: Path) -> Command:
+    """Return the command that trains ``base`` with reinforcement learning, into the run folder ``target``."""
+    words = f"python -m benchmarks.peers.train_without_saving --model_name {base} --objective rl --prompts {prompts}"
+    words += f" --rewards length --prompts_per_step {PROMPTS_OF_A_STEP} --group_size {COMPLETIONS_OF_A_PROMPT}"
+    words += f" --max_new_tokens {COMPLETION_TOKENS} --max_length {LENGTH} --micro_batch_size {ROWS[MIDDLE]}"
+    words += f" --output_dir {target} --accelerator cuda --devices 1 --parallelism single --precision bf16-true"
+    words += f" --number_epochs 1 --lr {LR} --lr_schedule constant --loggers csv --log_step_interval 1 {options}"
+    setting = json.dumps({"length": {"max_characters": 4 * COMPLETION_TOKENS}})
+    return Command((*words.split(), "--reward_settings", setting))
 
 
 def _measure_largest(work: Path, sizes: str, done: _Kept) -> dict[str, Command]:
@@ -228,14 +294,19 @@ def table(report: Report) -> Table:
     title = f"{summary.gpu}, bf16, rows of {LENGTH} tokens, median of {report.settings['repetitions']} runs"
     if not any(way.mfu for way in summary.ways.values()):
         title += "\nno MFU: the peak of this device is not in fabric_train/model/flops.py"
-    shown = Table(
-        "system", "tokens/s", "lowest–highest", "MFU", "memory, GB", title=title, title_justify="left", box=box.SIMPLE
-    )
+    columns = ["system", "tokens/s", "lowest–highest", "MFU", "memory, GB"]
+    shows_parts = any(way.step_seconds for way in summary.ways.values())
+    if shows_parts:
+        columns.append(f"s of a step: {', '.join(PARTS)}")
+    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     for name, way in summary.ways.items():
         speeds = way.tokens_per_second
         between = f"{speeds.lowest:,.0f}–{speeds.highest:,.0f}"
         memory = f"{way.peak_bytes.median / 1e9:.1f}"
-        shown.add_row(name, f"{speeds.median:,.0f}", between, f"{way.mfu:.1%}" if way.mfu else "", memory)
+        cells = [name, f"{speeds.median:,.0f}", between, f"{way.mfu:.1%}" if way.mfu else "", memory]
+        if way.step_seconds:
+            cells.append(", ".join(f"{way.step_seconds[part]:.1f}" for part in PARTS))
+        shown.add_row(*cells)
     for name, reason in summary.left_out.items():
         shown.add_row(name, "–", "", "", reason[-80:])
     return shown
@@ -428,7 +499,11 @@ def read_run(target: Path) -> GpuRun:
         steps = list(csv.DictReader(file))
     speeds = [float(step["tokens_per_second"]) for step in steps]
     shares = [float(step["mfu"]) for step in steps] if steps[-1]["mfu"] else None  # empty without a known peak
-    return GpuRun(speeds, shares, round(float(steps[-1]["peak_memory_gb"]) * 1e9))
+    peak_bytes = round(float(steps[-1]["peak_memory_gb"]) * 1e9)
+    step_seconds = None
+    if steps[-1].get("sampling_time"):  # a run with prompts
+        step_seconds = [asdict(seconds) for seconds in read_steps(ROOT / target)]
+    return GpuRun(speeds, shares, peak_bytes, step_seconds)
 
 
 def read_peer(output: str) -> GpuRun:
@@ -456,11 +531,20 @@ def summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str)
         speeds = spread([spread(steps).median for steps in counted])
         factor = mfu_per_speed.get(_trained(name))
         mfu = factor * speeds.median if factor else None
-        ways[name] = WaySummary(speeds, mfu, spread([found.peak_bytes for found in of_way]))
+        peaks = spread([found.peak_bytes for found in of_way])
+        ways[name] = WaySummary(speeds, mfu, peaks, _median_step_seconds(of_way))
     return GpuSummary(gpu, ways, left_out)
+
+
+def _median_step_seconds(runs: Sequence[GpuRun]) -> dict[str, float] | None:
+    """Return the medians of the last step's parts over all runs; None if the runs do not know them."""
+    last_steps = [run.step_seconds[-1] for run in runs if run.step_seconds]
+    if not last_steps:
+        return None
+    return {part: spread([seconds[part] for seconds in last_steps]).median for part in PARTS}
 
 
 def _trained(name: str) -> str:
     """Return the part of a system's name that says what it trains: a shape, or an adapter of one."""
     name = name.partition(OF_TRL)[0]
-    return name if name in {*ADAPTED, *PAIRED, *DISTILLED} else name.split(",")[0]
+    return name if name in {*ADAPTED, *PAIRED, *DISTILLED, *REINFORCED} else name.split(",")[0]

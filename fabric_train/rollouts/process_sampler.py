@@ -146,7 +146,10 @@ class _Drawing(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [rows, V] whose highest one is the drawn token."""
-        log_probabilities = torch.log_softmax(scores.float() / self._temperature, dim=1)
+        logits = scores.float()
+        if self._temperature != 1:
+            logits = logits / self._temperature
+        log_probabilities = torch.log_softmax(logits, dim=1)
         # fp32 sums of a large vocabulary would round away the unlikely tokens
         cumulative = log_probabilities.double().exp_().cumsum_(dim=1)  # [rows, V]
         numbers = self._numbers[len(self.log_probabilities), :, None]  # [rows, 1]

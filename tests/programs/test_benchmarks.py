@@ -7,6 +7,8 @@ import re
 import shlex
 import struct
 import subprocess
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +32,12 @@ from benchmarks import (
     precision,
     preference,
     report,
+    rollout_steps,
     vocabulary,
 )
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT, Command, Spread, interleave
-from benchmarks.peers import export_step, train_without_saving
+from benchmarks.peers import export_step, train_by_cpu_time, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from fabric_train.arguments import TrainArguments, parse
@@ -249,6 +252,36 @@ def test_every_gpu_training_command_is_valid(name: str) -> None:
     assert given.model.family == "llama"
 
 
+@pytest.mark.parametrize("name", gpu.REINFORCED)
+def test_every_gpu_rollout_command_is_valid(name: str) -> None:
+    command = gpu.rollout_command(gpu.REINFORCED[name], Path("prompts.jsonl"), Path("base"), Path("run"))
+    arguments = parse(TrainArguments, list(command.words[3:]))
+    assert arguments.rollouts.sampler == ("vllm" if "vLLM" in name else "in_process")
+    assert gpu.PROMPT_WORDS + gpu.COMPLETION_TOKENS < gpu.LENGTH
+
+
+def test_the_parts_of_a_step_add_up_to_its_time(tmp_path: Path) -> None:
+    table = "step,step_time,sampling_time,rewards_time,weights_time\n1,10,5,1,0.5\n2,8,4,1,0\n"
+    (tmp_path / "metrics.csv").write_text(table)
+    steps = rollout_steps.read_steps(tmp_path)
+    assert steps == [
+        rollout_steps.StepSeconds(sampling=5, rewards=1, weights=0.5, training=3.5),
+        rollout_steps.StepSeconds(sampling=4, rewards=1, weights=0, training=3),
+    ]
+    assert [step.total for step in steps] == [10, 8]
+
+
+def test_systems_that_sample_different_numbers_of_tokens_are_not_compared() -> None:
+    num_tokens = len(rollout_steps.QUESTIONS) * rollout_steps.GROUP_SIZE * rollout_steps.MAX_NEW_TOKENS
+    whole = rollout_steps.RolloutStepRun([], [num_tokens] * rollout_steps.STEPS, 136, 0)
+    rollout_steps.check_tokens({"fabric_train": [whole], "trl": [whole]})
+    shorter = replace(whole, num_tokens=[num_tokens - 1] * rollout_steps.STEPS)
+    with pytest.raises(ChildProcessError, match="trl sampled"):
+        rollout_steps.check_tokens({"fabric_train": [whole], "trl": [shorter]})
+    with pytest.raises(ChildProcessError, match="different numbers"):
+        rollout_steps.check_tokens({"fabric_train": [whole], "trl": [replace(whole, num_prompt_tokens=120)]})
+
+
 @pytest.mark.parametrize("name", gpu.ADAPTED)
 def test_both_commands_for_an_adapter_on_a_gpu_are_valid(name: str) -> None:
     commands = gpu.adapter_commands(Path("rows"), Path("base"), Path("run"))
@@ -330,6 +363,7 @@ def test_functions_that_benchmarks_replace_exist() -> None:
     (name,) = re.findall(r"^program\.(\w+) =", plan.RETURN_FREED, re.MULTILINE)
     assert callable(getattr(importlib.import_module(module), name))
     assert callable(getattr(train_without_saving.plan, train_without_saving.MEMORY_CHECK))
+    assert all(vars(module)["time"] is time for module in train_by_cpu_time.TIMED_MODULES)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
