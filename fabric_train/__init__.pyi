@@ -209,6 +209,7 @@ def train(
     eval_at_start: bool = True,
     best_by: StrPath = "all",
     metrics: Sequence[str] | None = None,
+    validation_prompts: StrPath | Sequence[StrPath] | None = None,
     sample_prompts: StrPath | None = None,
     sample_tokens: int | str = 64,
     early_stopping: StrPath | None = None,

@@ -167,10 +167,12 @@ class TrainResult:
     """The training loss of ``step``, in nats per token."""
     val_loss: float | None = None
     """The validation loss after ``step``, or the result of ``eval_only``; None if that step was not evaluated."""
+    val_reward: float | None = None
+    """The mean reward of ``validation_prompts`` after ``step``; None if that step was not evaluated on prompts."""
     checkpoint: Path | None = None
     """The newest checkpoint."""
     best: Path | None = None
-    """The checkpoint with the lowest validation loss."""
+    """The checkpoint with the lowest validation loss, or the highest validation reward."""
 
 
 def train(**arguments: Any) -> TrainResult:
@@ -251,12 +253,16 @@ def _read_train_result(arguments: TrainArguments, exit_code: int) -> TrainResult
     if newest is None:  # a signal came before the first step
         return TrainResult(run_dir, ending, step=0)
     state = checkpoints.read_trainer_json(newest).state
+    val_reward = None
+    if state.evaluation is not None and state.evaluation.whole.of_completions:
+        val_reward = state.evaluation.loss_of("all")
     return TrainResult(
         folder=run_dir,
         state=ending,
         step=state.step,
         train_loss=state.train_loss,
         val_loss=state.val_loss,
+        val_reward=val_reward,
         checkpoint=newest,
         best=checkpoints.best_checkpoint(run_dir),
     )
@@ -277,7 +283,7 @@ class Run:
     checkpoints: dict[int, Path]
     """The checkpoint folders by step, the oldest first."""
     best: Path | None
-    """The checkpoint with the lowest validation loss."""
+    """The checkpoint with the lowest validation loss, or the highest validation reward."""
     report: Path | None
     """The run's ``report.html``, if it has been written."""
 

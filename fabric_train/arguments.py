@@ -1017,10 +1017,14 @@ class EvaluationArguments:
     """Also evaluate a new run before its first step, so that you can see what it learned and what it forgot."""
     best_by: str = "all"
     """Source whose validation loss decides which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps);
-    all uses the entire validation split.
+    all uses the entire validation split. With --validation_prompts, the reward decides.
     """
     metrics: list[MetricName] | None = None
     """Metrics registered by --extensions to compute in each evaluation; default: all of them."""
+    validation_prompts: list[str] | None = None
+    """With --objective rl: held-out prompts, given like --prompts. At each evaluation, the model completes each of them
+    once, and the mean reward is the validation result.
+    """
     sample_prompts: str | None = None
     """File of prompts (.txt with one per line, or .jsonl with "prompt" text or chat "messages") that the model
     continues at each evaluation, always choosing the most likely token. Written to RUN/samples.jsonl, TensorBoard and
@@ -1030,7 +1034,7 @@ class EvaluationArguments:
     """Maximum number of new tokens for each of --sample_prompts; each takes one forward pass."""
     early_stopping: str | None = None
     """Source, or all, optionally with a patience, such as es or es:5: end the run after 5 evaluations (default: 3)
-    without a lower validation loss of that source.
+    without a lower validation loss (with --validation_prompts: a higher reward) of that source.
     """
     eval_only: bool = False
     """Evaluate the model (or --checkpoint) on the validation split and exit."""
@@ -1051,9 +1055,12 @@ class EvaluationArguments:
 
     def faults(self) -> list[str]:
         """Return contradictions."""
+        faults = []
         if self.eval_only and self.self_check:
-            return ["--eval_only true and --self_check true contradict each other; give only one of them"]
-        return []
+            faults.append("--eval_only true and --self_check true contradict each other; give only one of them")
+        if self.validation_prompts is not None and not self.validation_prompts:
+            faults.append("--validation_prompts is empty; give files or hub names")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -1065,10 +1072,10 @@ class SaveArguments:
     save_step_interval: PositiveInt = 1000
     """Optimizer steps between checkpoints. Every epoch and the run also end with one."""
     keep_checkpoints: PositiveInt | None = None
-    """Number of newest checkpoints to keep, in addition to the best by validation loss; default: all."""
+    """Number of newest checkpoints to keep, in addition to the best by validation loss or reward; default: all."""
     save_best: bool = True
-    """After an evaluation with the lowest validation loss so far, save a checkpoint regardless of the interval. It
-    replaces the previous best checkpoint, unless that one was saved at an interval.
+    """After an evaluation with the best validation loss or reward so far, save a checkpoint regardless of the interval.
+    It replaces the previous best checkpoint, unless that one was saved at an interval.
     """
     async_save: bool = True
     """Write checkpoints in the background, from a copy of the model and optimizer in host memory."""

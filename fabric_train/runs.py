@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.cli.argument_types import HIGHER_IS_BETTER, POSITIONAL, nearest_name
+from fabric_train.cli.argument_types import POSITIONAL, nearest_name
 from fabric_train.cli.errors import InputError, missing_folder, run_program
 from fabric_train.cli.output import ago, open_console
 from fabric_train.cli.parser import parse_arguments
@@ -94,9 +94,8 @@ def _sort_key(run: RunSummary, column: str) -> tuple[bool, Any]:
     if value is None:
         return True, 0
     if column == "best":
-        figure = run.best_by.partition("/")[0]
-        sign = -1 if figure in HIGHER_IS_BETTER else 1
-        return False, (run.best_by, sign * value)
+        sign = -1 if run.higher_is_better else 1
+        return False, (run.best_by, run.higher_is_better, sign * value)
     if column in _DESCENDING:
         return False, -value
     return False, value

@@ -45,6 +45,7 @@ from fabric_train.checkpoint.losses import (
     LossProgress,
     TokenLoss,
     compare_evaluations,
+    name_loss,
     perplexity,
 )
 from fabric_train.checkpoint.trainer_json import (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.progress import track
 
 from fabric_train.checkpoint import files
+from fabric_train.checkpoint.losses import name_loss
 from fabric_train.checkpoint.trainer_json import FORMAT, TrainerJson, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
@@ -39,8 +40,8 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     - a checkpoint,
     - a run folder: its newest undamaged checkpoint,
     - a short name in a run folder (or in its ``checkpoints/``), if no file or folder has this name: ``RUN/latest``, the
-      newest undamaged checkpoint; ``RUN/best``, the undamaged one with the lowest validation loss (of the source in
-      ``--best_by``); ``RUN/step-500``, the one of that step.
+      newest undamaged checkpoint; ``RUN/best``, the undamaged one with the lowest validation loss or the
+      highest reward (of the source in ``--best_by``); ``RUN/step-500``, the one of that step.
 
     Args:
         path: See above.
@@ -81,7 +82,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     if damaged_lines:
         raise InputError(*damaged_lines)
     if name == "best" and _list_checkpoints(run):
-        raise InputError(f"{path}: no checkpoint of the run has a validation loss; use {run / 'latest'}")
+        raise InputError(f"{path}: no checkpoint of the run has a validation loss or reward; use {run / 'latest'}")
     reason = "neither a complete checkpoint nor a run folder that has one" if run.is_dir() else missing_folder(path)
     raise InputError(
         f"{path}: {reason}; checkpoints are RUN/checkpoints/step-... (docs/reference/errors.md#no-checkpoint)"
@@ -176,16 +177,8 @@ def describe_choice(path: Path, checkpoint: Path) -> str | None:
 
 
 def deciding_loss(saved: TrainerJson) -> str:
-    """Return the name of the loss that decides which checkpoint of a run is the best."""
-    source = saved.best_by
-    evaluation = saved.state.evaluation
-    # --best_by may name a figure, such as accuracy, or a figure of a source, such as accuracy/es
-    figure = source.partition("/")[0]
-    if evaluation and figure in evaluation.whole.further:
-        return f"validation's {source}"
-    if source == "all":
-        return "validation loss"
-    return f"validation loss of {source}"
+    """Return the name of the loss or reward that decides which checkpoint of a run is the best."""
+    return name_loss(saved.best_by, saved.state.evaluation)
 
 
 def _direction_of_best(saved: TrainerJson) -> str:

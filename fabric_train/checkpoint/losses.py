@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import NonNegativeInt
 
-from fabric_train.cli.argument_types import HIGHER_IS_BETTER
+from fabric_train.cli.argument_types import REWARD, is_higher_better
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of ``num_tokens`` supervised tokens, or of as many preference pairs or unpaired answers."""
+    """The loss of ``num_tokens`` supervised tokens, or of as many preference pairs or unpaired answers.
+
+    Sampled completions have no loss, but a mean reward.
+    """
 
     nats: float
-    """The sum of the losses."""
+    """The sum of the losses; 0 for completions."""
     num_tokens: NonNegativeInt
     num_bytes: float | None = None
     """The UTF-8 bytes of the tokens' text (``token_dataset.place_pieces``); None without a document index."""
@@ -30,23 +33,35 @@ class TokenLoss:
     """Whether this is a loss of unpaired answers; ``num_tokens`` is then the number of answers."""
     has_own_unit: bool = False
     """Whether the loss comes from a registered objective, which need not be in nats."""
+    of_completions: bool = False
+    """Whether this is the reward of sampled completions, which ``further`` has under the name ``REWARD``;
+    ``num_tokens`` is then the number of completions."""
 
     @property
     def is_likelihood(self) -> bool:
         """Whether the loss is in nats per token, so that perplexity and bits per byte follow from it."""
-        return not (self.of_pairs or self.has_own_unit)
+        return not (self.of_pairs or self.has_own_unit or self.of_completions)
 
     @property
     def unit(self) -> str:
-        """The unit over which :attr:`loss` is a mean."""
+        """The unit over which :attr:`loss` or the reward is a mean."""
+        if self.of_completions:
+            return "completion"
         if self.of_answers:
             return "answer"
         return "pair" if self.of_pairs else "token"
 
     @property
     def loss(self) -> float:
-        """Nats per token; NaN without tokens."""
-        return self.nats / self.num_tokens if self.num_tokens else math.nan
+        """Nats per token; NaN without tokens and for completions."""
+        if self.num_tokens == 0 or self.of_completions:
+            return math.nan
+        return self.nats / self.num_tokens
+
+    @property
+    def deciding_value(self) -> float | None:
+        """The value by which evaluations are compared: the loss, or the reward of completions."""
+        return self.further[REWARD] if self.of_completions else self.loss
 
     @property
     def perplexity(self) -> float:
@@ -60,7 +75,12 @@ class TokenLoss:
         return self.nats / (math.log(2) * self.num_bytes)
 
     def figures(self) -> dict[str, float | None]:
-        """Return :attr:`further` and the loss, by name; for a loss in nats also perplexity and bits_per_byte."""
+        """Return :attr:`further` and the loss, by name; for a loss in nats also perplexity and bits_per_byte.
+
+        Completions have no loss.
+        """
+        if self.of_completions:
+            return dict(self.further)
         figures: dict[str, float | None] = {"loss": self.loss}
         if self.is_likelihood:
             figures["perplexity"] = self.perplexity
@@ -77,7 +97,8 @@ class Evaluation:
     sources: dict[str, TokenLoss] = field(default_factory=dict)
     step: NonNegativeInt = 0
     rows: str | None = None
-    """``batch.hash_supervised`` of the rows; None if an earlier version evaluated them."""
+    """``batch.hash_supervised`` of the rows, or a hash of the prompts and rewards; None if an earlier version evaluated
+    them."""
     follows_other_rows: bool = False
     """Whether the run evaluated other rows before, whose losses cannot be compared with these."""
 
@@ -93,10 +114,13 @@ class Evaluation:
         return self.rows is None or evaluation.rows is None or self.rows == evaluation.rows
 
     def loss_of(self, source: str) -> float | None:
-        """Return the loss of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none."""
+        """Return the loss or reward of a source or "all", or the figure FIGURE or FIGURE/SOURCE; None if there is none.
+
+        See ``TokenLoss.deciding_value``.
+        """
         losses = {**self.sources, "all": self.whole}
         if source in losses:
-            return losses[source].loss
+            return losses[source].deciding_value
         # a figure of all tokens, or of a source
         figure, _, figure_source = source.partition("/")
         token_loss = losses.get(figure_source or "all")
@@ -104,9 +128,13 @@ class Evaluation:
 
     def sign_of(self, source: str) -> int:
         """Return -1 if a higher value of :meth:`loss_of` is better, and otherwise 1."""
-        is_figure = source not in self.sources and not self.whole.is_likelihood
+        is_figure = source != "all" and source not in self.sources
+        if not is_figure:
+            return -1 if self.whole.of_completions else 1
+        if self.whole.is_likelihood:
+            return 1
         figure = source.partition("/")[0]
-        return -1 if is_figure and figure in HIGHER_IS_BETTER else 1
+        return -1 if is_higher_better(figure, of_completions=self.whole.of_completions) else 1
 
 
 @dataclass(frozen=True)
@@ -129,6 +157,17 @@ class LossProgress:
             if is_better:
                 return LossProgress(self.source, loss, evaluation.step)
         return replace(self, num_since=self.num_since + 1)
+
+
+def name_loss(source: str, evaluation: Evaluation | None) -> str:
+    """Return what ``Evaluation.loss_of`` a source is called in messages; ``evaluation`` is one of the run."""
+    # --best_by may name a figure, such as accuracy, or a figure of a source, such as accuracy/es
+    figure = source.partition("/")[0]
+    if evaluation is not None and figure in evaluation.whole.further:
+        return f"validation's {source}"
+    is_reward = evaluation is not None and evaluation.whole.of_completions
+    name = "validation reward" if is_reward else "validation loss"
+    return name if source == "all" else f"{name} of {source}"
 
 
 def perplexity(loss: float) -> float:

@@ -31,7 +31,7 @@ OWN_RUN = "."
 PROGRAM = "fabric-train"
 """The key in ``versions`` for this program's version and commit, which earlier versions did not record."""
 ADVICE = "use another checkpoint"
-_LEFT_OUT = ("further", "of_pairs", "of_answers", "has_own_unit")
+_LEFT_OUT = ("further", "of_pairs", "of_answers", "has_own_unit", "of_completions")
 """The fields of ``TokenLoss`` that are written only if they are set."""
 
 
@@ -66,7 +66,7 @@ class TrainerState:
     data before a phase or branch; None if there are no losses by source."""
     train_loss: float | None = None
     val_loss: float | None = None
-    """None, like ``evaluation``, if the step was not evaluated."""
+    """None, like ``evaluation``, if the step was not evaluated; also None if completions were, which have a reward."""
     evaluation: Evaluation | None = None
     first_evaluation: Evaluation | None = None
     """The first evaluation of the rows that the run evaluates now; for a branch, it may be one of its trunk."""
@@ -76,10 +76,10 @@ class TrainerState:
     """The step's metrics by column of metrics.csv, if a signal interrupted its evaluation."""
 
     def loss_of(self, source: str) -> float | None:
-        """Return the last step's validation loss for a source, or for "all" tokens; None if there is none."""
-        if source == "all":
-            return self.val_loss
-        return self.evaluation.loss_of(source) if self.evaluation else None
+        """Return the last step's validation loss or reward for a source, or for "all"; None if there is none."""
+        if self.evaluation is not None:
+            return self.evaluation.loss_of(source)
+        return self.val_loss if source == "all" else None  # earlier versions saved no evaluation
 
     def cost_of(self, source: str) -> float | None:
         """Return :meth:`loss_of`, negated if a higher value is better, so that the lowest cost is the best."""

@@ -380,8 +380,22 @@ def range_of_steps(text: str) -> tuple[int, int] | None:
     return (first_step, last_step) if first_step <= last_step else None
 
 
-HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen", "reward_desirable", "agreement")
-"""The values of ``--best_by`` for which higher is better, for programs that read a checkpoint without its objective."""
+REWARD = "reward"
+"""The figure of completions that decides which checkpoint is the best, unless ``--best_by`` names another."""
+_HIGHER_IS_BETTER = ("accuracy", "margin", "reward_chosen", "reward_desirable", "agreement")
+
+
+def is_higher_better(figure: str, *, of_completions: bool) -> bool:
+    """Return whether a higher value of a figure of an evaluation is better, for programs without the run's objective.
+
+    Args:
+        figure: A figure that ``--best_by`` may name, such as accuracy, not a loss.
+        of_completions: Whether the figure is one of sampled completions, whose rewards may have any name. Otherwise,
+            reward_rejected is better if it is lower.
+    """
+    if of_completions:
+        return figure == REWARD or figure.startswith(f"{REWARD}_")
+    return figure in _HIGHER_IS_BETTER
 
 
 def planned_steps(

@@ -538,11 +538,14 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
     if evaluation and first_evaluation:
         has_earlier = first_evaluation.step < evaluation.step
         columns += [figure.replace("_", " ") for figure in evaluation.whole.figures()]
-        if has_earlier:
+        has_change = has_earlier and not evaluation.whole.of_completions  # a reward may be 0 or negative
+        if has_change:
             columns.append("change of loss")
         for source, first_loss, loss in checkpoints.compare_evaluations(first_evaluation, evaluation):
             name = record.evaluated_name(source)
-            cells = _result_cells(first_loss, loss, evaluation.whole.figures(), has_earlier)
+            cells = _result_cells(first_loss, loss, evaluation.whole.figures(), has_earlier=has_earlier)
+            if has_change:
+                cells.append(_change_of_loss(first_loss, loss))
             rows.append((name, loss.num_tokens, *cells))
     perplexity = None
     has_perplexity = unit_of_loss(record.saved) == _NATS and record.saved.teacher is None
@@ -559,9 +562,9 @@ def results_of(record: ModelRecord) -> dict[str, Any]:
 
 
 def _result_cells(
-    first_loss: checkpoints.TokenLoss | None, loss: checkpoints.TokenLoss, figures: Iterable[str], has_earlier: bool
+    first_loss: checkpoints.TokenLoss | None, loss: checkpoints.TokenLoss, figures: Iterable[str], *, has_earlier: bool
 ) -> list[str]:
-    """Return a source's figures, "before → after" if there was an evaluation before, and the change of its loss."""
+    """Return a source's figures, "before → after" if there was an evaluation before."""
     cells = []
     for figure in figures:
         cell = _figure_cell(loss, figure)
@@ -570,8 +573,6 @@ def _result_cells(
             cells.append(f"{first_cell}\u00a0→\u00a0{cell}")  # spaces that do not end a line
         else:
             cells.append(first_cell or cell)
-    if has_earlier:
-        cells.append(_change_of_loss(first_loss, loss))
     return cells
 
 

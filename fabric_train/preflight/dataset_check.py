@@ -23,6 +23,8 @@ from fabric_train.export.tokenizer_comparison import tokenizer_changed_by_config
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.rope import how_to_extend
+from fabric_train.rollouts.prompts import Prompts
+from fabric_train.rollouts.rewards import name_rewards
 from fabric_train.token_dataset.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_comparison import compare_tokenizers
@@ -30,6 +32,7 @@ from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_temp
 from fabric_train.tokenization.tokenizers.vocabulary import ADDED, AddedVocabulary
 from fabric_train.training.early_stopping import EarlyStopping, parse_early_stopping
 from fabric_train.training.objective import Objective
+from fabric_train.training.prompt_validation import name_figures
 
 if TYPE_CHECKING:
     from fabric_train.arguments import TrainArguments
@@ -224,14 +227,18 @@ def check_deciding_sources(
     sources = _validated_sources(data)
     names = ["all", *sources]
     metrics = {*evaluation.computed_metrics, *objective.metric_names}
+    validation = _ValidationName("the validation split", "tokenize with --validation_split above 0")
+    if isinstance(data, Prompts):
+        metrics = set(name_figures(name_rewards(arguments.rollouts.rewards or ())))
+        validation = _ValidationName("--validation_prompts", "give held-out prompts")
     faults = []
     if not _can_decide(evaluation.best_by, names, metrics):
-        faults.append(_fault_of_source("best_by", evaluation.best_by, sources))
+        faults.append(_fault_of_source("best_by", evaluation.best_by, sources, validation))
     stopping = None
     if evaluation.early_stopping is not None:
         stopping = parse_early_stopping(evaluation.early_stopping, sources)
         if not sources or not _can_decide(stopping.source, names, metrics):
-            faults.append(_fault_of_source("early_stopping", stopping.source, sources))
+            faults.append(_fault_of_source("early_stopping", stopping.source, sources, validation))
     if faults:
         raise InputError(*faults)
     return stopping
@@ -308,19 +315,30 @@ def _can_decide(name: str, source_names: list[str], metrics: Collection[str]) ->
     return metric in metrics and (not source or source in source_names)
 
 
-def _fault_of_source(option: str, name: str, source_names: list[str]) -> str:
-    """Return the fault of an option with a source that the validation split does not have."""
+@dataclass(frozen=True)
+class _ValidationName:
+    """How messages call what a run evaluates."""
+
+    name: str
+    advice: str
+    """What to do if there is none."""
+
+
+def _fault_of_source(option: str, name: str, source_names: list[str], validation: _ValidationName) -> str:
+    """Return the fault of an option with a source that the validation does not have."""
     if not source_names:
-        return f"--{option} {name}: there is no validation split; tokenize with --validation_split above 0"
+        return f"--{option} {name}: there is no {validation.name.removeprefix('the ')}; {validation.advice}"
     if option == "early_stopping" and name.isdecimal():
         return (
             f"--early_stopping {name}: the number needs a source before it; give all:{name} or {source_names[0]}:{name}"
         )
-    return f"--{option} {name}: the validation split has no such source; give all, {', '.join(source_names)}"
+    return f"--{option} {name}: {validation.name} has no such source; give all, {', '.join(source_names)}"
 
 
 def _validated_sources(data: "TrainingData") -> list[str]:
-    """Return the sources of the validation split in order."""
+    """Return the sources of the validation split, or of the held-out prompts, in order."""
+    if isinstance(data, Prompts):
+        return [] if data.validation_prompts is None else list(data.validation_prompts.source_names)
     data_with_validation = data.held_out if isinstance(data, Stream) else data
     if data_with_validation is None:
         return []

@@ -34,7 +34,7 @@ from fabric_train.preflight.memory_sampling import PromptTokens, SampledRun, Sam
 from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
-from fabric_train.training.prepared_run import FrozenModel, FrozenRole, PreparedRun
+from fabric_train.training.prepared_run import FrozenModel, FrozenRole, PreparedRun, is_evaluated
 from fabric_train.training.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -598,7 +598,7 @@ def make_request(run: PreparedRun) -> RunRequest:
         on_gpu=on_gpu,
         device_memory=available,
         is_elsewhere=arguments.planning.plans_for_others,
-        validates=run.data.validation is not None,
+        validates=is_evaluated(run.data),
         frozen_model=run.frozen_model,
         teacher_states=run.teacher_states,
         prompts=_count_prompt_tokens(run),
@@ -610,7 +610,7 @@ def _count_prompt_tokens(run: PreparedRun) -> PromptTokens | None:
     if not isinstance(run.data, Prompts):
         return None
     lengths = [len(prompt.token_ids) for prompt in run.data.train.prompts]
-    return PromptTokens(longest=max(lengths), mean=round(mean(lengths)))
+    return PromptTokens(longest=len(run.data.longest_prompt.token_ids), mean=round(mean(lengths)))
 
 
 def check_memory(run: PreparedRun) -> None:

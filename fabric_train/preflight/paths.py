@@ -44,7 +44,13 @@ def check_paths(arguments: "TrainArguments") -> None:
     data = arguments.data
     if data.phases is not None and not arguments.evaluation.only_reads:
         yaml_core.load_file(data.phases, "--phases")
-    for option, names in (("--streaming_dataset", data.streaming_dataset), ("--prompts", data.prompts)):
+    validation_prompts = arguments.evaluation.validation_prompts
+    entries_by_option = {
+        "--streaming_dataset": data.streaming_dataset,
+        "--prompts": data.prompts,
+        "--validation_prompts": validation_prompts,
+    }
+    for option, names in entries_by_option.items():
         for _, source in split_names(names or [], option):
             check_name(source, option)
     for dataset_dir in data.data_dirs:

@@ -72,7 +72,7 @@ from fabric_train.training.components import (
 from fabric_train.training.live_reference import find_live_reference
 from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.objective import build_objective
-from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData, is_evaluated
 from fabric_train.training.reference_model import check_reference
 from fabric_train.training.rollout_run import open_run_rewards
 from fabric_train.training.sample_file import read_samples
@@ -309,6 +309,10 @@ def _check_rollouts(run: PreparedRun) -> None:
     rewards = open_run_rewards(run.arguments)
     try:
         rewards.check_columns(run.data.columns_by_source, f"--prompts {run.data.name}")
+        validation_prompts = run.data.validation_prompts
+        if validation_prompts is not None:
+            option = f"--validation_prompts {validation_prompts.name}"
+            rewards.check_columns(validation_prompts.columns_by_source, option)
     finally:
         rewards.close()
 
@@ -524,7 +528,15 @@ def _open_prompts(
                 "give documents or chats"
             )
     shares = Shares("--shares", arguments.data.shares)
-    return open_prompts(entries, tokenizer_name, lengths, folder / "tokenizer", shares, dataset)
+    return open_prompts(
+        entries,
+        tokenizer_name,
+        lengths,
+        folder / "tokenizer",
+        shares,
+        dataset,
+        validation_entries=arguments.evaluation.validation_prompts,
+    )
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
@@ -655,10 +667,13 @@ def _open_sample_prompts(
     evaluation = arguments.evaluation
     if evaluation.sample_prompts is None or evaluation.only_reads:
         return None
-    if data.validation is None:
+    if not is_evaluated(data):
+        lacking = "no validation split; tokenize with --validation_split above 0"
+        if isinstance(data, Prompts):
+            lacking = "none; give --validation_prompts"
         raise InputError(
             f"--sample_prompts {evaluation.sample_prompts}: samples are generated at each evaluation, but there is "
-            "no validation split; tokenize with --validation_split above 0"
+            f"{lacking}"
         )
     prompts = read_prompts(Path(evaluation.sample_prompts))
 

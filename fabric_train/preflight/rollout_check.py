@@ -13,6 +13,8 @@ def faults_of_rollouts(arguments: "TrainArguments") -> Iterator[str]:
     """Yield contradictions between --prompts, --objective, and the arguments of completions and rewards."""
     preference = arguments.preference
     rollouts = arguments.rollouts
+    if arguments.evaluation.validation_prompts is not None:
+        yield from _find_faults_of_validation(arguments)
     if arguments.data.prompts is None:
         if preference.learns_from_rewards:
             yield f"--objective {preference.objective} needs {_OPTION}; give files with a column prompt"
@@ -85,3 +87,17 @@ def _find_faults_of_rows(arguments: "TrainArguments") -> Iterator[str]:
         yield "--sft_weight with --objective rl needs --train_data_dir, the rows whose cross entropy it adds"
     if training.total_batch_size is None:
         yield "--sft_weight with --objective rl needs --total_batch_size, the rows of --train_data_dir in a step"
+
+
+def _find_faults_of_validation(arguments: "TrainArguments") -> Iterator[str]:
+    """Yield what does not work with held-out prompts."""
+    evaluation = arguments.evaluation
+    if arguments.data.prompts is None:
+        yield f"--validation_prompts only applies to {_OPTION}; leave it out"
+        return
+    if not arguments.preference.learns_from_rewards:
+        yield "--validation_prompts only applies to --objective rl: only rewards can judge completions; leave it out"
+    if evaluation.eval_iters is not None:
+        yield "--eval_iters does not apply to --validation_prompts, which are all completed; give fewer prompts"
+    if evaluation.metrics is not None:
+        yield "--metrics does not apply to --validation_prompts, whose completions have rewards; leave it out"

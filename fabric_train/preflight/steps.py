@@ -24,7 +24,7 @@ from fabric_train.preflight.dataset_check import check_dataset, resize_advice
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 from fabric_train.training.metrics import are_columns
-from fabric_train.training.prepared_run import StartingPoint, TrainingData
+from fabric_train.training.prepared_run import StartingPoint, TrainingData, is_evaluated
 from fabric_train.training.step_plan import RunPhase, StepPlan
 
 if TYPE_CHECKING:
@@ -284,11 +284,11 @@ def _notes(arguments: "TrainArguments", num_steps: int, steps_of_epochs: int | N
         )
     if training.warmup_steps > num_steps:
         notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
-    if data.validation is None:
+    if not is_evaluated(data):
         folders = ", ".join(arguments.data.data_dirs)
         cause = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
         if isinstance(data, Prompts):
-            cause = "--prompts has no validation split"
+            cause = "--validation_prompts is not given"
         notes.append(f"{cause}; nothing will be evaluated")
     if isinstance(data, Stream):
         if data.chat_template:

@@ -122,12 +122,18 @@ def _compare_data(runs: Sequence[_ComparedRun]) -> str:
 
 
 def _find_unfair(runs: Sequence[_ComparedRun]) -> Iterator[str]:
-    """Yield the reasons why the runs' losses cannot be compared."""
+    """Yield the reasons why the runs' losses or rewards cannot be compared."""
     # validation rows and units
     evaluations = [(run.name, run.evaluation) for run in runs if run.evaluation is not None]
     for name, evaluation in evaluations[1:]:
         first_name, first_evaluation = evaluations[0]
-        if not first_evaluation.is_comparable(evaluation):
+        has_rewards = first_evaluation.whole.of_completions and evaluation.whole.of_completions
+        if has_rewards and not first_evaluation.is_comparable(evaluation):
+            yield (
+                f"{name} was evaluated on other prompts, rewards or settings of sampling than {first_name}: their "
+                "validation rewards are not comparable."
+            )
+        elif not first_evaluation.is_comparable(evaluation):
             yield (
                 f"{name} was evaluated on different validation rows than {first_name}: their validation losses are "
                 "not comparable."

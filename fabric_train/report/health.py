@@ -18,6 +18,7 @@ _MAX_LAG = 0.1  # of a rank, of a step's time
 _SPIKE_FACTOR = 8.0  # a spike is this many times the median of its block
 _SPIKE_BLOCK = 50  # logged steps
 _RISE = 0.01  # of a source's lowest validation loss
+_STANDARD_ERRORS = 2.0  # by which two validation rewards differ
 _NEAR_UNIFORM = 0.97  # of ln V, the loss of a model that guesses
 _LEARNING_STEPS = 100  # after this many the loss should be lower than that
 _MIN_SPEED = 0.8  # of the speed at the beginning
@@ -126,6 +127,25 @@ def _check_rising_sources(table: MetricsTable) -> Iterator[Finding]:
             )
 
 
+def _check_falling_reward(table: MetricsTable) -> Iterator[Finding]:
+    """Yield a finding if the reward of held-out prompts is lower than before training, by more than their noise."""
+    row_indices = table.measured_rows("val_reward")
+    error_rows = table.measured_rows("val_stderr_reward")
+    if len(row_indices) < 2 or len(error_rows) == 0:
+        return
+    rewards = table.columns["val_reward"][row_indices]
+    steps = table.steps[row_indices]
+    standard_error = float(table.columns["val_stderr_reward"][error_rows[-1]])
+    # of the difference of two independent means
+    noise = math.sqrt(2) * standard_error
+    if rewards[-1] < rewards[0] - _STANDARD_ERRORS * noise:
+        yield Finding(
+            f"The validation reward has fallen from {rewards[0]:.4f} at step {steps[0]:,} to {rewards[-1]:.4f} at step "
+            f"{steps[-1]:,}: use a lower --lr, or keep the model close to the initial one with --kl_weight.",
+            "docs/rl.md#validation",
+        )
+
+
 def _check_slow_rank(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if one rank is the slowest in most steps, and by a large part of the step's time."""
     row_indices = table.measured_rows("rank_lag")[1:]
@@ -174,13 +194,14 @@ def _check_skipped_steps(table: MetricsTable) -> Iterator[Finding]:
 
 def _check_has_evaluation(table: MetricsTable) -> Iterator[Finding]:
     """Yield a finding if a run of some length was never evaluated."""
-    if len(table.steps) >= _LEARNING_STEPS and not len(table.measured_rows("val_loss")):
+    if len(table.steps) >= _LEARNING_STEPS and not len(table.measured_rows(table.deciding_column)):
         yield Finding("The run has no evaluation, so overfitting would go unnoticed.", "docs/training.md#evaluation")
 
 
 _CHECKS_OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
     _check_skipped_steps,
     _check_rising_sources,
+    _check_falling_reward,
     _check_norm_spikes,
     _check_data_wait,
     _check_slow_rank,

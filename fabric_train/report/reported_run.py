@@ -101,11 +101,16 @@ class ReportedRun(RunFolder):
 
     @property
     def best_step(self) -> int | None:
-        """The step with the lowest validation loss in metrics.csv; None with fewer than two evaluations."""
-        row_indices = self.metrics.measured_rows("val_loss")
+        """The step with the lowest validation loss, or the highest validation reward, in metrics.csv.
+
+        None with fewer than two evaluations.
+        """
+        column = self.metrics.deciding_column
+        row_indices = self.metrics.measured_rows(column)
         if len(row_indices) < 2:
             return None
-        best_index = self.metrics.columns["val_loss"][row_indices].argmin()
+        values = self.metrics.columns[column][row_indices]
+        best_index = values.argmax() if column == "val_reward" else values.argmin()
         return int(self.metrics.steps[row_indices[best_index]])
 
 

@@ -43,7 +43,12 @@ _MAX_SOURCES = 12
 _MAX_LOG_LINES = 200
 _MAX_SIBLING_RUNS = 200  # in the same folder
 _SEED = 0  # of the bootstrap, as in fabric-train evaluate
-_LAST_VALUES = (("training loss", "train_loss"), ("validation loss", "val_loss"), ("reward", "train_reward"))
+_LAST_VALUES = (
+    ("training loss", "train_loss"),
+    ("validation loss", "val_loss"),
+    ("reward", "train_reward"),
+    ("validation reward", "val_reward"),
+)
 """The titles of rows in the summary, and the columns of metrics.csv whose last values they have."""
 Rows = list[tuple[str, Any]]
 """The rows of a table: a name and its value."""
@@ -189,7 +194,7 @@ def _metric_rows(run: ReportedRun) -> Rows:
         value = metrics.last_value(column)
         if value is not None:
             rows.append((name, f"{value:.4f}"))
-    if run.best_step:
+    if run.best_step is not None:
         rows.append(("best validation", f"step {run.best_step:,}"))
     row_indices = metrics.measured_rows("tokens_per_second")
     if len(row_indices):
@@ -212,10 +217,12 @@ def _results_section(run: ReportedRun) -> Iterator[Section]:
     columns = results["result_columns"]
     num_number_columns = columns.count("|")  # all but the first column, as "|" separates them
     results_table = table(columns, results["result_rows"], num_number_columns)
-    unit = f"in nats per {evaluation.whole.unit}"
+    meaning = f"Loss in nats per {evaluation.whole.unit}."
     if evaluation.whole.has_own_unit and run.newest.teacher is None:
-        unit = card_facts.unit_of_loss(run.newest)
-    body = f"{results_table}\n\n{note}. Loss {unit}."
+        meaning = f"Loss {card_facts.unit_of_loss(run.newest)}."
+    if evaluation.whole.of_completions:
+        meaning = "Means over one completion of each prompt, with the standard errors of the rewards."
+    body = f"{results_table}\n\n{note}. {meaning}"
     yield Section("results", "Results", body)
 
 
@@ -393,9 +400,11 @@ def _find_branches(run: ReportedRun) -> Iterator[tuple[str, int]]:
 
 
 def _checkpoints_section(run: ReportedRun) -> Iterator[Section]:
-    """Yield a table of the checkpoints with their sizes, losses and hashes."""
+    """Yield a table of the checkpoints with their sizes, losses or rewards, and hashes."""
     steps = run.metrics.steps.tolist()
-    losses = dict(zip(steps, run.metrics.columns.get("val_loss", []), strict=False))  # none without an evaluation
+    column = run.metrics.deciding_column
+    losses = dict(zip(steps, run.metrics.columns.get(column, []), strict=False))  # none without an evaluation
+    loss_title = "validation reward" if column == "val_reward" else "validation loss"
     if not run.checkpoints:
         yield Section("checkpoints", "Checkpoints", "None yet.")
         return
@@ -408,7 +417,7 @@ def _checkpoints_section(run: ReportedRun) -> Iterator[Section]:
         loss_cell = "" if math.isnan(loss) else f"{loss:.4f}"
         rows.append((step, f"{num_bytes / 1e9:,.3f}", loss_cell, _content_hash(folder), content))
     paragraphs = [
-        table("step | GB | validation loss | hash of checksums.json | content", rows),
+        table(f"step | GB | {loss_title} | hash of checksums.json | content", rows),
         f"Hash of the rows read up to the newest checkpoint: {code(str(run.newest.state.rows_hash))}.",
     ]
     yield Section("checkpoints", "Checkpoints", "\n\n".join(paragraphs))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenize
 PROMPT = "prompt"
 """The column with the prompt: a text, or the messages of a chat."""
 _OPTION = "--prompts"
+_VALIDATION_OPTION = "--validation_prompts"
 _RANGE_BYTES = 1 << 30  # of a file, or of a dataset's rows, that is read at once
 _MOST_FAULTS = 20  # that are listed
 
@@ -76,6 +77,32 @@ class PromptSource:
 
 
 @dataclass(frozen=True)
+class ValidationPrompts:
+    """The held-out prompts of ``--validation_prompts``, which an evaluation completes."""
+
+    prompts: tuple[Prompt, ...]
+    source_names: tuple[str, ...]
+    name: str
+
+    @cached_property
+    def column_names(self) -> frozenset[str]:
+        """The columns that every prompt has, beside the prompt itself."""
+        return frozenset.intersection(*self.columns_by_source.values())
+
+    @cached_property
+    def columns_by_source(self) -> dict[str, frozenset[str]]:
+        """The columns that every prompt of a source has, beside the prompt itself, by the name of the source."""
+        return _columns_by_source(self.source_names, self.prompts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of all prompts, see ``Prompts.fingerprint``."""
+        digest = hashlib.sha256()
+        _hash_prompts(self.prompts, digest)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
 class Prompts:
     """The training data of a run that samples its rows: prompts, whose completions become the rows of each step.
 
@@ -98,9 +125,12 @@ class Prompts:
     """The token dataset whose rows train beside the completions; None if there is none."""
     rows_per_epoch: tuple[int, ...] | None
     """How many prompts of each source an epoch takes; None if it takes every prompt once, in an order of all."""
+    validation_prompts: ValidationPrompts | None = None
+    """The prompts that the run does not train on; None if it evaluates nothing."""
     parts = ()
     """The token datasets whose rows a run trains on; completions are in none."""
     validation = None
+    """The rows that a run evaluates; there are only prompts."""
     manifest = None
     isolates = True
     has_pairs = False
@@ -121,15 +151,21 @@ class Prompts:
         """The columns that every prompt of a source has, beside the prompt itself, by the name of the source."""
         return _columns_by_source(self.source_names, self.train.prompts)
 
+    @property
+    def longest_prompt(self) -> Prompt:
+        """The prompt with the most tokens, among those that train and those that are held out."""
+        prompts = self.train.prompts
+        if self.validation_prompts is not None:
+            prompts += self.validation_prompts.prompts
+        return max(prompts, key=lambda prompt: len(prompt.token_ids))
+
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of all prompts: their sources, tokens and columns, in order, wherever their files are."""
+        """The SHA-256 of the prompts that train: their sources, tokens and columns, in order, not their paths."""
         digest = hashlib.sha256()
         if self.dataset is not None:
             digest.update(self.dataset.fingerprint.encode())
-        for prompt in self.train.prompts:
-            fields = [prompt.source, prompt.token_ids, prompt.columns]
-            digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
+        _hash_prompts(self.train.prompts, digest)
         return digest.hexdigest()
 
     def save_tokenizer(self) -> None:
@@ -163,6 +199,7 @@ def open_prompts(
     tokenizer_folder: Path,
     shares: Shares,
     dataset: TokenDataset | None = None,
+    validation_entries: Sequence[str] | None = None,
 ) -> Prompts:
     """Read and encode all prompts.
 
@@ -173,6 +210,7 @@ def open_prompts(
         tokenizer_folder: Where the run will store the tokenizer.
         shares: How much of each entry an epoch reads.
         dataset: The token dataset whose rows train beside the completions.
+        validation_entries: The values of ``--validation_prompts``; None if it is not given.
 
     Raises:
         InputError: A source or the tokenizer cannot be read, a row has no prompt, or no prompt is short enough.
@@ -182,23 +220,99 @@ def open_prompts(
             f"--max_new_tokens {lengths.max_new_tokens} leaves no room for a prompt in rows of --max_length "
             f"{lengths.row_length}; give a larger --max_length or a smaller --max_new_tokens"
         )
-    names_and_locations = split_names(list(entries), _OPTION)
-    locations = [location for _, location in names_and_locations]
-    opened_sources = open_sources(locations, _OPTION, stream=False, downloads=tokenizer_folder)
+    training_rows = _read_all_rows(entries, _OPTION, tokenizer_folder)
     with naming_option("--model_name", instead_of="--tokenizer_name"):
         tokenizer = load_tokenizer(tokenizer_name)
-    rows_of_sources = [list(_read_rows(source)) for source in opened_sources]
-    encoder = _open_encoder(tokenizer_name, rows_of_sources)
-    source_names = tuple(dict.fromkeys(name for name, _ in names_and_locations))
+    encoder = _open_encoder(tokenizer_name, training_rows)
+    encoded = _encode_rows(training_rows, _OPTION, entries, encoder, lengths)
+    notes = encoded.notes
+    validation_prompts = None
+    if validation_entries is not None:
+        validation_rows = _read_all_rows(validation_entries, _VALIDATION_OPTION, tokenizer_folder)
+        _check_kinds(validation_rows, training_rows)
+        held_out = _encode_rows(validation_rows, _VALIDATION_OPTION, validation_entries, encoder, lengths)
+        notes += [*held_out.notes, *_notes_on_trained_prompts(held_out.prompts, encoded.prompts)]
+        validation_prompts = ValidationPrompts(held_out.prompts, held_out.source_names, ", ".join(validation_entries))
 
-    # Encode the prompts of all sources; a row without one is refused, one that is too long is left out.
+    sources = []
+    for source_index, name in enumerate(encoded.source_names):
+        num_rows = sum(prompt.source == source_index for prompt in encoded.prompts)
+        sources.append(PromptSource(name, num_rows))
+    stop_token_ids = tuple(sorted({tokenizer.eos_token_id, *encoder.end_ids}))
+    return Prompts(
+        train=PromptRows(encoded.prompts, lengths.row_length, dataset.train.longest() if dataset else 0),
+        source_names=encoded.source_names,
+        name=", ".join(entries),
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        stop_token_ids=stop_token_ids,
+        notes=tuple(notes),
+        sources=tuple(sources),
+        dataset=dataset,
+        rows_per_epoch=_rows_per_epoch(shares, sources),
+        validation_prompts=validation_prompts,
+    )
+
+
+@dataclass(frozen=True)
+class _SourceRows:
+    """The rows of an entry of ``--prompts`` or ``--validation_prompts``."""
+
+    name: str
+    """The name of its source, which other entries may have, too."""
+    rows: list[tuple[str, int, Row]]
+    """See :func:`_read_rows`."""
+
+    @property
+    def has_chats(self) -> bool:
+        return any(isinstance(row.get(PROMPT), list) for _, _, row in self.rows)
+
+    @property
+    def has_texts(self) -> bool:
+        return any(isinstance(row.get(PROMPT), str) for _, _, row in self.rows)
+
+
+@dataclass(frozen=True)
+class _EncodedPrompts:
+    """The prompts of ``--prompts`` or ``--validation_prompts``."""
+
+    prompts: tuple[Prompt, ...]
+    """In the order of their sources."""
+    source_names: tuple[str, ...]
+    notes: list[str]
+
+
+def _read_all_rows(entries: Sequence[str], option: str, downloads: Path) -> list[_SourceRows]:
+    """Return the rows of the entries of an option.
+
+    Raises:
+        InputError: A source cannot be opened, or a row is damaged.
+    """
+    names_and_locations = split_names(list(entries), option)
+    locations = [location for _, location in names_and_locations]
+    opened_sources = open_sources(locations, option, stream=False, downloads=downloads)
+    sources = []
+    for (name, _), source in zip(names_and_locations, opened_sources, strict=True):
+        sources.append(_SourceRows(name, list(_read_rows(source))))
+    return sources
+
+
+def _encode_rows(
+    sources: Sequence[_SourceRows], option: str, entries: Sequence[str], encoder: PromptEncoder, lengths: PromptLengths
+) -> _EncodedPrompts:
+    """Encode the prompts of all sources; a row without one is refused, one that is too long is left out.
+
+    Raises:
+        InputError: A row has no prompt, or no prompt is short enough.
+    """
+    source_names = tuple(dict.fromkeys(source.name for source in sources))
     prompts: list[Prompt] = []
     num_too_long = 0
     num_rows_of_source: Counter[str] = Counter()
     faults: list[str] = []
-    for (name, _), rows in zip(names_and_locations, rows_of_sources, strict=True):
-        for location, row_number, row in rows:
-            num_rows_of_source[name] += 1
+    for source in sources:
+        for location, row_number, row in source.rows:
+            num_rows_of_source[source.name] += 1
             try:
                 content = _read_content(row)
                 token_ids = tuple(encoder.encode(PromptText(content, location, row_number, is_from_file=True)))
@@ -212,44 +326,58 @@ def open_prompts(
                 num_too_long += 1
                 continue
             columns = {column: value for column, value in row.items() if column != PROMPT}
-            source_index = source_names.index(name)
-            prompt_id = f"{name}:{num_rows_of_source[name]}"
+            source_index = source_names.index(source.name)
+            prompt_id = f"{source.name}:{num_rows_of_source[source.name]}"
             prompts.append(Prompt(prompt_id, source_index, row[PROMPT], token_ids, columns))
     if faults:
         num_hidden = len(faults) - _MOST_FAULTS
         hidden = [f"and {num_hidden:,} more rows"] if num_hidden > 0 else []
         raise InputError(*faults[:_MOST_FAULTS], *hidden)
     if not prompts and not num_too_long:
-        raise InputError(f"{_OPTION} {' '.join(entries)}: there is no row; give files with prompts")
+        raise InputError(f"{option} {' '.join(entries)}: there is no row; give files with prompts")
     if not prompts:
         raise InputError(
-            f"{_OPTION} {' '.join(entries)}: no prompt has at most {lengths.longest_prompt} tokens, the room that "
+            f"{option} {' '.join(entries)}: no prompt has at most {lengths.longest_prompt} tokens, the room that "
             f"--max_length {lengths.row_length} leaves beside --max_new_tokens {lengths.max_new_tokens}"
         )
-    notes = _notes_on_columns(source_names, prompts)
+    notes = _notes_on_columns(source_names, prompts, option)
     if num_too_long:
         notes.append(
-            f"{counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
+            f"{option}: {counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
             f"{lengths.longest_prompt} tokens (--max_length less --max_new_tokens) will not be used"
         )
     prompts.sort(key=lambda prompt: prompt.source)  # stable; sources with the same name are one
-    sources = []
-    for source_index, name in enumerate(source_names):
-        num_rows = sum(prompt.source == source_index for prompt in prompts)
-        sources.append(PromptSource(name, num_rows))
-    stop_token_ids = tuple(sorted({tokenizer.eos_token_id, *encoder.end_ids}))
-    return Prompts(
-        train=PromptRows(tuple(prompts), lengths.row_length, dataset.train.longest() if dataset else 0),
-        source_names=source_names,
-        name=", ".join(entries),
-        tokenizer=tokenizer,
-        tokenizer_folder=tokenizer_folder,
-        stop_token_ids=stop_token_ids,
-        notes=tuple(notes),
-        sources=tuple(sources),
-        dataset=dataset,
-        rows_per_epoch=_rows_per_epoch(shares, sources),
-    )
+    return _EncodedPrompts(tuple(prompts), source_names, notes)
+
+
+def _check_kinds(validation_sources: Sequence[_SourceRows], training_sources: Sequence[_SourceRows]) -> None:
+    """Raise an InputError if held-out prompts are chats and those that train are texts, or the other way round."""
+    advice = "give held-out prompts of the same form"
+    has_chats = any(source.has_chats for source in training_sources)
+    if not has_chats and any(source.has_chats for source in validation_sources):
+        raise InputError(f"{_VALIDATION_OPTION} has chats, but {_OPTION} has only texts; {advice}")
+    has_texts = any(source.has_texts for source in training_sources)
+    if not has_texts and any(source.has_texts for source in validation_sources):
+        raise InputError(f"{_VALIDATION_OPTION} has texts, but {_OPTION} has only chats; {advice}")
+
+
+def _notes_on_trained_prompts(held_out: Sequence[Prompt], trained: Sequence[Prompt]) -> list[str]:
+    """Return a note if held-out prompts are also among those that train."""
+    trained_ids = {prompt.token_ids for prompt in trained}
+    num_trained = sum(prompt.token_ids in trained_ids for prompt in held_out)
+    if num_trained == 0:
+        return []
+    return [
+        f"{_VALIDATION_OPTION}: {num_trained:,} of {counted(len(held_out), 'prompt')} are also in {_OPTION}, so their "
+        "rewards do not show what the model does with new prompts"
+    ]
+
+
+def _hash_prompts(prompts: Iterable[Prompt], digest: "hashlib._Hash") -> None:
+    """Add the sources, tokens and columns of prompts to a hash, in order."""
+    for prompt in prompts:
+        fields = [prompt.source, prompt.token_ids, prompt.columns]
+        digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
 
 
 def _columns_by_source(source_names: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, frozenset[str]]:
@@ -262,7 +390,7 @@ def _columns_by_source(source_names: Sequence[str], prompts: Sequence[Prompt]) -
     return columns_by_source
 
 
-def _notes_on_columns(source_names: Sequence[str], prompts: Sequence[Prompt]) -> list[str]:
+def _notes_on_columns(source_names: Sequence[str], prompts: Sequence[Prompt], option: str) -> list[str]:
     """Return notes on columns that only some prompts, or only some sources, have: rewards do not receive them."""
     notes = []
     counts: Counter[str] = Counter()
@@ -275,13 +403,13 @@ def _notes_on_columns(source_names: Sequence[str], prompts: Sequence[Prompt]) ->
         if num_prompts < len(prompts) and column not in columns_of_any_source:
             num_missing = len(prompts) - num_prompts
             notes.append(
-                f"{_OPTION}: {num_missing:,} of {len(prompts):,} prompts have no {column}, so rewards do not receive "
+                f"{option}: {num_missing:,} of {len(prompts):,} prompts have no {column}, so rewards do not receive "
                 "this column; give each prompt a value, null if there is none"
             )
     common_columns = frozenset.intersection(*columns_by_source.values())
     if columns_of_any_source != common_columns:
         notes.append(
-            f"{_OPTION}: the sources have different columns: {_describe_columns(columns_by_source)}; rewards receive "
+            f"{option}: the sources have different columns: {_describe_columns(columns_by_source)}; rewards receive "
             f"only columns of all prompts: {', '.join(sorted(common_columns)) or 'none'}"
         )
     return notes
@@ -351,11 +479,9 @@ def _other_columns(source: Source, file_range: Any) -> list[str]:
     return sorted(reader.unread_columns)
 
 
-def _open_encoder(tokenizer_name: str, rows_of_sources: Sequence[Sequence[tuple[str, int, Row]]]) -> PromptEncoder:
+def _open_encoder(tokenizer_name: str, sources: Sequence[_SourceRows]) -> PromptEncoder:
     """Return the encoder of the prompts, with the chat template if a prompt is a chat."""
-    has_chats = False
-    for rows in rows_of_sources:
-        has_chats = has_chats or any(isinstance(row.get(PROMPT), list) for _, _, row in rows)
+    has_chats = any(source.has_chats for source in sources)
     tokenizer = load_hf_tokenizer(tokenizer_name)
     if has_chats and not tokenizer.chat_template:
         raise InputError(

@@ -23,13 +23,13 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import RolloutSeconds, Window, WindowOrder, WindowSource, positions
 from fabric_train.distributed.ranks import gather_over_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
-from fabric_train.inference.generate import continuation
 from fabric_train.rollouts.advantages import compute_advantages, groups_without_variance
 from fabric_train.rollouts.completion_rows import batch_completions, pack_rows
 from fabric_train.rollouts.prompts import Prompt, Prompts
 from fabric_train.rollouts.reward_errors import RewardErrors
 from fabric_train.rollouts.rewards import Rewards
 from fabric_train.rollouts.sampler import Completion, Sampler, SampleRequest
+from fabric_train.rollouts.scoring import score_completions
 from fabric_train.rollouts.store import (
     RolloutManifest,
     RolloutStore,
@@ -282,12 +282,15 @@ class RolloutWindows:
         """
         group_size = self.plan.group_size
         prompts = [prompt for prompt in group_prompts for _ in range(group_size)]
-        texts = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            texts.append(continuation(self.tokenizer, list(prompt.token_ids), completion.token_ids.tolist()))
-        columns = {name: [prompt.columns[name] for prompt in prompts] for name in self.prompts.column_names}
-        contents = [prompt.content for prompt in prompts]
-        table = self.rewards.compute(texts, contents, columns, self.heartbeat.stop_border.is_due)
+        scored = score_completions(
+            self.rewards,
+            self.tokenizer,
+            prompts,
+            completions,
+            self.prompts.column_names,
+            is_interrupted=self.heartbeat.stop_border.is_due,
+        )
+        table = scored.table
         self.reward_errors.report(self.rewards.names, table)
         totals = table.total.reshape(-1, group_size)
         advantages = compute_advantages(totals, self.plan.advantage)
@@ -301,7 +304,7 @@ class RolloutWindows:
                     group=groups[group],
                     prompt_id=prompt.prompt_id,
                     source=prompt.source,
-                    text=texts[index],
+                    text=scored.texts[index],
                     prompt_token_ids=np.array(prompt.token_ids),
                     token_ids=completion.token_ids,
                     log_probabilities=completion.log_probabilities,

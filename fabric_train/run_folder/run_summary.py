@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fabric_train.cli.argument_types import HIGHER_IS_BETTER, planned_steps
+from fabric_train.cli.argument_types import REWARD, is_higher_better, planned_steps
 from fabric_train.files.typed_json import read_json
 from fabric_train.run_folder.config_file import CONFIG, read_config
 from fabric_train.run_folder.log_lines import LOG
@@ -39,8 +39,10 @@ class RunSummary:
     num_steps: int | None
     best_by: str
     best: float | None
-    """The best loss or figure of ``best_by``."""
+    """The best loss, reward or figure of ``best_by``."""
     best_step: int | None
+    higher_is_better: bool
+    """Whether ``best`` is the highest value, such as a reward, rather than the lowest."""
     speed: float | None
     """Tokens per second."""
     data: str | None
@@ -56,10 +58,11 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class _Best:
-    """The best value of a loss or figure, and the step of its evaluation."""
+    """The best value of a loss, reward or figure, and the step of its evaluation."""
 
     value: float
     step: int
+    higher_is_better: bool
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
@@ -86,7 +89,10 @@ def summarize_run(run_dir: Path) -> RunSummary:
     # checks of ``checkpoint.read_trainer_json``, so its values may be damaged.
     num_steps = _read_or_note(lambda: _plan_steps(arguments, newest_checkpoint), None, _CHECKPOINTS, damage)
     best_by = str(arguments.get("best_by") or "all")
-    best = _read_or_note(lambda: _find_best(best_by, checkpoints, rows), None, _CHECKPOINTS, damage)
+    of_completions = bool(arguments.get("validation_prompts"))
+    best = _read_or_note(
+        lambda: _find_best(best_by, checkpoints, rows, of_completions=of_completions), None, _CHECKPOINTS, damage
+    )
     code = _read_or_note(lambda: newest_checkpoint.get("versions", {}).get("fabric-train"), None, _CHECKPOINTS, damage)
 
     # Find how far the run is, and how fast. It logs more often than it saves, but metrics.csv may be missing.
@@ -112,6 +118,7 @@ def summarize_run(run_dir: Path) -> RunSummary:
         best_by=best_by,
         best=best.value if best else None,
         best_step=best.step if best else None,
+        higher_is_better=best is not None and best.higher_is_better,
         speed=speeds[-1] if speeds else None,
         data=_describe_data(arguments),
         model=str(model_name) if model_name else model_name,
@@ -195,8 +202,10 @@ def _has_ended(checkpoint: dict[str, Any], num_steps: int | None) -> bool:
     return patience.isdigit() and progress.get("num_since", 0) >= int(patience)
 
 
-def _find_best(source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[dict[str, float]]) -> _Best | None:
-    """Return the best loss or figure among the checkpoints and the last rows of metrics.csv.
+def _find_best(
+    source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[dict[str, float]], *, of_completions: bool
+) -> _Best | None:
+    """Return the best loss, reward or figure among the checkpoints and the last rows of metrics.csv.
 
     Earlier rows are not needed with ``--save_best``, which keeps the checkpoint of the best one. Checkpoints that were
     validated on other rows than the newest evaluated one are left out.
@@ -205,20 +214,26 @@ def _find_best(source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequenc
         source: ``best_by``: "all", a source, or a figure, as FIGURE or FIGURE/SOURCE.
         checkpoints: The content of each trainer.json, the newest last.
         rows: The last rows of metrics.csv.
+        of_completions: Whether the run evaluates completions of prompts, which have a reward instead of a loss.
     """
     evaluations = [checkpoint["evaluation"] for checkpoint in checkpoints if checkpoint.get("evaluation")]
     comparable = [evaluation for evaluation in evaluations if evaluation.get("rows") == evaluations[-1].get("rows")]
     figure, _, figure_source = source.partition("/")
     is_figure = any(figure in evaluation["whole"].get("further", {}) for evaluation in comparable)
+    if not is_figure and of_completions:
+        is_figure = True
+        figure = REWARD
+        figure_source = "" if source == "all" else source
+    higher_is_better = is_figure and is_higher_better(figure, of_completions=of_completions)
 
     # values of metrics.csv
     if is_figure:
-        column = f"val_{source}"
+        column = f"val_{figure}/{figure_source}" if figure_source else f"val_{figure}"
     elif source == "all":
         column = "val_loss"
     else:
         column = f"val_loss/{source}"
-    candidates = [_Best(row[column], int(row["step"])) for row in rows if column in row]
+    candidates = [_Best(row[column], int(row["step"]), higher_is_better) for row in rows if column in row]
 
     # values of checkpoints
     source_name = (figure_source or "all") if is_figure else source
@@ -229,10 +244,10 @@ def _find_best(source: str, checkpoints: Sequence[dict[str, Any]], rows: Sequenc
             continue
         value = loss["further"][figure] if is_figure else loss["nats"] / loss["num_tokens"]
         if value is not None:
-            candidates.append(_Best(value, evaluation["step"]))
+            candidates.append(_Best(value, evaluation["step"], higher_is_better))
 
     finite = [candidate for candidate in candidates if math.isfinite(candidate.value)]
-    sign = -1 if is_figure and figure in HIGHER_IS_BETTER else 1
+    sign = -1 if higher_is_better else 1
     return min(finite, key=lambda candidate: sign * candidate.value, default=None)
 
 
@@ -248,8 +263,8 @@ def _find_last_change(run_dir: Path) -> float:
 
 
 def _describe_data(arguments: dict[str, Any]) -> str | None:
-    """Return the paths of the token datasets or the names of the streamed ones, joined; None if neither is given."""
-    sources = arguments.get("streaming_dataset") or arguments.get("train_data_dir")
+    """Return the paths of the token datasets, or the names of streams or prompts, joined; None if none is given."""
+    sources = arguments.get("streaming_dataset") or arguments.get("prompts") or arguments.get("train_data_dir")
     if isinstance(sources, list):
         return ", ".join(str(source) for source in sources)
     return str(sources) if sources else sources

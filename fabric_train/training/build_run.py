@@ -1,5 +1,6 @@
 """Build the parts of a prepared run: model, optimizer, batches, evaluation, checkpoints, loggers."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,9 +44,11 @@ from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.kernel_trial import use_triton
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.rollouts.prompts import Prompts
+from fabric_train.rollouts.rewards import name_rewards
+from fabric_train.rollouts.windows import RolloutWindows
 from fabric_train.training.checkpoint_description import describe_run
 from fabric_train.training.components import component
-from fabric_train.training.evaluation import Validation, select_metrics
+from fabric_train.training.evaluation import RowEvaluator, Validation, select_metrics
 from fabric_train.training.logger import GuardedLogger, LoggedRun, Logger, Outputs
 from fabric_train.training.loggers import open_loggers
 from fabric_train.training.loop import Loop
@@ -55,7 +58,8 @@ from fabric_train.training.own_time import OwnTime
 from fabric_train.training.panel import open_progress
 from fabric_train.training.prepared_run import PreparedRun, TrainingData, logged_sources
 from fabric_train.training.profiling import ProfiledWindows
-from fabric_train.training.rollout_run import build_rollout_windows
+from fabric_train.training.prompt_validation import name_standard_errors
+from fabric_train.training.rollout_run import build_prompt_evaluator, build_rollout_windows
 from fabric_train.training.run_log import log, note, progress, warn
 from fabric_train.training.run_times import TIMES, TimesFile
 from fabric_train.training.step import Stepper
@@ -228,7 +232,10 @@ def _choose_update(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
 def build_validation(
     fabric: Fabric, model: _FabricModule, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
 ) -> Validation | None:
-    """Build the evaluation of this rank's share of the validation split, and the samples; None without that split."""
+    """Build the evaluation of this rank's share of the validation split, and the samples; None without that split.
+
+    Held-out prompts are evaluated by what :func:`build_loop` adds, because their sampler is that of the steps.
+    """
     rows = run.data.validation
     if rows is None:
         return None
@@ -244,16 +251,16 @@ def build_validation(
         seed=arguments.data.seed,
         num_workers=arguments.data.num_workers,
     )
-    return Validation(
+    evaluator = RowEvaluator(
         fabric=fabric,
         model=model,
         objective=objective,
         metrics=select_metrics(arguments.evaluation.computed_metrics),
         batches=batches,
         source_names=rows.source_names,
-        prompts=run.sample_prompts,
         heartbeat=heartbeat,
     )
+    return Validation(fabric, model, evaluator, run.sample_prompts, heartbeat)
 
 
 def build_outputs(
@@ -267,9 +274,14 @@ def build_outputs(
 
     # A run that starts at step 0 logs it, and so does one whose evaluation a signal interrupted.
     logs_current_step = bool(state.unlogged) or state.step == 0
+    evaluation_metrics: Sequence[str] = run.arguments.evaluation.computed_metrics
+    if isinstance(run.data, Prompts):
+        evaluation_metrics = ()
+        if run.data.validation_prompts is not None:
+            evaluation_metrics = name_standard_errors(name_rewards(run.arguments.rollouts.rewards or ()))
     columns = extra_columns(
         objective.metric_names,
-        run.arguments.evaluation.computed_metrics,
+        evaluation_metrics,
         run.all_logged_sources,
         metrics_by_source=metrics_by_source(objective),
         counts_pieces=counts_pieces(objective),
@@ -313,6 +325,10 @@ def build_loop(
         outputs.saved(checkpoint)
 
     arguments = run.arguments
+    batches = _build_batches(fabric, model, run, heartbeat)
+    if isinstance(batches, RolloutWindows) and batches.prompts.validation_prompts is not None:
+        evaluator = build_prompt_evaluator(run, batches.prompts.validation_prompts, batches)
+        validation = Validation(fabric, model, evaluator, run.sample_prompts, heartbeat)
     # The manager removes unfinished checkpoints of a run that was killed.
     checkpoint_manager = manager(
         run.folder / "checkpoints",
@@ -343,7 +359,7 @@ def build_loop(
     return Loop(
         run=run,
         stepper=stepper,
-        batches=_build_batches(fabric, model, run, heartbeat),
+        batches=_with_profile(fabric, run, batches, heartbeat),
         num_steps=run.last_loop_step,
         checkpoints=checkpoint_manager,
         validation=validation,
@@ -365,15 +381,18 @@ def _build_guard(fabric: Fabric, data: TrainingData) -> StepGuard:
 
 
 def _build_batches(fabric: Fabric, model: _FabricModule, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
-    """Build the windows of a run, some of which are traced on this rank if ``--profile`` says so."""
-    arguments = run.arguments.logging
+    """Build the windows of a run."""
     if isinstance(run.data, Stream):
-        batches: WindowSource = _build_stream_batches(fabric, run, run.data)
-    elif isinstance(run.data, Prompts):
+        return _build_stream_batches(fabric, run, run.data)
+    if isinstance(run.data, Prompts):
         open_copy = partial(_open_sampling_copy, fabric, run)
-        batches = build_rollout_windows(fabric, model, run, run.data, heartbeat, open_copy)
-    else:
-        batches = _build_row_batches(fabric, run, run.data)
+        return build_rollout_windows(fabric, model, run, run.data, heartbeat, open_copy)
+    return _build_row_batches(fabric, run, run.data)
+
+
+def _with_profile(fabric: Fabric, run: PreparedRun, batches: WindowSource, heartbeat: Heartbeat) -> WindowSource:
+    """Return the windows of a run, some of which are traced on this rank if ``--profile`` says so."""
+    arguments = run.arguments.logging
     if arguments.profiled_steps is None:
         return batches
     if arguments.profile_ranks == "first" and fabric.global_rank:

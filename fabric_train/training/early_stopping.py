@@ -4,14 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fabric_train.checkpoint import Evaluation, LossProgress, TrainerState
+from fabric_train.checkpoint import Evaluation, LossProgress, TrainerState, name_loss
 
 _DEFAULT_PATIENCE = 3
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """``--early_stopping``: a run ends after ``patience`` evaluations without a new best loss of ``source``."""
+    """``--early_stopping``: a run ends after ``patience`` evaluations without a new best value of ``source``."""
 
     source: str
     patience: int
@@ -30,15 +30,8 @@ class EarlyStopping:
     def describe(self, state: TrainerState) -> str:
         """Return why the run has ended at a state."""
         assert state.progress is not None
-        # what is watched: a figure such as accuracy or accuracy/SOURCE, or the loss of the whole split or of a source
         first_evaluation = state.first_evaluation
-        figure = self.source.partition("/")[0]
-        if first_evaluation is not None and figure in first_evaluation.whole.further:
-            name = f"the validation's {self.source}"
-        elif self.source == "all":
-            name = "the validation loss"
-        else:
-            name = f"the validation loss of {self.source}"
+        name = f"the {name_loss(self.source, first_evaluation)}"
 
         # what it has not done
         best = state.progress.best

@@ -1,5 +1,7 @@
 """Evaluate a run: metrics over the validation split, and samples from prompts.
 
+``prompt_validation.py`` evaluates held-out prompts by the rewards of their completions instead.
+
 Every supervised token on all ranks has the same weight, however rows are split among ranks and batches.
 """
 
@@ -7,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning import Fabric
@@ -247,9 +249,19 @@ def evaluate(
     return sums.reduce(source_names)
 
 
+class Evaluator(Protocol):
+    """What evaluates the model of a run. All ranks call its methods together."""
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Return the evaluation of the model after ``step``; None if a signal stops the run."""
+
+    def close(self) -> None:
+        """Free what the evaluator holds, such as processes; a run that has ended evaluates no more."""
+
+
 @dataclass(frozen=True)
-class Validation:
-    """The evaluations and samples of a run, which all ranks compute together with the model of a step."""
+class RowEvaluator:
+    """The ``Evaluator`` of the rows of a validation split."""
 
     fabric: Fabric
     model: Any
@@ -258,10 +270,9 @@ class Validation:
     batches: Iterable[Batch]
     """This rank's batches of the validation split."""
     source_names: tuple[str, ...]
-    prompts: SamplePrompts | None
     heartbeat: Heartbeat
 
-    def evaluate(self, step: int = 0) -> Evaluation | None:
+    def evaluate(self, step: int) -> Evaluation | None:
         """Return the evaluation of the model after ``step``; None if a signal stops the run."""
         evaluation = evaluate(
             self.fabric,
@@ -270,19 +281,43 @@ class Validation:
             self.source_names,
             objective=self.objective,
             metrics=self.metrics,
-            is_interrupted=partial(self._is_stopped, StepPhase.VALIDATION),
+            is_interrupted=partial(_is_stopped, self.fabric, self.heartbeat, StepPhase.VALIDATION),
         )
         if evaluation is None:
             return None
         return replace(evaluation, step=step)
 
+    def close(self) -> None:
+        """Do nothing: the data workers end with the run."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The evaluations and samples of a run, which all ranks compute together with the model of a step."""
+
+    fabric: Fabric
+    model: Any
+    evaluator: Evaluator
+    prompts: SamplePrompts | None
+    heartbeat: Heartbeat
+
+    def evaluate(self, step: int = 0) -> Evaluation | None:
+        """Return the evaluation of the model after ``step``; None if a signal stops the run."""
+        return self.evaluator.evaluate(step)
+
     def sample(self, step: int) -> list[Sample] | None:
         """Return the samples of the model after ``step``, empty without prompts; None if a signal stops the run."""
         if self.prompts is None:
             return []
-        is_interrupted = partial(self._is_stopped, StepPhase.SAMPLING)
+        is_interrupted = partial(_is_stopped, self.fabric, self.heartbeat, StepPhase.SAMPLING)
         return generate_samples(self.fabric, self.model, self.prompts, step, is_interrupted)
 
-    def _is_stopped(self, phase: StepPhase, index: int) -> bool:
-        self.heartbeat.enter(phase, index)
-        return sync_step(self.fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0
+    def close(self) -> None:
+        """Free what the evaluations hold; the run has ended."""
+        self.evaluator.close()
+
+
+def _is_stopped(fabric: Fabric, heartbeat: Heartbeat, phase: StepPhase, index: int) -> bool:
+    """Record that the ranks begin part ``index`` of a phase, and return whether any of them has a stop signal."""
+    heartbeat.enter(phase, index)
+    return sync_step(fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0

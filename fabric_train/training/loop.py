@@ -308,7 +308,7 @@ class Loop:
         self.outputs.log(with_evaluation(metrics, evaluation, logged_sources(self.run.data)))
         return replace(
             state,
-            val_loss=evaluation.whole.loss,
+            val_loss=None if evaluation.whole.of_completions else evaluation.whole.loss,
             evaluation=evaluation,
             first_evaluation=first_evaluation,
             progress=stopping_progress,

@@ -1,4 +1,4 @@
-"""Draw RUN/loss_curves.png, the losses and the learning rate of a run."""
+"""Draw RUN/loss_curves.png, the losses, rewards and the learning rate of a run."""
 
 import time
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from fabric_train.training.metrics_table import MetricsTable, read_metrics_table
 
 PICTURE = "loss_curves.png"
 _MAX_TIME_SHARE = 0.01  # of the run's time
-_HEIGHTS = {"loss": 260, "sources": 220, "learning_rate": 90}
+_HEIGHTS = {"loss": 260, "sources": 220, "rewards": 220, "learning_rate": 90}
 """The charts in the picture, with their heights in pixels."""
 
 
 def draw_loss_curves(table: MetricsTable, picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:
-    """Draw losses, including those of sources, and the learning rate as a PNG; dotted lines mark branches."""
+    """Draw losses, including those of sources, rewards and the learning rate as a PNG; dotted lines mark branches."""
     marks = [Mark(step, "branch", f"branch after step {step:,}") for step in branched_after]
     charts = [chart for chart in metric_charts([(title, table)], marks) if chart.key in _HEIGHTS]
     heights = [_HEIGHTS[chart.key] for chart in charts]
@@ -37,7 +37,7 @@ class LossCurves(Logger):
         self._seconds_to_draw = 0.0
 
     def log(self, metrics: Metrics) -> None:
-        if metrics.val_loss is not None:
+        if metrics.has_evaluation:
             self._is_outdated = True
         pause = self._seconds_to_draw / _MAX_TIME_SHARE
         if self._is_outdated and time.monotonic() - self._drawn_at >= pause:

@@ -20,6 +20,8 @@ _SOURCE_FIGURES = {"val_bits_per_byte": "bits per byte", "val_loss": "nats per t
 _METRICS_BY_SOURCE = ("accuracy", "divergence", "cross_entropy", "agreement")
 _REWARD = "reward"
 """The metric of reinforcement learning; those of its single rewards, whose names begin so too, share its chart."""
+_STANDARD_ERROR = "stderr_"
+"""The beginning of the names of standard errors, which have no curves."""
 _UNITS = {
     "divergence": "nats per token",
     "cross_entropy": "nats per token",
@@ -135,7 +137,8 @@ def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
     columns: dict[str, None] = {}
     for table in tables:
         columns |= dict.fromkeys(name for name in table.columns if "/" not in name and name not in COLUMNS)
-    metric_names = dict.fromkeys(column.partition("_")[2] for column in columns)  # after train_ or val_
+    names = [column.partition("_")[2] for column in columns]  # after train_ or val_
+    metric_names = dict.fromkeys(name for name in names if not name.startswith(_STANDARD_ERROR))
     if _REWARD in metric_names:
         reward_names = [name for name in metric_names if name.startswith(f"{_REWARD}_")]
         yield from _plan_rewards(tables, reward_names, columns)
@@ -155,7 +158,7 @@ def _plan_extra_metrics(tables: Sequence[MetricsTable]) -> Iterator[_ChartPlan]:
 def _plan_rewards(
     tables: Sequence[MetricsTable], reward_names: Sequence[str], columns: Collection[str]
 ) -> Iterator[_ChartPlan]:
-    """Yield a chart of the rewards of completions by name, and one of their sum by source.
+    """Yield a chart of the rewards of completions by name, and of their sum by source in training and validation.
 
     ``reward_names`` are the metrics of the single rewards, such as reward_exact_answer.
     """
@@ -169,6 +172,10 @@ def _plan_rewards(
     source_curves = _source_curves(tables, f"train_{_REWARD}")
     if len(source_curves) > 1:
         yield _ChartPlan("sources-reward", "Reward by source", "mean over completions", source_curves)
+    validation_curves = _source_curves(tables, f"val_{_REWARD}")
+    if len(validation_curves) > 1:
+        title = "Validation reward by source"
+        yield _ChartPlan("sources-validation-reward", title, "mean over completions", validation_curves)
 
 
 def _count_curves(plan: _ChartPlan, tables: Sequence[MetricsTable]) -> int:

@@ -30,7 +30,9 @@ class Metrics:
     progress. Empty if the step has no supervised tokens, in which case the optimizer skips the step.
     """
     val_loss: float | None = None
-    """Nats per token: the same mean over the validation split, after the step."""
+    """Nats per token: the same mean over the validation split, after the step; empty with --validation_prompts, whose
+    rewards are in val_reward.
+    """
     perplexity: float | None = None
     """Number: e to the power of val_loss; empty for distillation, preference pairs and unpaired answers."""
     val_bits_per_byte: float | None = None
@@ -86,6 +88,16 @@ class Metrics:
     """As without /SOURCE: losses of individual sources, such as val_loss/es, if a run has several; empty if the step
     has no tokens from that source.
     """
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether the step was evaluated: its tokens have a loss, and completions a reward."""
+        return self.val_loss is not None or self.val_reward is not None
+
+    @property
+    def val_reward(self) -> float | None:
+        """The mean reward of the completions of held-out prompts; None if none were sampled after the step."""
+        return self.extra.get("val_reward")
 
 
 COLUMNS = tuple(column.name for column in fields(Metrics) if column.name not in ("extra", "by_source"))
@@ -193,7 +205,7 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
                 by_source[f"val_{figure}/{source}"] = value
     return replace(
         metrics,
-        val_loss=whole.loss,
+        val_loss=None if whole.of_completions else whole.loss,
         perplexity=whole.perplexity if whole.is_likelihood else None,
         val_bits_per_byte=whole.bits_per_byte,
         extra=metrics.extra | extra,

@@ -45,6 +45,13 @@ class MetricsTable:
             return None
         return float(self.columns[name][rows[-1]])
 
+    @property
+    def deciding_column(self) -> str:
+        """The column of the validation: the loss, or the reward of held-out prompts if there is no loss."""
+        has_reward = len(self.measured_rows("val_reward")) > 0
+        has_loss = len(self.measured_rows("val_loss")) > 0
+        return "val_reward" if has_reward and not has_loss else "val_loss"
+
     def sources_of(self, figure: str) -> list[str]:
         """Return the names of the sources that have values of a figure, such as "val_loss"."""
         prefix = f"{figure}/"

@@ -68,7 +68,7 @@ class ProgressLines(Logger):
 
     def log(self, metrics: Metrics) -> None:
         progress.info("")
-        if metrics.val_loss is not None:
+        if metrics.has_evaluation:
             log.info("step %d: %s", metrics.step, _describe_evaluation(metrics))
         if metrics.step == 0:  # an evaluation before the first step
             self._started = time.monotonic()
@@ -143,6 +143,8 @@ class Panel:
     """The last losses by column, such as ``train_loss`` and ``val_loss/SOURCE``."""
     last_save: StepTime | None = None
     last_evaluation: StepTime | None = None
+    val_reward: float | None = None
+    """The reward of the last evaluation; None if it has none."""
 
     def after(self, metrics: Metrics, now: float, expected_end: float | None) -> "Panel":
         """Return the panel with the metrics of a later step; both times are on the monotonic clock."""
@@ -154,9 +156,19 @@ class Panel:
                 previous = self.losses[column].loss if column in self.losses else None
                 losses[column] = LossChange(loss, previous)
         last_evaluation = self.last_evaluation
-        if metrics.val_loss is not None:
+        if metrics.has_evaluation:
             last_evaluation = StepTime(metrics.step, now)
-        return replace(self, metrics=metrics, expected_end=expected_end, losses=losses, last_evaluation=last_evaluation)
+        val_reward = self.val_reward
+        if metrics.val_reward is not None:
+            val_reward = metrics.val_reward
+        return replace(
+            self,
+            metrics=metrics,
+            expected_end=expected_end,
+            losses=losses,
+            last_evaluation=last_evaluation,
+            val_reward=val_reward,
+        )
 
     def lines(self, columns: int, rows: int, moment: Moment) -> list[Line]:
         """Return lines for a terminal of this size; facts that do not fit are left out, the last ones first."""
@@ -276,6 +288,7 @@ class Panel:
         facts = [
             _Fact("now", moment.position),
             _Fact("reward", _format_value(metrics.extra.get("train_reward"), ".3f")),
+            _Fact("validation reward", _format_value(self.val_reward, ".3f")),
             _Fact("completion tokens", _format_value(metrics.extra.get("train_completion_tokens"), ",.0f")),
             _Fact("tokens/s", _format_value(metrics.tokens_per_second, ",.0f")),
             _Fact("learning rate", _format_value(metrics.learning_rate, ".2e")),
@@ -472,7 +485,9 @@ def _describe_stop(moment: Moment) -> str:
 
 
 def _describe_evaluation(metrics: Metrics) -> str:
-    """Return the figures of an evaluation, and the losses of sources."""
+    """Return the figures of an evaluation, and the losses or rewards of sources."""
+    if metrics.val_loss is None and metrics.val_reward is not None:
+        return _describe_rewards(metrics, metrics.val_reward)
     text = f"validation loss {metrics.val_loss:.4f}"
     if metrics.perplexity is not None:
         text += f", perplexity {metrics.perplexity:.3f}"
@@ -485,6 +500,22 @@ def _describe_evaluation(metrics: Metrics) -> str:
         if column.startswith("val_loss/"):
             losses.append(f"{column.removeprefix('val_loss/')} {loss:.4f}")
     return "; ".join(losses)
+
+
+def _describe_rewards(metrics: Metrics, val_reward: float) -> str:
+    """Return the reward of an evaluation with its standard error, the lengths, and the rewards of sources."""
+    text = f"validation reward {val_reward:.4f}"
+    standard_error = metrics.extra.get("val_stderr_reward")
+    if standard_error is not None:
+        text += f" ± {standard_error:.4f}"
+    num_tokens = metrics.extra.get("val_completion_tokens")
+    if num_tokens is not None:
+        text += f", length {num_tokens:.0f}"
+    rewards = [text]
+    for column, reward in metrics.by_source.items():
+        if column.startswith("val_reward/"):
+            rewards.append(f"{column.removeprefix('val_reward/')} {reward:.4f}")
+    return "; ".join(rewards)
 
 
 def _format_clock(seconds: float) -> str:

@@ -217,6 +217,17 @@ class PreparedRun:
 def logged_sources(data: TrainingData) -> tuple[str, ...]:
     """Return the sources with logged losses, those of the training rows first; none if there are fewer than two."""
     names = dict.fromkeys(data.source_names)
-    if data.validation:
+    if isinstance(data, Prompts):
+        # a single source of held-out prompts is called by its file, and needs no columns of its own
+        if data.validation_prompts is not None and len(data.validation_prompts.source_names) > 1:
+            names |= dict.fromkeys(data.validation_prompts.source_names)
+    elif data.validation:
         names |= dict.fromkeys(data.validation.source_names)
     return tuple(names) if len(names) > 1 else ()
+
+
+def is_evaluated(data: TrainingData) -> bool:
+    """Return whether a run evaluates its model, on rows or prompts that it does not train on."""
+    if isinstance(data, Prompts):
+        return data.validation_prompts is not None
+    return data.validation is not None

@@ -1,8 +1,11 @@
-"""Build what a run with --prompts needs to sample and reward its rows."""
+"""Build what a run with --prompts needs to sample and reward its rows, and the completions of held-out prompts."""
 
+import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning import Fabric
@@ -13,13 +16,14 @@ from fabric_train.data.step_sampler import TrainBatches, WindowOrder
 from fabric_train.distributed.ranks import data_ranks
 from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.model.hf_model import load_hf_tokenizer
-from fabric_train.rollouts.prompts import Prompts
+from fabric_train.rollouts.prompts import Prompts, ValidationPrompts
 from fabric_train.rollouts.reward_errors import RewardErrors
 from fabric_train.rollouts.rewards import RewardLimits, Rewards, open_rewards
 from fabric_train.rollouts.sampler import SamplingSettings
 from fabric_train.rollouts.store import RolloutStore
 from fabric_train.rollouts.windows import RolloutPlan, RolloutWindows
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prompt_validation import PromptEvaluator
 from fabric_train.training.samplers import SAMPLERS, SamplerContext
 
 if TYPE_CHECKING:
@@ -36,8 +40,11 @@ _NOT_DECIDING = (
     "max_step",
 )
 """Arguments of these groups that only decide how the work is done."""
+_HASH_DIGITS = 16
 _BEFORE_MICRO_BATCHES = 1 << 20
 """Subtracted from the index of a batch of completions: its border comes before those of the step's micro-batches."""
+_AFTER_MICRO_BATCHES = 1 << 20
+"""Added to the index of a batch of an evaluation: its border comes after those of the step's micro-batches."""
 
 
 def build_rollout_windows(
@@ -56,12 +63,7 @@ def build_rollout_windows(
     rollouts = arguments.rollouts
     settings = SamplingSettings(rollouts.temperature, rollouts.max_new_tokens, prompts.stop_token_ids)
 
-    def enter_batch() -> None:
-        """Record that this rank samples another batch; the ranks may stop here after a signal."""
-        index = heartbeat.position.index + 1
-        heartbeat.enter(StepPhase.ROLLOUT, index)
-        heartbeat.stop_border.enter(heartbeat.position.step, index - _BEFORE_MICRO_BATCHES)
-
+    enter_batch = partial(_enter_batch, heartbeat)
     context = SamplerContext(fabric, run, prompts, settings, open_copy=open_copy, on_batch=enter_batch)
     sampler = SAMPLERS[rollouts.sampler].open(context)
     rewards = open_run_rewards(arguments)
@@ -90,6 +92,59 @@ def build_rollout_windows(
         known_step=run.start.state.step,
         known_hash=run.start.state.rows_hash or "",
     )
+
+
+def _enter_batch(heartbeat: Heartbeat) -> None:
+    """Record that this rank samples or scores another batch, for a step or an evaluation.
+
+    Raises:
+        RunStopped: The ranks have agreed to stop here after a signal.
+    """
+    step = heartbeat.position.step
+    index = heartbeat.position.index + 1
+    if heartbeat.position.phase == StepPhase.VALIDATION:
+        heartbeat.enter(StepPhase.VALIDATION, index)
+        heartbeat.take_time()
+        heartbeat.stop_border.enter(step, index + _AFTER_MICRO_BATCHES)
+    else:
+        heartbeat.enter(StepPhase.ROLLOUT, index)
+        heartbeat.stop_border.enter(step, index - _BEFORE_MICRO_BATCHES)
+
+
+def build_prompt_evaluator(run: PreparedRun, prompts: ValidationPrompts, windows: RolloutWindows) -> PromptEvaluator:
+    """Build the evaluator of held-out prompts, which samples and scores with the parts of a run's windows."""
+    rollouts = run.arguments.rollouts
+    fabric = windows.fabric
+    groups_of_rank = math.ceil(rollouts.prompts_per_step / fabric.world_size)
+    return PromptEvaluator(
+        fabric=fabric,
+        model=windows.model,
+        prompts=prompts,
+        plan=windows.plan,
+        sampler=windows.sampler,
+        rewards=windows.rewards,
+        reward_errors=RewardErrors(fabric, windows.heartbeat.stop_border, rollouts.on_reward_error),
+        tokenizer=windows.tokenizer,
+        heartbeat=windows.heartbeat,
+        enter_batch=partial(_enter_batch, windows.heartbeat),
+        completions_per_call=groups_of_rank * rollouts.group_size,
+        rows=_hash_evaluation(run, prompts, windows.rewards),
+    )
+
+
+def _hash_evaluation(run: PreparedRun, prompts: ValidationPrompts, rewards: Rewards) -> str:
+    """Return a hash of what the rewards of an evaluation can be compared by, beside the model."""
+    rollouts = run.arguments.rollouts
+    values = [
+        prompts.fingerprint,
+        rollouts.temperature,
+        rollouts.max_new_tokens,
+        rollouts.rewards,
+        rewards.weights,
+        rollouts.reward_settings,
+        rewards.sources,
+    ]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:_HASH_DIGITS]
 
 
 def _open_rows_beside(fabric: Fabric, run: PreparedRun, prompts: Prompts) -> TrainBatches | None:

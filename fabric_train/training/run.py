@@ -201,6 +201,8 @@ def _train_loop(loop: Loop) -> End:
         with manual_collection():
             return loop.train()
     finally:
+        if loop.validation is not None:
+            loop.validation.close()
         loop.checkpoints.close()
 
 

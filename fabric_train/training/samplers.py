@@ -58,7 +58,7 @@ def _open_vllm(context: SamplerContext) -> Sampler:
     devices = None
     if rollouts.sampler_devices is not None:
         devices = tuple(rollouts.sampler_devices.split(","))
-    longest_prompt = max(context.prompts.train.prompts, key=lambda prompt: len(prompt.token_ids))
+    longest_prompt = context.prompts.longest_prompt
     return open_vllm_sampler(
         context.fabric,
         run.model,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.checkpoint import Evaluation, TokenLoss, TrainerState, perplexity
-from fabric_train.cli.argument_types import counted
+from fabric_train.cli.argument_types import REWARD, counted
 from fabric_train.cli.commands import command_from_here
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.signals import describe_signal
@@ -141,6 +141,8 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         if state.evaluation is None or state.evaluation.whole.is_likelihood:
             loss += f", perplexity {perplexity(state.val_loss):.3f}"
         table.add_row("validation loss", loss)
+    if state.evaluation is not None and state.evaluation.whole.of_completions:
+        table.add_row("validation reward", _describe_reward(state.evaluation.whole))
     accuracies = _describe_accuracies(state)
     if accuracies:
         table.add_row("pair accuracy", accuracies)
@@ -161,6 +163,15 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         loss_tables.append(describe_evaluation(state.evaluation, state.first_evaluation))
     mixture_tables = describe_mixture(run, state.rows_of_sources)
     return Group(table, *loss_tables, *mixture_tables, *describe_stream(run.data, checkpoint))
+
+
+def _describe_reward(evaluated: TokenLoss) -> str:
+    """Return the mean reward of the completions of held-out prompts, with its standard error."""
+    text = f"{evaluated.further[REWARD]:.4f}"
+    standard_error = evaluated.further.get(f"stderr_{REWARD}")
+    if standard_error is not None:
+        text += f" ± {standard_error:.4f}"
+    return f"{text}, over {counted(evaluated.num_tokens, 'completion')}"
 
 
 def _describe_times(run_dir: Path) -> str | None:
@@ -192,7 +203,7 @@ def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | N
     """
     if first_evaluation and first_evaluation.step == evaluation.step:
         first_evaluation = None
-    figures = list(evaluation.whole.figures())
+    figures = [figure for figure in evaluation.whole.figures() if figure not in _figures_left_out(evaluation)]
     if "accuracy" in evaluation.whole.further:
         figures = _PAIR_FIGURES
 
@@ -206,7 +217,10 @@ def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | N
     table = figures_table("Validation", columns)
     if first_evaluation and first_evaluation.follows_other_rows:
         step = first_evaluation.step
-        table.caption = f"before step {step:,}, different rows were evaluated; their losses are not comparable"
+        lacking = "different rows were evaluated; their losses are not comparable"
+        if evaluation.whole.of_completions:
+            lacking = "other prompts or rewards were evaluated; their figures are not comparable"
+        table.caption = f"before step {step:,}, {lacking}"
 
     for name, first_loss, loss in checkpoints.compare_evaluations(first_evaluation or evaluation, evaluation):
         cells = []
@@ -216,6 +230,14 @@ def describe_evaluation(evaluation: Evaluation, first_evaluation: Evaluation | N
             cells.append(_format_figure(loss, figure))
         table.add_row(name, *cells)
     return table
+
+
+def _figures_left_out(evaluation: Evaluation) -> set[str]:
+    """Return the figures of completions that would make the table too wide; metrics.csv has them."""
+    if not evaluation.whole.of_completions:
+        return set()
+    standard_errors = {figure for figure in evaluation.whole.further if figure.startswith("stderr_")}
+    return {*standard_errors, "failed_rewards"}
 
 
 def _format_figure(loss: TokenLoss | None, figure: str) -> str:

@@ -175,7 +175,7 @@ def arguments_of(line: str, folder: Path) -> list[str]:
     assert module is not None
     added = STAND_INS[module].split()
     if module == "fabric_train.__main__" and "--prompts" in words:
-        added = [*without_options(added, ("total_batch_size",)), *SAMPLED_ROWS.split()]
+        added = [*without_options(added, ("total_batch_size", "eval_iters")), *SAMPLED_ROWS.split()]
     elif module == "fabric_train.__main__" and "--streaming_dataset" not in words:
         added = added[:-2]  # --max_length is of a stream
     return [*words, *added]

@@ -195,7 +195,9 @@ def test_arguments_of_training_are_columns_and_in_json(found: Found, capsys: pyt
 def test_the_best_run_is_first_where_higher_is_better_too(found: Found) -> None:
     done = summarize_run(found.folder / "done")
     of_loss = [replace(done, best=loss) for loss in (2.0, 1.0)]
-    of_accuracy = [replace(done, best_by="accuracy", best=accuracy) for accuracy in (0.5, 0.9)]
+    of_accuracy = []
+    for accuracy in (0.5, 0.9):
+        of_accuracy.append(replace(done, best_by="accuracy", best=accuracy, higher_is_better=True))
     ordered = sorted([*of_accuracy, *of_loss], key=lambda run: runs._sort_key(run, "best"))
     assert [(run.best_by, run.best) for run in ordered] == [
         ("accuracy", 0.9),

@@ -457,6 +457,16 @@ def test_a_spike_has_its_own_step_although_rows_before_have_no_norm(tmp_path: Pa
     assert any(said in finding.text for finding in findings)
 
 
+def test_a_reward_of_held_out_prompts_that_falls_by_more_than_its_noise_is_said(tmp_path: Path) -> None:
+    """The difference of two means has √2 times their standard error."""
+    falling = np.array([0.5, 0.45, 0.4])
+    clear = write_metrics(tmp_path / "clear", val_reward=falling, val_stderr_reward=np.full(3, 0.03))
+    (finding,) = find_unusual(clear)
+    assert finding.text.startswith("The validation reward has fallen from 0.5000 at step 0 to 0.4000 at step 2:")
+    unclear = write_metrics(tmp_path / "unclear", val_reward=falling, val_stderr_reward=np.full(3, 0.04))
+    assert find_unusual(unclear) == []
+
+
 def test_forgetting_no_evaluation_guessing_and_lost_ranks_are_said(copy: Path) -> None:
     steps = np.arange(400)
     learned = {"train_loss": 2 + np.exp(-steps / 100)}

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -312,3 +313,14 @@ def test_what_does_not_fit_is_left_out_last_facts_first() -> None:
     assert "tokens/s" in small
     assert "mfu" not in small
     assert "and 9 more sources" in small
+
+
+def test_the_reward_of_the_last_evaluation_stays_in_the_panel() -> None:
+    panel = Panel("my-run", num_steps=9, started=0.0, metrics=Metrics(step=0, epoch=0))
+    evaluated = {"train_reward": 0.25, "val_reward": 0.4375, "val_completion_tokens": 12.0}
+    panel = panel.after(Metrics(step=1, epoch=0, extra=evaluated), now=1.0, expected_end=9.0)
+    panel = panel.after(Metrics(step=2, epoch=0, extra={"train_reward": 0.5}), now=2.0, expected_end=9.0)
+    segments = chain.from_iterable(panel.lines(100, 30, Moment("", now=2.0)))
+    text = "\n".join(segment.text for segment in segments)
+    assert re.search(r"validation reward\s+0\.438", text)
+    assert re.search(r"last evaluation\s+step 1,", text)
