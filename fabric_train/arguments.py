@@ -687,6 +687,21 @@ class RolloutArguments:
         """The arguments whose values are not their defaults, of those that only an objective with rewards uses."""
         return [name for name in self.changed_names if name in REWARD_ARGUMENTS]
 
+    @property
+    def reward_retry_seconds(self) -> float:
+        """The seconds for scoring each completion of a rank alone, after a call with all of them has failed."""
+        return 4 * self.reward_timeout
+
+    @property
+    def most_reward_seconds(self) -> float:
+        """The most seconds that the rewards of a rank may take in a step, while the other ranks wait for it.
+
+        Rewards are computed at the same time, but those that fail are repeated one after another.
+        """
+        if not self.rewards:
+            return 0.0
+        return self.reward_timeout + len(self.rewards) * self.reward_retry_seconds
+
     def faults(self) -> list[str]:
         """Return temperatures by which logits cannot be divided, and arguments of another sampler."""
         faults = []

@@ -328,10 +328,14 @@ def _check_group_sizes(arguments: "TrainArguments", num_processes: int) -> None:
 
 
 def collective_timeout(arguments: "TrainArguments") -> timedelta:
-    """Return how long a collective may last; the watchdog normally ends a hung run before that."""
+    """Return how long a collective may last; the watchdog normally ends a hung run before that.
+
+    A rank whose rewards take long is not hung, and ends them itself.
+    """
     if not arguments.device.rank_timeout:  # no limit
         return timedelta(days=365)
-    return timedelta(seconds=SLOW_PHASE_FACTOR * arguments.device.rank_timeout)
+    seconds = SLOW_PHASE_FACTOR * arguments.device.rank_timeout + arguments.rollouts.most_reward_seconds
+    return timedelta(seconds=seconds)
 
 
 def _build_strategy(

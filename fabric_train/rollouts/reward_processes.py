@@ -46,6 +46,8 @@ class RewardLimits:
 
     call_seconds: float = 10.0
     """The time of a call with all completions of a step."""
+    retry_seconds: float = 40.0
+    """The time of all calls with one completion together, after a call with all completions has failed."""
     memory_bytes: int = 4_000_000_000
     """The address space of the process."""
     start_seconds: float = 120.0

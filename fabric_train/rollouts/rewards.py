@@ -42,8 +42,6 @@ _FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py)(:(?P<function>.*))?", re.DOTAL
 _RESERVED_NAMES = ("error",)  # reward_error is a column of the stored rollouts
 _SINGLE_CALL_DIVISOR = 10
 """The time of a call with all completions divided by that of a call with one, see :meth:`Rewards.compute`."""
-_RETRY_TIME_FACTOR = 4
-"""The time of all calls with one completion together, divided by that of a call with all completions."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ class Rewards:
         completions, fails for these completions. If a whole call fails, because the function raises, its process dies
         or the time is over, each completion is sent alone, so that the fault of one does not cost the others their
         reward. A completion alone has a tenth of the time, or the share of its call if that had fewer than ten
-        completions. After four times the time of a call, the completions that are left fail. With ``on_error``
+        completions. After ``RewardLimits.retry_seconds``, the completions that are left fail. With ``on_error``
         ``stop``, the run is about to end, so no completion is sent alone.
 
         A failure or an interruption is returned, never raised or printed, because ranks differ in it: see
@@ -256,7 +254,7 @@ class Rewards:
         if num_completions == 1 or self._on_error == "stop":
             return CallAnswer(failure=None, values=[0.0] * num_completions, errors=[call_failure] * num_completions)
         alone_seconds = self._limits.call_seconds / min(num_completions, _SINGLE_CALL_DIVISOR)
-        end = time.monotonic() + _RETRY_TIME_FACTOR * self._limits.call_seconds
+        end = time.monotonic() + self._limits.retry_seconds
         values = []
         errors: list[str | None] = []
         for index in range(num_completions):

@@ -58,8 +58,8 @@ class ServerSettings:
     """The folder of all versions of the weights, which is removed if this process is killed."""
     memory_advice: MemoryAdvice = ON_CPU
     """What to change if the server lacks memory."""
-    start_seconds: float = 1800.0
-    """How long the server may take to start."""
+    start_seconds: float = 1000.0
+    """How long the server may take to start: less than the ranks wait for each other, see ``--rank_timeout``."""
     devices: tuple[str, ...] | None = None
     """The GPUs of the server, as in CUDA_VISIBLE_DEVICES; None: those that this process sees."""
     num_replicas: int = 1

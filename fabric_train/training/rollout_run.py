@@ -179,7 +179,11 @@ def open_run_rewards(arguments: "TrainArguments") -> Rewards:
         InputError: A reward does not exist, or has other settings.
     """
     rollouts = arguments.rollouts
-    limits = RewardLimits(rollouts.reward_timeout, int(rollouts.reward_memory_gb * 1e9))
+    limits = RewardLimits(
+        call_seconds=rollouts.reward_timeout,
+        retry_seconds=rollouts.reward_retry_seconds,
+        memory_bytes=int(rollouts.reward_memory_gb * 1e9),
+    )
     if not rollouts.rewards:  # distillation needs none
         return Rewards([], rollouts.on_reward_error, limits)
     return open_rewards(

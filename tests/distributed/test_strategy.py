@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from fabric_train.arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.strategy import count_devices, resolve_parallelism
+from fabric_train.distributed.strategy import collective_timeout, count_devices, resolve_parallelism
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from fabric_train.model.parallelize import check_tensor_parallel
 from tests.support.forked_runs import ForkedRuns
@@ -147,3 +147,12 @@ def test_only_layers_are_sharded_by_tensor_parallelism() -> None:
     config.base_model_tp_plan = {"layers.*.experts": "grouped"}
     with pytest.raises(InputError, match="does not support tensor parallelism"):
         check_tensor_parallel(config, "model", 2)
+
+
+def test_ranks_wait_as_long_as_rewards_of_one_of_them_may_take() -> None:
+    words = ["--objective", "rl", "--prompts", "p.jsonl", "--output_dir", "run", "--reward_timeout", "3600"]
+    arguments = parse(TrainArguments, [*words, "--rewards", "regex", "length"])
+    # a call of both at the same time, and then single completions of one after the other
+    seconds_of_rewards = 3600 + 2 * 4 * 3600
+    waiting = collective_timeout(arguments)
+    assert waiting.total_seconds() == SLOW_PHASE_FACTOR * arguments.device.rank_timeout + seconds_of_rewards
