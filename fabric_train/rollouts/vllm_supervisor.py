@@ -29,7 +29,7 @@ _LEFT_SECONDS = 5  # for what the server has left: Python's resource tracker rem
 def main() -> NoReturn:
     """Run the command and exit with its code, or with 128 plus the number of the signal that ended it.
 
-    SIGTERM, which also comes when the run ends, ends the command; the folders are then removed, and the exit code is 1.
+    SIGTERM, which also comes when the run ends, removes the folders and ends the command; the exit code is then 1.
     """
     run_pid = int(sys.argv[1])
     weights = sys.argv[2]
@@ -41,15 +41,20 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     _end_with_parent()
 
+    server = None
     code = None
     # the run may have ended before this process asked for the signal
     if os.getppid() == run_pid and _wait_for_weights(weights):
-        code = _run_server(command)
+        server = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_server)
+        code = _wait_for_end(server)
+
     # The parent's id does not tell whether the run has ended: the signal comes when its main thread ends, and while
     # other threads still end, the id stays the same. A run that itself ends the server needs the folders no more.
     if code is None or signal.SIGTERM in signal.sigpending():
-        for folder in folders:
+        for folder in folders:  # before the server ends, which may take long: the folders are in memory
             shutil.rmtree(folder, ignore_errors=True)
+    if server is not None:
+        _end_server(server)
     sys.exit(1 if code is None else code)
 
 
@@ -62,26 +67,23 @@ def _wait_for_weights(weights: str) -> bool:
     return False
 
 
-def _run_server(command: list[str]) -> int | None:
-    """Run the command until it ends or SIGTERM is sent, and end all of its processes.
-
-    Returns:
-        The exit code, or 128 plus the number of the signal that ended the command; None after SIGTERM.
-    """
-    server = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_server)
+def _wait_for_end(server: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code, or 128 plus the number of the signal that ended the server; None if SIGTERM comes first."""
     received = signal.SIGCHLD
     while received == signal.SIGCHLD and server.poll() is None:  # it may have been stopped, and not have ended
         received = signal.Signals(signal.sigwait(_SIGNALS))
     code = server.poll()
+    if code is not None and code < 0:  # a signal
+        return 128 - code
+    return code
 
-    # end what is left
+
+def _end_server(server: subprocess.Popen[bytes]) -> None:
+    """End the server, if it runs, and what it has left."""
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(_END_SECONDS)
     _end_session(server.pid)
-    if code is not None and code < 0:  # a signal
-        return 128 - code
-    return code
 
 
 def _end_session(group_id: int) -> None:
