@@ -97,9 +97,7 @@ class ValidationPrompts:
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of all prompts, see ``Prompts.fingerprint``."""
-        digest = hashlib.sha256()
-        _hash_prompts(self.prompts, digest)
-        return digest.hexdigest()
+        return _fingerprint(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -162,11 +160,7 @@ class Prompts:
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of the prompts that train: their sources, tokens and columns, in order, not their paths."""
-        digest = hashlib.sha256()
-        if self.dataset is not None:
-            digest.update(self.dataset.fingerprint.encode())
-        _hash_prompts(self.train.prompts, digest)
-        return digest.hexdigest()
+        return _fingerprint(self.train.prompts, "" if self.dataset is None else self.dataset.fingerprint)
 
     def save_tokenizer(self) -> None:
         """Write the tokenizer's folder if it is not there."""
@@ -373,11 +367,13 @@ def _notes_on_trained_prompts(held_out: Sequence[Prompt], trained: Sequence[Prom
     ]
 
 
-def _hash_prompts(prompts: Iterable[Prompt], digest: "hashlib._Hash") -> None:
-    """Add the sources, tokens and columns of prompts to a hash, in order."""
+def _fingerprint(prompts: Iterable[Prompt], dataset_fingerprint: str = "") -> str:
+    """Return the SHA-256 of the sources, tokens and columns of prompts, in order, after that of a token dataset."""
+    digest = hashlib.sha256(dataset_fingerprint.encode())
     for prompt in prompts:
         fields = [prompt.source, prompt.token_ids, prompt.columns]
         digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _columns_by_source(source_names: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, frozenset[str]]:

@@ -1,6 +1,8 @@
 """--validation_prompts: the rewards of held-out prompts, the best checkpoint by them, and stops while evaluating."""
 
 import json
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.programs import option_words
 from tests.support.run_comparison import differences, metrics
 from tests.support.short_runs import TERMINATE, at_point, saved_steps
+from tests.support.vllm_stand_in import write_stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +39,15 @@ def vowels(completions, **columns):
 
 def consonants(completions, prompts, **columns):
     return [1 - value for value in vowels(completions)]
+"""
+HANGING = """
+import pathlib, time
+
+def waits(completions, prompts, **columns):
+    if prompts[0].startswith("say"):
+        pathlib.Path("hangs").touch()
+        time.sleep(600)
+    return [1.0] * len(completions)
 """
 SETTINGS = {
     "objective": "rl",
@@ -173,10 +185,34 @@ def test_a_signal_during_an_evaluation_saves_and_the_resumed_run_evaluates(
     assert validating.rewards(run) == pytest.approx(validating.rewards("whole"), rel=TOLERANCE)
 
 
-def test_a_signal_in_the_evaluation_before_the_first_step_ends_the_run(validating: Validating) -> None:
-    stopped = validating.start("stopped-at-0", before=at_point(WAIT_FOR_BORDER, 0, "VALIDATION", 1))
+def test_a_signal_while_a_reward_hangs_ends_an_evaluation_before_the_first_step(validating: Validating) -> None:
+    (validating.folder / "hanging.py").write_text(HANGING)
+    options: dict[str, Any] = {"rewards": "hanging.py:waits", "reward_weights": None, "reward_timeout": 60}
+    stopped = validating.start("hanging", **options)
+    assert stopped.wait_until((validating.folder / "hangs").exists), stopped.report()
+    started = time.monotonic()
+    stopped.kill(signal.SIGTERM, ranks=[0])
     assert stopped.wait() == [STOPPED]
+    assert time.monotonic() - started < 30  # half of the time limit of the reward
     assert any("before the first step, with nothing to save" in line for line in stopped.lines())
+
+
+def test_a_server_samples_held_out_prompts_that_are_longer_than_the_others(validating: Validating) -> None:
+    """It gets the weights for an evaluation and again for the next step, which samples the same completions."""
+    (validating.folder / "long.jsonl").write_text(json.dumps({"prompt": "say 1 and 2 and 3 and 4 and 5 and 6"}) + "\n")
+    options: dict[str, Any] = {
+        "sampler": "vllm",
+        "vllm_python": write_stand_in(validating.folder / "python").name,
+        "sampler_batch_size": None,
+        "max_step": 2,
+    }
+    validating.train("served", validation_prompts=["long.jsonl", "held_out.jsonl"], **options)
+    validating.train("served-blind", validation_prompts=None, **options)
+    assert [row.step for row in validating.evaluations("served")] == [0, 2]
+    expected_rows = [row for row in metrics(validating.folder / "served") if row["step"] != "0"]
+    for row, expected in zip(metrics(validating.folder / "served-blind"), expected_rows, strict=True):
+        assert row["train_reward"] == expected["train_reward"]
+        assert row["train_loss"] == expected["train_loss"]
 
 
 @pytest.fixture(scope="module")
