@@ -98,8 +98,8 @@ def _measure_precision(precision: Any, model_dir: Path, shape: ModelShape, run_d
     prompts: list[tuple[int, ...]] = []
     for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
-        prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        prompts.append(tuple(prompt_ids))
+        encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        prompts.append(tuple(encoded))
     requests = []
     for prompt_index, prompt_ids in enumerate(prompts):
         for index in range(GROUP_SIZE):

@@ -218,7 +218,7 @@ def test_a_sampled_end_counts_in_the_loss_although_it_is_the_token_of_padding(
 ) -> None:
     """The model has a large embedding of EOS, so that some completions end before others."""
     folder = reinforcing.folder / "padding-model"
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     tokenizer = load_hf_tokenizer(tiny_model_dir)
     tokenizer.pad_token = tokenizer.eos_token
     with torch.no_grad():

@@ -171,7 +171,7 @@ def test_a_server_that_fails_twice_in_a_step_ends_the_run(
 ) -> None:
     request = VllmSampler._request
 
-    def request_and_kill(*arguments: Any) -> str | None:
+    def request_and_kill(*arguments: Any) -> RunError | None:
         send_to_server(signal.SIGKILL)
         return request(*arguments)
 
