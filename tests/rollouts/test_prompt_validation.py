@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,13 @@ from fabric_train.report.sections import run_sections
 from fabric_train.run_folder.run_summary import summarize_run
 from fabric_train.training.metrics import Metrics, read_metrics
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.programs import option_words
+from tests.support.rl_runs import KILL, MAX_STEP, SETTINGS, TOLERANCE, Reinforcing
 from tests.support.run_comparison import differences, metrics
 from tests.support.short_runs import TERMINATE, at_point, saved_steps
 from tests.support.vllm_stand_in import write_stand_in
 
 pytestmark = pytest.mark.slow
 
-MAX_STEP = 4
-TOLERANCE = 1e-5
-"""Relative, in fp32: sums of a few hundred terms in another order."""
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 WAIT_FOR_BORDER = (
     f"{TERMINATE}; any(self.stop_border._is_frozen or time.sleep(0.01) for _ in range(3000))  # the ranks agree"
 )
@@ -49,51 +44,30 @@ def waits(completions, prompts, **columns):
         time.sleep(600)
     return [1.0] * len(completions)
 """
-SETTINGS = {
-    "objective": "rl",
-    "model_name": "model",
+VALIDATION_SETTINGS = {
+    **SETTINGS,
     "prompts": "prompts.jsonl",
     "validation_prompts": ["add=held_out.jsonl", "say=other.jsonl"],
     "rewards": ["judge.py:vowels", "judge.py:consonants"],
     "reward_weights": '{"consonants": 0.25}',
-    "accelerator": "cpu",
-    "precision": "32-true",
-    "max_length": 64,
-    "max_new_tokens": 12,
     "prompts_per_step": 2,
     "group_size": 2,
     "sampler_batch_size": 3,
-    "max_step": MAX_STEP,
     "lr": 1e-2,
     "eval_step_interval": 2,
     "save_step_interval": 3,
-    "log_step_interval": 1,
-    "loggers": "csv",
-    "report": "false",
+    "keep_checkpoints": None,
 }
 NUM_PROMPTS = 7
 
 
-@dataclass
-class Validating:
-    """Starts runs in a folder that has the ``model`` and the prompts."""
-
-    folder: Path
-    runs: ForkedRuns
-
-    def words(self, run: str, **options: Any) -> list[str]:
-        settings = {**SETTINGS, "output_dir": run, **options}
-        return option_words({name: value for name, value in settings.items() if value is not None})
+class Validating(Reinforcing):
+    """Starts runs with held-out prompts, on several ranks with DDP."""
 
     def start(self, run: str, num_ranks: int = 1, before: str = "", **options: Any) -> ForkedRun:
         if num_ranks > 1:
             options = {"devices": num_ranks, "parallelism": "ddp", **options}
-        return self.runs.start(self.words(run, **options), num_ranks, cwd=self.folder, before=before)
-
-    def train(self, run: str, num_ranks: int = 1, before: str = "", **options: Any) -> ForkedRun:
-        started = self.start(run, num_ranks, before, **options)
-        started.finish()
-        return started
+        return super().start(run, num_ranks, before, **options)
 
     def evaluations(self, run: str) -> list[Metrics]:
         """Return the rows of metrics.csv with an evaluation."""
@@ -115,7 +89,7 @@ def validating(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns
     for name, prompts in prompts_of_files.items():
         (folder / name).write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (folder / "judge.py").write_text(REWARDS)
-    validating = Validating(folder, forked_runs)
+    validating = Validating(folder, forked_runs, VALIDATION_SETTINGS)
     validating.train("whole")
     return validating
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from fabric_train.cli.errors import STOPPED
 from fabric_train.rollouts.store import read_manifest, step_folder
 from fabric_train.sample_data import real_data
-from tests.rollouts.test_rl_runs import MAX_STEP, TOLERANCE, VOWELS, Reinforcing
 from tests.support.forked_runs import ForkedRuns
+from tests.support.rl_runs import MAX_STEP, TOLERANCE, VOWELS, Reinforcing
 from tests.support.short_runs import TERMINATE, at_point, saved_steps
 from tests.support.tiny_model import random_llama, write_tokenizer
 

@@ -14,8 +14,8 @@ import pytest
 
 from fabric_train.cli.errors import FAILURE
 from fabric_train.rollouts.store import list_steps
-from tests.rollouts.test_rl_runs import KILL, MAX_STEP, VOWELS, Reinforcing
 from tests.support.forked_runs import ForkedRuns
+from tests.support.rl_runs import KILL, MAX_STEP, VOWELS, Reinforcing
 from tests.support.run_comparison import differences
 from tests.support.short_runs import at_point
 from tests.support.vllm_stand_in import write_stand_in

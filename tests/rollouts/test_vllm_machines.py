@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fabric_train.rollouts.store import ROLLOUTS
-from tests.rollouts.test_rl_runs import TOLERANCE, VOWELS, Reinforcing
 from tests.support.forked_runs import ForkedRuns
+from tests.support.rl_runs import TOLERANCE, VOWELS, Reinforcing
 from tests.support.two_nodes import on_nodes
 from tests.support.vllm_stand_in import write_stand_in
 

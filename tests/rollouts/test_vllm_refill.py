@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fabric_train.rollouts.store import RolloutManifest, read_manifest, step_folder
-from tests.rollouts.test_rl_runs import VOWELS, Reinforcing
 from tests.support.forked_runs import ForkedRuns
+from tests.support.rl_runs import VOWELS, Reinforcing
 from tests.support.vllm_stand_in import write_stand_in
 
 pytestmark = pytest.mark.slow
