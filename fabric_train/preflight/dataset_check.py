@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fabric_train.cli.argument_types import REWARD
 from fabric_train.cli.errors import InputError, first_line, raise_if_limit_reached
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.tables import OBJECTIVES, PROJECT
@@ -229,8 +230,10 @@ def check_deciding_sources(
     metrics = {*evaluation.computed_metrics, *objective.metric_names}
     validation = _ValidationName("the validation split", "tokenize with --validation_split above 0")
     if isinstance(data, Prompts):
-        metrics = set(name_figures(name_rewards(arguments.rollouts.rewards or ())))
-        validation = _ValidationName("--validation_prompts", "give held-out prompts")
+        reward_names = name_rewards(arguments.rollouts.rewards or ())
+        metrics = set(name_figures(reward_names)) if sources else set()
+        reward_figures = tuple(f"{REWARD}_{name}" for name in reward_names)
+        validation = _ValidationName("--validation_prompts", "give held-out prompts", reward_figures)
     faults = []
     if not _can_decide(evaluation.best_by, names, metrics):
         faults.append(_fault_of_source("best_by", evaluation.best_by, sources, validation))
@@ -322,6 +325,8 @@ class _ValidationName:
     name: str
     advice: str
     """What to do if there is none."""
+    reward_figures: tuple[str, ...] = ()
+    """The names of the single rewards, which can decide as well as a source can; none without rewards."""
 
 
 def _fault_of_source(option: str, name: str, source_names: list[str], validation: _ValidationName) -> str:
@@ -332,13 +337,16 @@ def _fault_of_source(option: str, name: str, source_names: list[str], validation
         return (
             f"--early_stopping {name}: the number needs a source before it; give all:{name} or {source_names[0]}:{name}"
         )
-    return f"--{option} {name}: {validation.name} has no such source; give all, {', '.join(source_names)}"
+    noun = "source or reward" if validation.reward_figures else "source"
+    choices = ", ".join(("all", *source_names, *validation.reward_figures))
+    return f"--{option} {name}: {validation.name} has no such {noun}; give {choices}"
 
 
 def _validated_sources(data: "TrainingData") -> list[str]:
     """Return the sources of the validation split, or of the held-out prompts, in order."""
     if isinstance(data, Prompts):
-        return [] if data.validation_prompts is None else list(data.validation_prompts.source_names)
+        # all prompts of a source may be too long; the source then has no rewards
+        return [] if data.validation_prompts is None else list(data.validation_prompts.columns_by_source)
     data_with_validation = data.held_out if isinstance(data, Stream) else data
     if data_with_validation is None:
         return []

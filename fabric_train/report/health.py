@@ -55,6 +55,8 @@ def find_unusual(run: ReportedRun) -> list[Finding]:
     findings: list[Finding] = []
     for check in _CHECKS_OF_METRICS:
         findings += check(table)
+    for check in _CHECKS_OF_EVALUATIONS:
+        findings += check(run.metrics_since_other_rows)
     findings += _check_near_uniform(run, table)
     findings += _check_lost_time(run)
     findings += _check_log(run)
@@ -200,8 +202,6 @@ def _check_has_evaluation(table: MetricsTable) -> Iterator[Finding]:
 
 _CHECKS_OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
     _check_skipped_steps,
-    _check_rising_sources,
-    _check_falling_reward,
     _check_norm_spikes,
     _check_data_wait,
     _check_slow_rank,
@@ -209,6 +209,12 @@ _CHECKS_OF_METRICS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
     _check_has_evaluation,
 )
 """The checks that read metrics.csv, in the order of the report."""
+
+_CHECKS_OF_EVALUATIONS: tuple[Callable[[MetricsTable], Iterator[Finding]], ...] = (
+    _check_rising_sources,
+    _check_falling_reward,
+)
+"""The checks that compare evaluations of the same rows or prompts, see ``ReportedRun.metrics_since_other_rows``."""
 
 
 def _check_near_uniform(run: ReportedRun, table: MetricsTable) -> Iterator[Finding]:

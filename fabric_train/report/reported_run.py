@@ -1,17 +1,19 @@
 """Derive from a run folder what its report shows: the model's record, problems in the log, events, the best step."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fabric_train.checkpoint import TrainerJson
+from fabric_train.checkpoint import TrainerJson, name_loss
 from fabric_train.cli.errors import InputError
 from fabric_train.export.card_facts import ModelRecord, read_record
 from fabric_train.pages.charts import Mark
 from fabric_train.run_folder.log_lines import LogLine
 from fabric_train.run_folder.run_folder import RunFolder, find_run_folders
+from fabric_train.training.metrics_table import MetricsTable
 
 _PROBLEM = re.compile(
     r"warning:|error:|signal|SIG[A-Z0-9]+|stopped|stopping|lost|left out|skipped|early stopping|Traceback"
@@ -50,7 +52,8 @@ class ReportedRun(RunFolder):
             return []
         marks = list(self._marks_of_checkpoint(saved))
         if self.best_step:
-            marks.append(Mark(self.best_step, "best", f"best validation loss after step {self.best_step:,}"))
+            name = name_loss(saved.best_by, saved.state.evaluation)
+            marks.append(Mark(self.best_step, "best", f"the {name} is the best after step {self.best_step:,}"))
         marks += self._marks_of_skipped_steps(saved)
         marks += self._marks_of_log()
         return sorted(marks, key=lambda mark: mark.x)
@@ -100,18 +103,43 @@ class ReportedRun(RunFolder):
             yield Mark(line.step, "lost rank", line.text)
 
     @property
-    def best_step(self) -> int | None:
-        """The step with the lowest validation loss, or the highest validation reward, in metrics.csv.
+    def metrics_since_other_rows(self) -> MetricsTable:
+        """The rows of metrics.csv whose evaluations can be compared with the newest one.
 
-        None with fewer than two evaluations.
+        Rows before a change of the validation rows or the held-out prompts are left out.
         """
-        column = self.metrics.deciding_column
-        row_indices = self.metrics.measured_rows(column)
+        try:
+            first_evaluation = self.newest.state.first_evaluation
+        except InputError:  # no readable checkpoint
+            return self.metrics
+        if first_evaluation is None or not first_evaluation.follows_other_rows:
+            return self.metrics
+        return self.metrics.between(first_evaluation.step - 1, math.inf)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the best value of ``--best_by`` in metrics.csv; None with fewer than two evaluations."""
+        table = self.metrics_since_other_rows
+        column, sign = self._find_deciding_column(table)
+        row_indices = table.measured_rows(column)
         if len(row_indices) < 2:
             return None
-        values = self.metrics.columns[column][row_indices]
-        best_index = values.argmax() if column == "val_reward" else values.argmin()
-        return int(self.metrics.steps[row_indices[best_index]])
+        costs = sign * table.columns[column][row_indices]
+        return int(table.steps[row_indices[costs.argmin()]])
+
+    def _find_deciding_column(self, table: MetricsTable) -> tuple[str, int]:
+        """Return the column of ``--best_by``, and -1 if its highest value is the best, otherwise 1."""
+        column = table.deciding_column
+        sign = -1 if column == "val_reward" else 1
+        try:
+            saved = self.newest
+        except InputError:  # no readable checkpoint
+            return column, sign
+        # a source, or a figure as FIGURE or FIGURE/SOURCE; a single source has no columns of its own
+        for named_column in (f"{column}/{saved.best_by}", f"val_{saved.best_by}"):
+            if len(table.measured_rows(named_column)) and saved.state.evaluation is not None:
+                return named_column, saved.state.evaluation.sign_of(saved.best_by)
+        return column, sign
 
 
 def open_runs(names: Sequence[str]) -> list[ReportedRun]:

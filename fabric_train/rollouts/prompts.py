@@ -340,6 +340,10 @@ def _encode_rows(
             f"{option}: {counted(num_too_long, 'prompt')} of {num_too_long + len(prompts):,} with more than "
             f"{lengths.longest_prompt} tokens (--max_length less --max_new_tokens) will not be used"
         )
+    used_source_names = {source_names[prompt.source] for prompt in prompts}
+    for name in source_names:
+        if num_rows_of_source[name] and name not in used_source_names:
+            notes.append(f"{option}: all prompts of {name} are too long, so this source will not be used")
     prompts.sort(key=lambda prompt: prompt.source)  # stable; sources with the same name are one
     return _EncodedPrompts(tuple(prompts), source_names, notes)
 
@@ -361,9 +365,10 @@ def _notes_on_trained_prompts(held_out: Sequence[Prompt], trained: Sequence[Prom
     num_trained = sum(prompt.token_ids in trained_ids for prompt in held_out)
     if num_trained == 0:
         return []
+    verb = "is" if num_trained == 1 else "are"
     return [
-        f"{_VALIDATION_OPTION}: {num_trained:,} of {counted(len(held_out), 'prompt')} are also in {_OPTION}, so their "
-        "rewards do not show what the model does with new prompts"
+        f"{_VALIDATION_OPTION}: {num_trained:,} of {counted(len(held_out), 'prompt')} {verb} also in {_OPTION}, so the "
+        "validation reward does not only show what the model does with new prompts"
     ]
 
 

@@ -207,8 +207,8 @@ def _find_best(
 ) -> _Best | None:
     """Return the best loss, reward or figure among the checkpoints and the last rows of metrics.csv.
 
-    Earlier rows are not needed with ``--save_best``, which keeps the checkpoint of the best one. Checkpoints that were
-    validated on other rows than the newest evaluated one are left out.
+    Earlier rows are not needed with ``--save_best``, which keeps the checkpoint of the best one. Evaluations of other
+    rows than those of the newest evaluated checkpoint are left out.
 
     Args:
         source: ``best_by``: "all", a source, or a figure, as FIGURE or FIGURE/SOURCE.
@@ -220,6 +220,9 @@ def _find_best(
     comparable = [evaluation for evaluation in evaluations if evaluation.get("rows") == evaluations[-1].get("rows")]
     figure, _, figure_source = source.partition("/")
     is_figure = any(figure in evaluation["whole"].get("further", {}) for evaluation in comparable)
+    first_evaluation = (checkpoints[-1].get("first_evaluation") if checkpoints else None) or {}
+    if first_evaluation.get("follows_other_rows"):
+        rows = [row for row in rows if row["step"] >= first_evaluation["step"]]
     if not is_figure and of_completions:
         is_figure = True
         figure = REWARD

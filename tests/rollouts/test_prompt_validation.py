@@ -1,6 +1,8 @@
 """--validation_prompts: the rewards of held-out prompts, the best checkpoint by them, and stops while evaluating."""
 
+import csv
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from fabric_train.checkpoint import read_best, read_trainer_json
 from fabric_train.cli.errors import STOPPED, InputError
 from fabric_train.preflight.paths import check_paths
 from fabric_train.preflight.prepare import prepare
+from fabric_train.report.health import find_unusual
 from fabric_train.report.reported_run import ReportedRun
 from fabric_train.report.sections import run_sections
 from fabric_train.run_folder.run_summary import summarize_run
@@ -237,6 +240,61 @@ def test_what_a_user_reads_has_the_validation_reward(validating: Validating, rep
     assert "weighted sum, validation" in [series.name for series in rewards_chart.series]
 
 
+def edit_newest(run: Path, **values: Any) -> None:
+    """Change values of the newest trainer.json; a dict changes values of the one that is there."""
+    trainer_json = run / "checkpoints" / f"step-{MAX_STEP:08d}" / "trainer.json"
+    content = json.loads(trainer_json.read_text())
+    for name, value in values.items():
+        content[name] = {**content[name], **value} if isinstance(value, dict) else value
+    trainer_json.write_text(json.dumps(content))
+
+
+def test_the_best_step_of_a_report_is_that_of_the_deciding_source(validating: Validating, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(validating.folder / "whole", tmp_path / "run"))
+    column_by_name = {
+        "all": "val_reward",
+        "say": "val_reward/say",
+        "reward_consonants": "val_reward_consonants",
+        "reward_consonants/say": "val_reward_consonants/say",
+    }
+    best_steps = set()
+    for name, column in column_by_name.items():
+        edit_newest(run, arguments={"best_by": name})
+        values = {}
+        for row in validating.evaluations("whole"):
+            values[row.step] = {**row.extra, **row.by_source}[column]
+        best_step = max(values, key=lambda step: values[step])
+        assert ReportedRun(run).best_step == best_step, name
+        best_steps.add(best_step)
+    assert len(best_steps) > 1  # the argument matters
+
+    # the mark in the curves says what decided
+    edit_newest(run, arguments={"best_by": "say"})
+    reported_run = ReportedRun(run)
+    reported_run.metrics.columns["val_reward/say"][-1] = 9.0
+    texts = [mark.text for mark in reported_run.marks if mark.kind == "best"]
+    assert texts == [f"the validation reward of say is the best after step {MAX_STEP}"]
+
+
+def test_rewards_of_other_prompts_are_not_compared(validating: Validating, tmp_path: Path) -> None:
+    """A run whose prompts changed after step 0 had a much higher reward there."""
+    run = Path(shutil.copytree(validating.folder / "whole", tmp_path / "run"))
+    rows = metrics(run)
+    rows[0] |= {"val_reward": "9.0"}
+    with (run / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    assert ReportedRun(run).best_step == 0
+    assert summarize_run(run).best_step == 0
+    assert any("reward has fallen" in finding.text for finding in find_unusual(ReportedRun(run)))
+
+    edit_newest(run, first_evaluation={"step": 2, "follows_other_rows": True})
+    assert ReportedRun(run).best_step in (2, 4)
+    assert summarize_run(run).best_step in (2, 4)
+    assert not any("reward has fallen" in finding.text for finding in find_unusual(ReportedRun(run)))
+
+
 def check(words: list[str]) -> tuple[str, ...]:
     """Check the arguments of a run as the program does before it begins, and return its notes."""
     arguments = parse(TrainArguments, words, {})
@@ -260,8 +318,16 @@ def check(words: list[str]) -> tuple[str, ...]:
             {"rewards": "exact_answer", "prompts": "answers.jsonl", "reward_weights": None},
             "needs a column answer of every prompt in --validation_prompts",
         ),
-        ({"best_by": "math"}, "--validation_prompts has no such source; give all, add, say"),
+        (
+            {"best_by": "math"},
+            "--validation_prompts has no such source or reward; give all, add, say, reward_vowels, reward_consonants",
+        ),
         ({"best_by": "entropy"}, "--validation_prompts has no such source"),
+        (
+            {"validation_prompts": ["add=held_out.jsonl", "say=long_only.jsonl"], "best_by": "say"},
+            "--validation_prompts has no such source or reward; give all, add, reward_vowels",
+        ),
+        ({"validation_prompts": None, "best_by": "reward_vowels"}, "there is no --validation_prompts"),
         (
             {"validation_prompts": None, "early_stopping": "all"},
             "there is no --validation_prompts; give held-out prompts",
@@ -277,6 +343,7 @@ def test_what_does_not_fit_is_refused_before_the_run(
     chat = {"prompt": [{"role": "user", "content": "Name a fruit."}]}
     (validating.folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
     (validating.folder / "answers.jsonl").write_text(json.dumps({"prompt": "1 and", "answer": "2"}) + "\n")
+    (validating.folder / "long_only.jsonl").write_text(json.dumps({"prompt": "say 1 and " * 60}) + "\n")
     with pytest.raises(InputError, match=reason):
         check(validating.words("refused", **options))
     assert not (validating.folder / "refused").exists()
@@ -288,3 +355,12 @@ def test_a_note_says_that_held_out_prompts_are_trained_on(
     monkeypatch.chdir(validating.folder)
     notes = check(validating.words("noted", validation_prompts=["prompts.jsonl", "held_out.jsonl"]))
     assert any("12 of 16 prompts are also in --prompts" in note for note in notes)
+
+
+def test_a_note_names_a_source_whose_prompts_are_all_too_long(
+    validating: Validating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(validating.folder)
+    (validating.folder / "too_long.jsonl").write_text(json.dumps({"prompt": "say 1 and " * 60}) + "\n")
+    notes = check(validating.words("noted", validation_prompts=["add=held_out.jsonl", "say=too_long.jsonl"]))
+    assert "--validation_prompts: all prompts of say are too long, so this source will not be used" in notes
