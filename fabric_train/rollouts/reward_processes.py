@@ -210,7 +210,7 @@ class RewardProcess:
         self.kill()
         limit = self._limits.call_seconds
         if self._call_seconds < limit:
-            allowed = f"it took longer than {self._call_seconds:g} s for this completion alone"
+            allowed = f"it took longer than {self._call_seconds:.3g} s for this completion alone"
         else:
             allowed = f"it took longer than {limit:g} s"
         return RewardFailedError(f"{allowed}; raise --reward_timeout")

@@ -197,12 +197,12 @@ def test_a_completion_that_hangs_costs_only_its_own_reward(open_file: Open, hang
         "        if completion == 'hang':\n"
         f"            {hang}\n"
         "    return [1] * len(completions)\n",
-        limits=LIMITS,
+        limits=RewardLimits(call_seconds=1),
     )
     (first_process,) = process_ids(rewards)
     table = rewards.compute(["a", "hang", "b"], ["p"] * 3, {})
     assert table.values.tolist() == [[1, 0, 1]]
-    assert table.errors[1] == ("reward: it took longer than 0.3 s for this completion alone; raise --reward_timeout")
+    assert table.errors[1] == ("reward: it took longer than 0.333 s for this completion alone; raise --reward_timeout")
     assert not psutil.pid_exists(first_process)
     assert rewards.compute(["a"], ["p"], {}).total.tolist() == [1]
 
