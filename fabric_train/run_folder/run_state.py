@@ -20,7 +20,9 @@ def find_state(run_dir: Path, changed: float) -> str:
 
     ``running?`` and ``stopped?`` mean that the run has a lock file which no process on this machine holds. Either the
     run was killed, or the folder is a copy, or a process on another machine holds the lock and the file system does not
-    show it. The last case is ``running?``: another machine wrote the lock file, and the run changed recently.
+    show it. The last case is ``running?``: another machine wrote the lock file, and the run changed recently. A run
+    whose log ends with an error has failed also with a lock file: if another rank ends first, the launcher kills the
+    rank that would have removed the file.
 
     Args:
         run_dir: The run's folder.
@@ -36,6 +38,8 @@ def find_state(run_dir: Path, changed: float) -> str:
         _, _, host = lock.read_text(encoding="utf-8", errors="replace").strip().partition(" on ")
         is_elsewhere = host != socket.gethostname()
         is_recent = time.time() - changed < _RECENT_SECONDS
+        if not is_elsewhere and read_last_message(run_dir).startswith("error"):
+            return "failed"
         return "running?" if is_elsewhere and is_recent else "stopped?"
 
     last_message = read_last_message(run_dir)

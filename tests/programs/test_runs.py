@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from fabric_train import runs
 from fabric_train.cli.errors import InputError
+from fabric_train.run_folder.run_state import find_state
 from fabric_train.run_folder.run_summary import summarize_run
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, at_point
@@ -86,6 +88,16 @@ def test_every_state_of_a_run_is_known(found: Found, capsys: pytest.CaptureFixtu
         "sub/stopped": (listed["sub/stopped"]["step"], 4),
     }
     assert next(iter(listed)) == "sub/stopped"  # it changed last
+
+
+def test_a_run_of_several_ranks_that_ended_with_an_error_has_failed(tmp_path: Path) -> None:
+    """The launcher kills rank 0 after another rank has ended, so its lock file stays."""
+    (tmp_path / ".lock").write_text(f"process {2**22 + 1} on {socket.gethostname()}\n")  # above Linux's largest id
+    log = tmp_path / "run.log"
+    log.write_text("2026-01-01 00:00:00+0000 vm rank 0: error: a reward failed\n")
+    assert find_state(tmp_path, changed=0.0) == "failed"
+    log.write_text("2026-01-01 00:00:00+0000 vm rank 0: saved step-00000002\n")
+    assert find_state(tmp_path, changed=0.0) == "stopped?"
 
 
 def test_a_row_has_what_the_run_has_logged(
