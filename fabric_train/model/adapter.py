@@ -89,6 +89,8 @@ class AdaptedLayer(nn.Module):
     lora_A: nn.Linear  # noqa: N815 - these are the names in the files of peft
     lora_B: nn.Linear  # noqa: N815
     lora_magnitude_vector: nn.Parameter
+    is_off = False
+    """Whether the layer computes what its base does, see :func:`adapters_off`."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output [..., out] for ``inputs`` [..., in], in the dtype of the base layer's own output.
@@ -98,6 +100,8 @@ class AdaptedLayer(nn.Module):
         too.
         """
         base: torch.Tensor = super().forward(inputs)  # [..., out]
+        if self.is_off:
+            return base
         dtype = base.dtype
         adapter = self.adapter
         drops = adapter.dropout > 0 and self.training
@@ -216,6 +220,22 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         if removed.magnitudes is not None:
             layer.lora_magnitude_vector = removed.magnitudes
         layer.__class__ = _adapted_class(layer.__class__)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what its base does within the block. A strategy may have wrapped the model.
+
+    No parameter is removed, because FSDP and DDP hold them.
+    """
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        layer.is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.is_off
 
 
 def find_targets(model: Any, adapter: Adapter, source: str) -> dict[str, nn.Linear]:

@@ -33,6 +33,7 @@ from fabric_train.export.merged_adapter import MergedTensors
 from fabric_train.model.adapter import (
     Adapter,
     adapted_layers,
+    adapters_off,
     attach,
     find_targets,
     is_adapter_parameter,
@@ -636,6 +637,24 @@ def test_nothing_of_an_adapter_stays_when_it_is_taken_off(kind: str) -> None:
     assert weights_after.keys() == weights_before.keys()
     assert all(torch.equal(weight, weights_before[name]) for name, weight in weights_after.items())
     assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_model_computes_what_its_base_does_while_adapters_are_off(kind: str) -> None:
+    model = biased_model()
+    ids = torch.arange(3, 40)[None]
+    of_base = model(ids).logits
+    attach(model, Adapter(kind, rank=2, alpha=4.0), "the model", device="cpu")
+    for name, parameter in model.named_parameters():
+        if is_adapter_parameter(name):
+            torch.nn.init.constant_(parameter, 0.1)
+    adapted = model(ids).logits
+    parameters = dict(model.named_parameters())
+    assert not torch.allclose(adapted, of_base, atol=1e-3)
+    with adapters_off(model):
+        assert torch.equal(model(ids).logits, of_base)
+        assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert torch.equal(model(ids).logits, adapted)
 
 
 def test_an_adapter_of_one_layer_is_read_again_for_that_layer(tmp_path: Path) -> None:
