@@ -29,6 +29,7 @@ from fabric_train.model.policy_loss import WEIGHT_CAP
 from fabric_train.model.teacher_head import TeacherHead
 from fabric_train.rollouts.completion_rows import batch_completions, pack_rows
 from fabric_train.rollouts.store import StoredCompletion, read_rollouts
+from fabric_train.training.live_reference import ReferenceBesidePolicy
 from fabric_train.training.policy_gradient import PolicyGradient
 from fabric_train.training.teacher import LiveTeacher
 
@@ -222,11 +223,11 @@ def _open_policy(model_name: str) -> Any:
     return model
 
 
-def _open_reference(model_name: str) -> LiveTeacher:
+def _open_reference(model_name: str) -> ReferenceBesidePolicy:
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
     head = TeacherHead(model.lm_head.weight.detach().clone(), None)
     model.set_output_embeddings(torch.nn.Identity())
-    return LiveTeacher(model, head)
+    return ReferenceBesidePolicy(LiveTeacher(model, head))
 
 
 def _read_gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ Shapes: N tokens, C of them in a chunk, V rows in the head.
 
 import torch
 
-from fabric_train.model.divergence_loss import FullRows
 from fabric_train.model.lm_head_loss import write_log_softmax
 
 WEIGHT_CAP = 2.0
@@ -38,16 +37,38 @@ def estimate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratios) - log_ratios
 
 
+class TargetLogProbabilities:
+    """A ``lm_head_loss.TokenLoss`` whose only values are the log-probabilities of the targets; it has no gradient."""
+
+    num_values = 1
+    bytes_per_logit = 4
+    """The fp32 log-probabilities."""
+
+    def __init__(self, targets: torch.Tensor, temperature: float) -> None:
+        """Take N targets, int64 [N], and the temperature by which logits are divided."""
+        self.targets = targets
+        self.temperature = temperature
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
+        """Return the log-probabilities of a chunk's targets, fp32 [1, C], see ``lm_head_loss.TokenLoss.compute``."""
+        assert not needs_gradient
+        log_probabilities = _write_log_probabilities(logits, self.temperature)  # [C, V]
+        return log_probabilities.gather(1, self.targets[chunk, None]).t()
+
+
 class PolicyLoss:
     """A ``lm_head_loss.TokenLoss``: the policy gradient of sampled tokens, and if asked for, a distance from a model.
 
-    With a reference, ``kl_weight`` times ``reference_kl`` is added to each token's loss.
+    With the log-probabilities of a reference, ``kl_weight`` times ``reference_kl`` is added to each token's loss.
 
     This is not a dataclass, because Fabric and FSDP convert the tensors in a dataclass that a model gets.
     """
 
     bytes_per_logit = 8
-    """The fp32 log-probabilities and probabilities. The reference's logits and log-probabilities are freed before."""
+    """The fp32 log-probabilities and probabilities."""
 
     def __init__(
         self,
@@ -57,7 +78,7 @@ class PolicyLoss:
         *,
         temperature: float = 1.0,
         weight_cap: float = WEIGHT_CAP,
-        reference: FullRows | None = None,
+        reference_log_probabilities: torch.Tensor | None = None,
         kl_weight: float = 0.0,
     ) -> None:
         """Make the loss of N tokens.
@@ -68,7 +89,8 @@ class PolicyLoss:
             advantages: The advantage of each token's completion, fp32 [N].
             temperature: The temperature of sampling, by which logits are divided.
             weight_cap: The largest weight of a token.
-            reference: The model that the policy should stay close to, with as many rows in its head.
+            reference_log_probabilities: The tokens' log-probabilities under the model that the policy should stay close
+                to, at ``temperature``, fp32 [N].
             kl_weight: The weight of ``reference_kl`` in the loss.
         """
         self.targets = targets
@@ -76,13 +98,13 @@ class PolicyLoss:
         self.advantages = advantages
         self.temperature = temperature
         self.weight_cap = weight_cap
-        self.reference = reference
+        self.reference_log_probabilities = reference_log_probabilities
         self.kl_weight = kl_weight
 
     @property
     def num_values(self) -> int:
         """The number of ``VALUES``, and of ``reference_kl`` with a reference."""
-        return len(VALUES) + (self.reference is not None)
+        return len(VALUES) + (self.reference_log_probabilities is not None)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -90,14 +112,9 @@ class PolicyLoss:
     def compute(self, logits: torch.Tensor, chunk: slice, needs_gradient: bool) -> torch.Tensor:
         """Return the ``VALUES`` of the tokens of a chunk, fp32 [values, C], see ``lm_head_loss.TokenLoss.compute``."""
         targets = self.targets[chunk, None]  # [C, 1]
-        reference_log_probability = None
-        if self.reference is not None:
-            reference_logits = self.reference.compute_logits(chunk)
-            reference_log_probability = self._log_probabilities(reference_logits).gather(1, targets)[:, 0]
-            del reference_logits
 
         # The probabilities, and the entropy, which is computed over the log-probabilities.
-        log_probabilities = self._log_probabilities(logits)  # [C, V]
+        log_probabilities = _write_log_probabilities(logits, self.temperature)  # [C, V]
         log_probability = log_probabilities.gather(1, targets)[:, 0]  # [C]
         probabilities = log_probabilities.exp()
         entropy = -log_probabilities.mul_(probabilities).sum(dim=1)
@@ -110,8 +127,8 @@ class PolicyLoss:
         slope = -advantages * weight
         loss = slope * log_probability
         values = [weight, (ratio > self.weight_cap).float(), estimate_kl(log_ratio), entropy]
-        if reference_log_probability is not None:
-            reference_log_ratio = reference_log_probability - log_probability
+        if self.reference_log_probabilities is not None:
+            reference_log_ratio = self.reference_log_probabilities[chunk] - log_probability
             reference_kl = estimate_kl(reference_log_ratio)
             values.append(reference_kl)
             loss = loss + self.kl_weight * reference_kl
@@ -125,10 +142,11 @@ class PolicyLoss:
             logits.copy_(gradient)
         return torch.stack([loss, *values])
 
-    def _log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities at the temperature, fp32 [C, V], which are written over fp32 logits."""
-        log_probabilities = logits.float()
-        if self.temperature != 1:
-            log_probabilities /= self.temperature
-        write_log_softmax(log_probabilities)
-        return log_probabilities
+
+def _write_log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the log-probabilities of logits [C, V] at a temperature, fp32 [C, V], written over fp32 logits."""
+    log_probabilities = logits.float()
+    if temperature != 1:
+        log_probabilities /= temperature
+    write_log_softmax(log_probabilities)
+    return log_probabilities

@@ -382,7 +382,10 @@ def _trace_once(inputs: _TraceInputs) -> Activations:
         _replace_mask(model, layers, batch, needs_mask=inputs.masks)
         head = make_head(batch.teacher, batch.autocast or batch.dtype)
         vocab_size = inputs.config.get_text_config().vocab_size
-        objective = build_traced_objective(inputs.preference, batch.policy, batch.teacher, head, vocab_size)
+        memory_device = "cuda" if batch.on_gpu else "cpu"
+        objective = build_traced_objective(
+            inputs.preference, batch.policy, batch.teacher, head, vocab_size, memory_device
+        )
         live = _LiveBytes(model)
         if head is not None:
             live.leave_out(head.weight)

@@ -31,9 +31,17 @@ from fabric_train.preflight.memory_layout import (
 from fabric_train.preflight.memory_objective import TracedPolicy, TracedTeacher
 from fabric_train.preflight.memory_samplers import PLANNED_SAMPLERS
 from fabric_train.preflight.memory_sampling import PromptTokens, SampledRun, SamplingForecast
-from fabric_train.preflight.memory_teacher import TeacherForecast, TeacherPass, forecast_pass, forecast_teacher
+from fabric_train.preflight.memory_teacher import (
+    TeacherForecast,
+    TeacherPass,
+    forecast_base,
+    forecast_base_pass,
+    forecast_pass,
+    forecast_teacher,
+)
 from fabric_train.rollouts.prompts import Prompts
 from fabric_train.teacher_states.stored import StoredStates
+from fabric_train.training.live_reference import find_base_as_reference
 from fabric_train.training.prepared_run import FrozenModel, FrozenRole, PreparedRun, is_evaluated
 from fabric_train.training.step_plan import StepPlan
 
@@ -105,7 +113,7 @@ def make_budget(
         "weights": weights + units.adapter_bytes,
         "optimizer": states + units.adapter_states,
     }
-    if teacher is not None:
+    if teacher is not None and teacher.device_bytes > 0:
         constant_parts[teacher.role] = teacher.device_bytes
 
     # and what each phase adds to it
@@ -419,6 +427,7 @@ class RunRequest:
     is_elsewhere: bool  # planned for other machines than this one
     validates: bool = True  # has validation rows
     frozen_model: FrozenModel | None = None  # that reads the same rows: a teacher or a reference
+    base_as_reference: FrozenModel | None = None  # the model without its adapter, if this is the reference
     teacher_states: StoredStates | None = None  # the stored values of a teacher
     prompts: PromptTokens | None = None  # of a run that samples its rows
 
@@ -466,6 +475,8 @@ class RunRequest:
             collectives += teacher.collectives
         if self.frozen_model is not None:
             teacher_pass = forecast_pass(self.frozen_model, self.arguments, layout, micro_batch)
+        elif self.base_as_reference is not None:
+            teacher_pass = forecast_base_pass(self.base_as_reference, self.arguments, layout, micro_batch)
         sampling = None
         if self.prompts is not None:
             sampler = PLANNED_SAMPLERS[self.arguments.rollouts.sampler]
@@ -490,6 +501,8 @@ class RunRequest:
         """Forecast what a teacher or a reference takes throughout a step, without tracing; None without one."""
         if self.frozen_model is not None:
             return forecast_teacher(self.frozen_model, self.arguments, self.layout(), self.plan)
+        if self.base_as_reference is not None:
+            return forecast_base(self.base_as_reference, self.arguments, self.layout(), self.plan)
         if self.teacher_states is not None:
             return TeacherForecast("teacher", device_bytes=self.teacher_states.head_bytes())
         return None
@@ -575,7 +588,10 @@ class RunRequest:
         """Return what the memory of the loss depends on in completions and their rewards; None without rewards."""
         if not self.arguments.preference.learns_from_rewards:
             return None
-        return TracedPolicy(num_rewards=len(self.arguments.rollouts.rewards or ()))
+        return TracedPolicy(
+            num_rewards=len(self.arguments.rollouts.rewards or ()),
+            compares_with_base=self.base_as_reference is not None,
+        )
 
 
 def make_request(run: PreparedRun) -> RunRequest:
@@ -600,6 +616,7 @@ def make_request(run: PreparedRun) -> RunRequest:
         is_elsewhere=arguments.planning.plans_for_others,
         validates=is_evaluated(run.data),
         frozen_model=run.frozen_model,
+        base_as_reference=find_base_as_reference(run),
         teacher_states=run.teacher_states,
         prompts=_count_prompt_tokens(run),
     )
@@ -629,7 +646,7 @@ def check_memory(run: PreparedRun) -> None:
         least = (weights_and_gradients + states) // layout.num_parts
     subject = "weights, gradients and optimizer"
     teacher = request.forecast_teacher()
-    if teacher is not None:
+    if teacher is not None and teacher.device_bytes > 0:
         least += teacher.device_bytes
         subject = f"weights, gradients, optimizer and {teacher.role}"
     copy_bytes = request.bytes_of_sampling_copy()

@@ -12,6 +12,7 @@ from fabric_train.data.batch import Batch, Targets
 from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.model.divergence_loss import FullRows, NamedIds, TeacherHead, TopRows
 from fabric_train.training.distillation import Distillation
+from fabric_train.training.live_reference import Reference, ReferenceBesidePolicy
 from fabric_train.training.objective import BatchLoss, CrossEntropy, Objective
 from fabric_train.training.policy_gradient import PolicyGradient
 
@@ -35,6 +36,8 @@ class TracedPolicy:
     """What the memory of a policy gradient's loss depends on, besides the model and the reference."""
 
     num_rewards: int
+    compares_with_base: bool = False
+    """Whether the reference is the base of the adapter that trains."""
 
 
 class _EmptyTeacher:
@@ -48,6 +51,17 @@ class _EmptyTeacher:
         """Return distributions of the targets of a batch."""
         hidden = torch.empty(len(targets.ids), self._teacher.hidden_size, dtype=self._head.weight.dtype)
         return FullRows(hidden, self._head)
+
+
+class _EmptyBase:
+    """The base of the policy's adapter as the reference, whose values have no content.
+
+    Its pass is not traced here, because ``memory_teacher`` counts it as a phase of its own.
+    """
+
+    def read_log_probabilities(self, policy: Any, batch: Batch, targets: Targets, temperature: float) -> torch.Tensor:
+        """Return log-probabilities of the targets of a batch."""
+        return torch.empty(len(targets.ids))
 
 
 class _EmptyStoredTeacher:
@@ -66,7 +80,7 @@ class _EmptyStoredTeacher:
 class _PolicyOfAllTargets(PolicyGradient):
     """A policy gradient of rows whose targets are all sampled; the values of their completions have no content."""
 
-    def __init__(self, policy: TracedPolicy, reference: _EmptyTeacher | None) -> None:
+    def __init__(self, policy: TracedPolicy, reference: Reference | None) -> None:
         reward_names = [f"reward {index}" for index in range(policy.num_rewards)]
         kl_weight = 0.0 if reference is None else 1.0
         super().__init__(reward_names, temperature=1.0, max_new_tokens=1, kl_weight=kl_weight, reference=reference)
@@ -92,6 +106,7 @@ def build_traced_objective(
     teacher: TracedTeacher | None,
     head: TeacherHead | None,
     vocab_size: int,
+    memory_device: str,
 ) -> Objective:
     """Build the objective of a trace on fake tensors.
 
@@ -101,12 +116,18 @@ def build_traced_objective(
         teacher: The teacher of a distillation, or the reference of a policy gradient; None if there is none.
         head: Its head, see :func:`make_head`.
         vocab_size: The rows of the model's head.
+        memory_device: The type of the device whose memory the trace measures.
     """
     live_teacher = None
     if teacher is not None and head is not None:
         live_teacher = _EmptyTeacher(teacher, head)
     if policy is not None:
-        return _PolicyOfAllTargets(policy, live_teacher)
+        reference: Reference | None = None
+        if live_teacher is not None:
+            reference = ReferenceBesidePolicy(live_teacher, memory_device)
+        elif policy.compares_with_base:
+            reference = _EmptyBase()
+        return _PolicyOfAllTargets(policy, reference)
     if preference is None or teacher is None:
         return CrossEntropy()
     objective = Distillation(preference)

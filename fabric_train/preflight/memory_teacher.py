@@ -17,6 +17,7 @@ from fabric_train.preflight.memory_layout import (
     FrozenBytes,
     Layout,
     gather_of_frozen,
+    read_units,
     weigh_frozen,
 )
 from fabric_train.training.prepared_run import FrozenModel, FrozenRole
@@ -62,26 +63,47 @@ def forecast_teacher(
     Each rank has all of its head and of its adapter on its device.
     """
     shape = model.shape
-    itemsize = compute_dtype(arguments.model.precision).itemsize
-    head_bytes = itemsize * shape.vocab_size * shape.config.get_text_config().hidden_size
     adapter_bytes = 0
     for name, size in shape.trained.items():
         if is_adapter_parameter(name):
             adapter_bytes += ADAPTER_BYTES * size.numel()
     num_bytes = _weigh(model, arguments).total
     shard_bytes = num_bytes // layout.num_parts
-    flops_per_row = shape.flops.count_forward([plan.tokens_per_row])
     return TeacherForecast(
         role=model.role,
-        device_bytes=head_bytes + adapter_bytes + (0 if layout.offloads else shard_bytes),
+        device_bytes=_head_bytes(model, arguments) + adapter_bytes + (0 if layout.offloads else shard_bytes),
         host_bytes=shard_bytes if layout.offloads else 0,
-        flops_of_step=flops_per_row * plan.most_rows_per_step / plan.world_size,
-        collectives=tuple(
-            gather_of_frozen(
-                f"all-gather of the {model.role}'s weights", num_bytes // layout.tensor_parallel_size, layout
-            )
-        ),
+        flops_of_step=_flops_of_step(model, plan),
+        collectives=_gathers(model, num_bytes, layout),
     )
+
+
+def forecast_base(base: FrozenModel, arguments: "TrainArguments", layout: Layout, plan: StepPlan) -> TeacherForecast:
+    """Forecast the base of the adapter that trains as the reference: its passes, but no weights of its own.
+
+    Its head is sharded like all of the policy.
+    """
+    num_bytes = _weigh(base, arguments).total
+    if not read_units(base.shape, arguments).is_tied:
+        num_bytes += _head_bytes(base, arguments)
+    return TeacherForecast(
+        role=base.role,
+        device_bytes=0,
+        flops_of_step=_flops_of_step(base, plan),
+        collectives=_gathers(base, num_bytes, layout),
+    )
+
+
+def forecast_base_pass(
+    base: FrozenModel, arguments: "TrainArguments", layout: Layout, trained_batch: MicroBatch
+) -> TeacherPass:
+    """Forecast the forward pass of the policy without its adapter, whose layers are then not compiled.
+
+    Raises:
+        TraceError: The model cannot run on fake tensors.
+    """
+    eager = replace(arguments, fsdp=replace(arguments.fsdp, compile=False))
+    return forecast_pass(base, eager, layout, trained_batch)
 
 
 def forecast_pass(
@@ -110,6 +132,24 @@ def forecast_pass(
     if gathered_embedding + embedded_bytes > gathered_layers + activation_bytes:
         return TeacherPass(gathered_embedding, embedded_bytes)
     return TeacherPass(gathered_layers, activation_bytes)
+
+
+def _flops_of_step(model: FrozenModel, plan: StepPlan) -> float:
+    """Return the FLOPs of a frozen model's forward passes in a step, on each rank."""
+    flops_per_row = model.shape.flops.count_forward([plan.tokens_per_row])
+    return flops_per_row * plan.most_rows_per_step / plan.world_size
+
+
+def _gathers(model: FrozenModel, num_bytes: int, layout: Layout) -> tuple[Collective, ...]:
+    """Return the all-gathers of a frozen model's sharded weights in a step."""
+    name = f"all-gather of the {model.role}'s weights"
+    return tuple(gather_of_frozen(name, num_bytes // layout.tensor_parallel_size, layout))
+
+
+def _head_bytes(model: FrozenModel, arguments: "TrainArguments") -> int:
+    """Return the bytes of a frozen model's full head."""
+    itemsize = compute_dtype(arguments.model.precision).itemsize
+    return itemsize * model.shape.vocab_size * model.shape.config.get_text_config().hidden_size
 
 
 def _weigh(model: FrozenModel, arguments: "TrainArguments") -> FrozenBytes:

@@ -10,20 +10,19 @@ Shapes: N targets in a batch, which are the tokens of completions, and R rewards
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning import Fabric
 
-from fabric_train.data.batch import Batch, Targets, count_supervised, find_targets
+from fabric_train.data.batch import Batch, count_supervised, find_targets
 from fabric_train.data.rollout_values import RolloutValues
 from fabric_train.distributed.ranks import sum_over_data_ranks
 from fabric_train.model.attention import forward_batch
-from fabric_train.model.divergence_loss import FullRows
 from fabric_train.model.policy_loss import VALUES, PolicyLoss
 from fabric_train.model.teacher_head import check_head
 from fabric_train.rollouts.rewards import name_rewards
-from fabric_train.training.live_reference import set_up_live_reference
+from fabric_train.training.live_reference import Reference, set_up_live_reference
 from fabric_train.training.objective import BatchLoss, losses_at_targets
 from fabric_train.training.prepared_run import PreparedRun
 
@@ -37,13 +36,6 @@ reward failed."""
 
 _SFT_NAMES = ("sft_tokens", "sft_loss")
 """The metrics of the rows of a token dataset: the number of supervised tokens, and their mean cross entropy."""
-
-
-class Reference(Protocol):
-    """What the loss needs of the model that the policy should stay close to."""
-
-    def read(self, batch: Batch, targets: Targets) -> FullRows:
-        """Return the model's distributions of the targets of a batch."""
 
 
 class PolicyGradient:
@@ -160,16 +152,18 @@ class PolicyGradient:
                 return self._cross_entropy(model, batch, batch.loss_factor, scale)
             assert len(targets.ids) == 0  # all other rows are completions
             rollout = RolloutValues.without_content(0, self._num_rewards, targets.ids.device)
-        reference = None
+        reference_log_probabilities = None
         if self._kl_weight > 0:
             assert self._reference is not None  # ``connect`` has set it up
-            reference = self._reference.read(batch, targets)
+            reference_log_probabilities = self._reference.read_log_probabilities(
+                model, batch, targets, self._temperature
+            )
         token_loss = PolicyLoss(
             targets.ids,
             rollout.log_probabilities,
             rollout.advantages,
             temperature=self._temperature,
-            reference=reference,
+            reference_log_probabilities=reference_log_probabilities,
             kl_weight=self._kl_weight,
         )
         total, values = forward_batch(model, batch, positions=targets.positions, token_loss=token_loss, scale=scale)

@@ -126,7 +126,7 @@ def reference_run(run: PreparedRun, path: str) -> PreparedRun:
         return run_of_model(run, path, "--reference", moved_base=run.arguments.model.model_name)
 
     # the run's own adapter, as it starts; if it is new, the reference is its base
-    if not _is_adapter(path):
+    if not is_adapter_path(path):
         return replace(run, start=StartingPoint(None, TrainerState()))
     return replace(run, start=_starting_point(Path(path)))
 
@@ -157,7 +157,7 @@ def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | 
 
     # a whole model
     longest_row = run.model.longest_row  # decides rotary frequencies that depend on the length of a text
-    if not _is_adapter(path):
+    if not is_adapter_path(path):
         shape = replace(_reference_shape(run, path), longest_row=longest_row)
         return replace(run, start=start, models=PhaseModels({1: shape}), adapter_base=None)
 
@@ -176,7 +176,7 @@ def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | 
     return replace(run, start=start, models=PhaseModels({1: shape}), adapter_base=base, arguments=arguments)
 
 
-def _is_adapter(path: str) -> bool:
+def is_adapter_path(path: str) -> bool:
     return bool(path) and Path(path).is_dir() and is_adapter(Path(path))
 
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.model import lm_head_loss
-from fabric_train.model.divergence_loss import FullRows, TeacherHead
-from fabric_train.model.lm_head_loss import summed_token_loss
-from fabric_train.model.policy_loss import PolicyLoss
+from fabric_train.model.lm_head_loss import TokenLoss, summed_token_loss
+from fabric_train.model.policy_loss import PolicyLoss, TargetLogProbabilities
 
 WIDTH = 16
 REFERENCE_WIDTH = 24
@@ -52,18 +51,25 @@ class Problem:
         logits = self.reference_hidden.double() @ self.reference_weight.double().T
         return F.log_softmax(logits / self.temperature, dim=1)
 
+    def reference_log_probabilities(self) -> torch.Tensor:
+        """Return those of the targets, as a reference computes them, fp32 [N]."""
+        token_loss = TargetLogProbabilities(self.targets, self.temperature)
+        positions = torch.arange(len(self.targets))
+        _, values = summed_token_loss(self.reference_hidden, self.reference_weight, None, positions, token_loss)
+        return values[0]
+
     def token_loss(self) -> PolicyLoss:
         """Return the loss under test."""
-        reference = None
+        reference_log_probabilities = None
         if self.kl_weight is not None:
-            reference = FullRows(self.reference_hidden, TeacherHead(self.reference_weight, None))
+            reference_log_probabilities = self.reference_log_probabilities()
         return PolicyLoss(
             self.targets,
             self.sampled,
             self.advantages,
             temperature=self.temperature,
             weight_cap=self.cap,
-            reference=reference,
+            reference_log_probabilities=reference_log_probabilities,
             kl_weight=self.kl_weight or 0.0,
         )
 
@@ -94,11 +100,12 @@ def assert_equals_plain(problem: Problem, chunk_size: int) -> None:
     parameters = [problem.hidden, problem.weight, problem.bias]
     expected_gradients = torch.autograd.grad(expected[0].sum(), parameters)
 
-    token_loss = problem.token_loss()
     positions = torch.arange(len(problem.targets))
     chunk_bytes = lm_head_loss._CHUNK_BYTES["cpu"]
-    lm_head_loss._CHUNK_BYTES["cpu"] = chunk_size * VOCABULARY * (4 + token_loss.bytes_per_logit)
+    # fp32 logits and log-probabilities, and what the loss takes
+    lm_head_loss._CHUNK_BYTES["cpu"] = chunk_size * VOCABULARY * (8 + PolicyLoss.bytes_per_logit)
     try:
+        token_loss = problem.token_loss()
         total, values = summed_token_loss(problem.hidden, problem.weight, problem.bias, positions, token_loss)
     finally:
         lm_head_loss._CHUNK_BYTES["cpu"] = chunk_bytes
@@ -161,9 +168,7 @@ def test_equal_models_have_weight_1_and_no_divergence() -> None:
     problem = Problem(23, 0.7, 2.0, 0.1, seed=0)
     problem.sampled = problem.policy().detach().gather(1, problem.targets[:, None])[:, 0].float()
     token_loss = problem.token_loss()
-    token_loss.reference = FullRows(
-        problem.hidden.detach(), TeacherHead(problem.weight.detach(), problem.bias.detach())
-    )
+    token_loss.reference_log_probabilities = problem.sampled
     total, values = summed_token_loss(problem.hidden, problem.weight, problem.bias, torch.arange(23), token_loss)
     _, weights, cut, sampler_kl, _, reference_kl = values
     torch.testing.assert_close(weights, torch.ones(23), rtol=0, atol=TOLERANCE)
@@ -180,14 +185,20 @@ def test_chunks_use_no_more_memory_than_they_say(monkeypatch: pytest.MonkeyPatch
     vocabulary = 4096
     torch.manual_seed(0)
     hidden = torch.randn(rows, WIDTH)
-    reference = FullRows(torch.randn(rows, WIDTH), TeacherHead(torch.randn(vocabulary, WIDTH), None))
     targets = torch.randint(0, vocabulary, (rows,))
     zeros = torch.zeros(rows)
-    for dtype in (torch.float32, torch.bfloat16):
-        token_loss = PolicyLoss(targets, zeros, zeros, temperature=0.7, reference=reference, kl_weight=0.1)
+    policy_loss = PolicyLoss(
+        targets, zeros, zeros, temperature=0.7, reference_log_probabilities=zeros - 8, kl_weight=0.1
+    )
+    cases: list[tuple[TokenLoss, torch.dtype]] = [
+        (policy_loss, torch.float32),
+        (policy_loss, torch.bfloat16),
+        (TargetLogProbabilities(targets, 0.7), torch.bfloat16),
+    ]
+    for token_loss, dtype in cases:
         logits = (hidden @ torch.randn(WIDTH, vocabulary)).to(dtype)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            token_loss.compute(logits, slice(0, rows), True)
+            token_loss.compute(logits, slice(0, rows), token_loss is policy_loss)
         peak = 0
         allocated = 0
         for event in profile.profiler.kineto_results.events():

@@ -17,8 +17,9 @@ from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.preflight.memory_activations import MicroBatch, _LiveBytes, _make_batch, trace_activations
 from fabric_train.preflight.memory_forecast import make_request
 from fabric_train.preflight.memory_objective import TracedPolicy, TracedTeacher, _EmptyTeacher
-from fabric_train.training.live_reference import set_up_live_reference
+from fabric_train.training.live_reference import BaseOfPolicy, ReferenceBesidePolicy, set_up_live_reference
 from fabric_train.training.policy_gradient import PolicyGradient
+from fabric_train.training.teacher import LiveTeacher
 from tests.preflight.test_memory_sampling import prepare_run
 
 LORA = {"adapter": "lora", "lora_rank": 4}
@@ -31,8 +32,8 @@ ON_GPU = {"plan": "true", "accelerator": "cuda", "device_memory": "80GB"}
     [
         {},
         {"precision": "bf16-mixed"},
-        LORA,
-        {**LORA, "base_weights": "nf4", "precision": "bf16-mixed"},
+        {**LORA, "train_also": "norm"},
+        {**LORA, "train_also": "norm", "base_weights": "nf4", "precision": "bf16-mixed"},
     ],
 )
 def test_the_forecast_is_the_size_of_the_reference_that_is_set_up(
@@ -42,7 +43,10 @@ def test_the_forecast_is_the_size_of_the_reference_that_is_set_up(
     run = prepare_run(tmp_path, tiny_model_dir, **options)
     forecast = make_request(run).forecast_teacher()
     _, reference = set_up_live_reference(Fabric(accelerator="cpu", devices=1), run)
-    tensors: list[torch.Tensor] = [*reference.model.parameters(), reference.head.weight]
+    assert isinstance(reference, ReferenceBesidePolicy)
+    model = reference.reader
+    assert isinstance(model, LiveTeacher)
+    tensors: list[torch.Tensor] = [*model.model.parameters(), model.head.weight]
     assert forecast is not None
     assert forecast.device_bytes == sum(tensor.nbytes for tensor in tensors)
 
@@ -63,6 +67,34 @@ def test_a_sharded_reference_is_counted_in_every_phase(tiny_model_dir: Path, tmp
     assert forecast.flops_of_step == pytest.approx(4 / 3 * without.flops_of_step, rel=0.01)  # one more forward pass
     assert forecast.collectives[-1].name == "all-gather of the reference's weights"
     assert not any("reference" in phase.parts for phase in without.budget.phases)
+
+
+def test_the_base_of_a_new_adapter_is_not_counted_twice(tiny_model_dir: Path, tmp_path: Path) -> None:
+    options = {**ON_GPU, **LORA}
+    without = make_request(prepare_run(tmp_path, tiny_model_dir, **options)).forecast()
+    forecast = make_request(prepare_run(tmp_path, tiny_model_dir, kl_weight=0.1, **options)).forecast()
+    phases = {phase.name: phase for phase in forecast.budget.phases}
+    assert not any("reference" in phase.parts for phase in phases.values())
+    assert forecast.device_bytes == pytest.approx(without.device_bytes, rel=1e-3)
+    # the pass of the base holds what sampling and the policy's pass hold too
+    assert phases["reference's pass"].total < phases["loss"].total
+
+    # another reference takes as much time, and memory for its weights
+    other = prepare_run(tmp_path, tiny_model_dir, kl_weight=0.1, reference=tiny_model_dir, **options)
+    beside = make_request(other).forecast()
+    assert forecast.flops_of_step == pytest.approx(beside.flops_of_step, rel=0.05)  # the adapter's are counted too
+    assert forecast.flops_of_step > 1.2 * without.flops_of_step
+    assert forecast.collectives[-1] == beside.collectives[-1]
+    assert all(phase.parts["reference"] > 0 for phase in beside.budget.phases)
+
+
+def test_the_base_of_a_new_adapter_is_not_set_up_again(tiny_model_dir: Path, tmp_path: Path) -> None:
+    run = prepare_run(tmp_path, tiny_model_dir, kl_weight=0.1, **ON_CPU, **LORA)
+    assert run.frozen_model is None
+    recorded, reference = set_up_live_reference(Fabric(accelerator="cpu", devices=1), run)
+    assert isinstance(reference, BaseOfPolicy)
+    assert recorded.reference is not None
+    assert recorded.reference.location == str(tiny_model_dir)
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
@@ -97,7 +129,7 @@ def test_the_loss_of_rewards_is_traced_as_a_step_computes_it(tmp_path: Path, has
     if teacher is not None:
         head = TeacherHead(torch.zeros(4096, 64), bias=None)
         live.leave_out(head.weight)
-        reference = _EmptyTeacher(teacher, head)
+        reference = ReferenceBesidePolicy(_EmptyTeacher(teacher, head))
     objective = PolicyGradient(
         ("reward",), temperature=1.0, max_new_tokens=128, kl_weight=float(has_reference), reference=reference
     )

@@ -29,6 +29,7 @@ from fabric_train.distributed.ranks import StepSync, data_ranks
 from fabric_train.distributed.strategy import LayerClasses, build_fabric
 from fabric_train.model.divergence_loss import TeacherHead
 from fabric_train.model.parallelize import setup_model
+from fabric_train.training.live_reference import ReferenceBesidePolicy
 from fabric_train.training.objective import name_metrics
 from fabric_train.training.policy_gradient import PolicyGradient
 from fabric_train.training.step import backpropagate
@@ -341,11 +342,11 @@ def _rank_batches(rows: Sequence[Row], fabric: Fabric, micro_batch_size: int) ->
     return batches
 
 
-def set_up_reference(fabric: Fabric, arguments: TrainArguments) -> LiveTeacher:
+def set_up_reference(fabric: Fabric, arguments: TrainArguments) -> ReferenceBesidePolicy:
     """Set up the reference as ``training.teacher`` does, without a folder of the model."""
     model = build_reference()
     head = TeacherHead(model.lm_head.weight.detach().clone(), None)
     model.set_output_embeddings(nn.Identity())
     model.requires_grad_(False)
     wrapped: _FabricModule = setup_model(fabric, model, LAYERS, arguments)
-    return LiveTeacher(wrapped.eval(), head)
+    return ReferenceBesidePolicy(LiveTeacher(wrapped.eval(), head))
