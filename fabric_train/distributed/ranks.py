@@ -3,11 +3,14 @@
 Functions that exchange data are collective: every rank must call them, in the same order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from lightning import Fabric
+
+from fabric_train.cli.errors import InputError, RunError, describe_os_error
 
 _MAX_TEXT_BYTES = 2000  # longer texts are truncated
 
@@ -88,12 +91,8 @@ def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
 
 def first_text(fabric: Fabric, text: str | None) -> str | None:
     """Return on all ranks the text of the lowest rank that has one, cut to 2000 bytes; None if no rank has a text."""
-    # find the lowest rank with a text; the world size stands for none
-    candidate = fabric.global_rank if text else fabric.world_size
-    lowest_rank = torch.tensor(candidate, device=fabric.device)
-    if fabric.world_size > 1:
-        dist.all_reduce(lowest_rank, dist.ReduceOp.MIN)
-    if lowest_rank == fabric.world_size:
+    lowest_rank = _find_lowest_rank(fabric, is_candidate=bool(text))
+    if lowest_rank is None:
         return None
 
     # the bytes of that rank are summed with the zeros of the others
@@ -104,6 +103,52 @@ def first_text(fabric: Fabric, text: str | None) -> str | None:
     if fabric.world_size > 1:
         dist.all_reduce(text_bytes)
     return bytes(text_bytes.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+def run_together(
+    fabric: Fabric,
+    action: Callable[[], object],
+    *,
+    runs: bool = True,
+    describe: Callable[[OSError], str] = describe_os_error,
+) -> None:
+    """Run an action on some ranks; if it fails, raise the error of the lowest rank on which it failed on all ranks.
+
+    If only the rank on which it failed raised the error, the others would wait for that rank in the next collective.
+
+    Args:
+        fabric: The run's Fabric.
+        action: Raises an InputError, a RunError or an OSError if it fails. It must not exchange data between ranks.
+        runs: Whether this rank runs the action; the other ranks wait until it is done.
+        describe: Returns the message of the RunError that stands for an OSError.
+
+    Raises:
+        InputError: The action raised it on some rank.
+        RunError: The action raised it, or an OSError, on some rank.
+    """
+    failure: InputError | RunError | None = None
+    if runs:
+        try:
+            action()
+        except OSError as error:
+            failure = RunError(describe(error))
+        except (InputError, RunError) as error:
+            failure = error
+    lowest_rank = _find_lowest_rank(fabric, is_candidate=failure is not None)
+    if lowest_rank is None:
+        return
+    failure = fabric.broadcast(failure, src=lowest_rank)
+    assert failure is not None
+    raise failure
+
+
+def _find_lowest_rank(fabric: Fabric, *, is_candidate: bool) -> int | None:
+    """Return on all ranks the lowest rank with ``is_candidate``; None if there is none. The host waits for it."""
+    candidate = fabric.global_rank if is_candidate else fabric.world_size  # the world size stands for none
+    lowest_rank = torch.tensor(candidate, device=fabric.device)
+    if fabric.world_size > 1:
+        dist.all_reduce(lowest_rank, dist.ReduceOp.MIN)
+    return None if lowest_rank == fabric.world_size else int(lowest_rank)
 
 
 def exchange_bytes(

@@ -24,7 +24,7 @@ from lightning import Fabric
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.distributed.machines import Machines, find_machines
 from fabric_train.distributed.memory import available_memory, machine_memory
-from fabric_train.distributed.ranks import first_text, gather_over_ranks
+from fabric_train.distributed.ranks import first_text, gather_over_ranks, run_together
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.rollouts.sampler import Completion, FinishReason, SampleRequest, SamplingSettings
 from fabric_train.rollouts.transfer_check import EngineAnswer, TrainerAnswer, TransferCheck, compute_answer
@@ -37,6 +37,8 @@ SHARED_GPU_SHARE = 0.4
 """The share of the memory of each of the run's GPUs that vLLM may use while it samples."""
 REQUESTS_PER_REPLICA = 256
 """Requests of all ranks of a machine together; a replica computes that many at once, and keeps further ones waiting."""
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""The finish reasons of vLLM for completions that are complete, such as not ``abort``."""
 _PROBE_TOKENS = 64
 _PROBE_NEW_TOKENS = 16
 _PROBE_SEED = 0
@@ -155,15 +157,12 @@ def _check_python(fabric: Fabric, machines: Machines, python: Path) -> str:
     Only the first rank of a machine looks for it; the others return "".
     """
     version = ""
-    fault = None
-    if machines.is_first_local_rank:
-        try:
-            version = check_environment(python)
-        except InputError as error:
-            fault = str(error)
-    fault = first_text(fabric, fault)
-    if fault is not None:
-        raise InputError(fault)
+
+    def check() -> None:
+        nonlocal version
+        version = check_environment(python)
+
+    run_together(fabric, check, runs=machines.is_first_local_rank)
     return version
 
 
@@ -198,8 +197,10 @@ def physical_device(index: int, visible_devices: str | None) -> str:
 
 
 class VllmSampler:
-    """A ``Sampler`` that sends requests to vLLM servers. The tokens of a completion depend on its prompt and seed,
-    and but for rounding not on what a server computes at the same time.
+    """A ``Sampler`` that sends requests to vLLM servers.
+
+    The tokens of a completion depend on the weights, its prompt and its seed, and but for rounding not on what a server
+    computes at the same time.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class VllmSampler:
     def update_weights(self, model: Any, step: int) -> None:
         """Take over the weights of the model, see ``Sampler.update_weights``; the first call starts the server.
 
-        If the server has failed since, or fails now, it is started again, once in a step.
+        If the server fails, or has failed since the last call, it is started again, once in a step.
         """
         self._model = model
         self._step = step
@@ -269,16 +270,16 @@ class VllmSampler:
             self._compare()
         finally:
             self._folder.remove()
+        compared = time.monotonic()
         if self._fabric.is_global_zero:
-            _log.info(
-                "weights of step %d are in vLLM: written in %.1f s, loaded in %.1f s, compared in %.1f s",
-                *(self._step, written - started, loaded - written, time.monotonic() - loaded),
-            )
+            seconds = f"written in {written - started:.1f} s, loaded in {loaded - written:.1f} s"
+            seconds += f", compared in {compared - loaded:.1f} s"
+            _log.info("weights of step %d are in vLLM: %s", self._step, seconds)
 
     def _restart(self, error: ServerFailedError) -> None:
         """Start the servers again after one of them has failed.
 
-        Those of other machines are started again, too: meanwhile, they would have nothing to do.
+        Those of other machines are started again, too: they would only wait for the one that failed.
 
         Raises:
             RunError: it has been started again in this step already, or fails again.
@@ -389,24 +390,21 @@ class VllmSampler:
             self._server.stop()
 
     def _free_cached_memory(self) -> None:
-        """Give memory of the GPU that no tensor uses back, for a server on the same GPU."""
+        """Return GPU memory that no tensor uses to the driver, for a server on the same GPU."""
         if self._fabric.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _run_on_servers(self, action: Callable[[VllmServer], None]) -> None:
         """Call a function with the server of each machine, and raise the RunError of the first one on all ranks."""
-        fault: RunError | None = None
-        if self._server is not None:
+
+        def run_and_explain() -> None:
+            assert self._server is not None
             try:
                 action(self._server)
             except ServerFailedError as error:
-                fault = self._explain(error)
-            except RunError as error:
-                fault = error
-        for first_rank in self._machines.first_ranks:
-            fault_of_server = self._fabric.broadcast(fault, src=first_rank)
-            if fault_of_server is not None:
-                raise fault_of_server
+                raise self._explain(error) from error
+
+        run_together(self._fabric, run_and_explain, runs=self._server is not None)
 
     def _start_if_needed(self, server: VllmServer, model_dir: Path) -> None:
         """Start a server that does not run; it waits for the weights."""
@@ -444,7 +442,7 @@ class VllmSampler:
         sampled_ids_of_replicas = [answer.sampled_ids for answer in engine_answers]
         trainer_answers = self._compute_answers(sampled_ids_of_replicas)
         fault = None
-        for check, engine_answer in zip(self._checks, engine_answers, strict=False):  # no answer on most ranks
+        for check, engine_answer in zip(self._checks, engine_answers, strict=False):  # no answers without a server
             fault = fault or check.find_fault(engine_answer, trainer_answers[tuple(engine_answer.sampled_ids)])
         fault = first_text(self._fabric, fault)
         if fault is not None:
@@ -537,9 +535,9 @@ class VllmSampler:
         Raises:
             ServerFailedError: it was not completed, or with other weights.
         """
-        if generated.finish_reason not in ("stop", "length"):
+        reason = _FINISH_REASONS.get(generated.finish_reason)
+        if reason is None:
             raise ServerFailedError(f"vLLM ended a completion with {generated.finish_reason!r}")
-        reason: FinishReason = "stop" if generated.finish_reason == "stop" else "length"
         versions = generated.weight_versions
         if versions != {self._weight_version}:
             raise ServerFailedError(

@@ -3,8 +3,8 @@
 All ranks write into one safetensors file. It is in memory (/dev/shm), or in the folder for temporary files if the
 memory has no room, or in a folder that the machines share if there are several. Nothing is gathered; adapters are
 merged. The folder has the form that ``save_pretrained`` writes, except that a head that is tied to the embedding is
-written apart. vLLM on a CPU computes with a packed copy of the head, and on a reload (0.32) it would pack only tensors
-again that are in the file.
+written a second time. vLLM on a CPU computes with a packed copy of the head, and on a reload (0.32) it packs only those
+tensors again that are in the file.
 """
 
 import copy
@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,9 @@ from fabric_train.checkpoint.files import find_wrong_content, hash_file
 from fabric_train.checkpoint.merged_weights import MergedWeights
 from fabric_train.checkpoint.rank_writer import Write, join_rank_hashes, write_rank_hashes, write_tensors
 from fabric_train.checkpoint.tensors import safetensors_header, select_owned
-from fabric_train.cli.errors import InputError, RunError, describe_os_error
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.distributed.memory import available_memory
-from fabric_train.distributed.ranks import first_text
+from fabric_train.distributed.ranks import first_text, run_together
 from fabric_train.files.atomic_folder import this_process
 from fabric_train.files.requirements import free_bytes
 from fabric_train.model.hf_model import ModelShape
@@ -100,23 +100,18 @@ class WeightFolder:
             raise RunError(f"--sampler vllm: {difference}; leave out --sampler to sample in the processes that train")
         target = self.path(step)
         temporary = self.root / f".step-{step:08d}"
-        fault = None
-        if self._fabric.is_global_zero:
-            fault = _attempt(lambda: self._create(temporary))
-        self._raise_fault(fault)
-
-        # each rank writes its part of the tensors
-        self._raise_fault(_attempt(lambda: self._write_part(temporary, weights)))
-
-        # rank 0 joins the hashes, which finds bytes that no rank has written; then each rank reads a share of the file
-        if self._fabric.is_global_zero:
-            fault = _attempt(lambda: join_rank_hashes(temporary))
-        self._raise_fault(fault)
-        rank = self._fabric.global_rank
-        self._raise_fault(find_wrong_content(temporary, rank=rank, num_ranks=self._fabric.world_size))
-        if self._fabric.is_global_zero:
-            fault = _attempt(lambda: temporary.rename(target))
-        self._raise_fault(fault)
+        is_first = self._fabric.is_global_zero
+        try:
+            run_together(self._fabric, lambda: self._create(temporary), runs=is_first)
+            # each rank writes its part of the tensors
+            run_together(self._fabric, lambda: self._write_part(temporary, weights))
+            # rank 0 joins the hashes, which finds bytes that no rank has written; then each rank reads a share
+            run_together(self._fabric, lambda: join_rank_hashes(temporary), runs=is_first)
+            run_together(self._fabric, lambda: self._check_share(temporary))
+            run_together(self._fabric, lambda: temporary.rename(target), runs=is_first)
+        except RunError as error:
+            self.remove()
+            raise RunError(f"the weights for the sampler could not be written to {self.root}: {error}") from error
         return target
 
     def remove(self) -> None:
@@ -174,6 +169,12 @@ class WeightFolder:
             hashes[_CONFIG] = hash_file(folder / _CONFIG)
         write_rank_hashes(folder, self._fabric.global_rank, hashes)
 
+    def _check_share(self, folder: Path) -> None:
+        """Raise a RunError if this rank's share of the files is not what was written."""
+        fault = find_wrong_content(folder, rank=self._fabric.global_rank, num_ranks=self._fabric.world_size)
+        if fault is not None:
+            raise RunError(fault)
+
     def _find_difference(self, weights: MergedWeights) -> str | None:
         """Return how the tensors of the model differ from those that its configuration describes, or None."""
         trained_shapes = {tensor.name: tensor.shape for tensor in weights.tensors}
@@ -191,22 +192,6 @@ class WeightFolder:
                     "by its configuration"
                 )
         return None
-
-    def _raise_fault(self, fault: str | None) -> None:
-        """Raise the fault of the lowest rank that has one on all ranks."""
-        fault = first_text(self._fabric, fault)
-        if fault is not None:
-            self.remove()
-            raise RunError(f"the weights for the sampler could not be written to {self.root}: {fault}")
-
-
-def _attempt(action: Callable[[], object]) -> str | None:
-    """Run an action; return what the system says if it fails, or None."""
-    try:
-        action()
-    except OSError as error:
-        return describe_os_error(error)
-    return None
 
 
 def _published_shapes(meta_model: PreTrainedModel, source: str) -> dict[str, torch.Size]:
