@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError, RunError, first_line, note
@@ -59,7 +60,7 @@ class StoredCompletion:
     text: str
     """The text of the completion, for readers; training uses the tokens."""
     prompt_token_ids: np.ndarray
-    """int32 [tokens]."""
+    """int32 [prompt tokens]."""
     token_ids: np.ndarray
     """The sampled tokens, int32 [T], with the token that ended the completion, if one did."""
     log_probabilities: np.ndarray
@@ -87,7 +88,7 @@ class RolloutManifest:
 
     step: int
     policy: str
-    """The hash of what decides the completions, see ``RolloutWindows``."""
+    """The hash of what decides the completions, see ``RolloutPlan.hash_policy``."""
     reward_names: tuple[str, ...]
     source_names: tuple[str, ...]
     sampler: str
@@ -105,6 +106,10 @@ class RolloutManifest:
     """The number of prompts that were replaced, because all their completions had the same reward."""
     num_reward_errors: int = 0
     """The number of completions for which a reward failed, those of replaced prompts included."""
+
+    def hash_after(self, history: str) -> str:
+        """Return the hash of the completions up to this step, from ``history``, the hash of those before it."""
+        return xxhash.xxh3_128_hexdigest("".join([history, *self.sha256]).encode())
 
 
 @dataclass(frozen=True)
@@ -193,20 +198,13 @@ class RolloutStore:
         self._run_together(complete_folder, runs=is_first)
 
     def _run_together(self, action: Callable[[], object], *, runs: bool) -> None:
-        """Run an action on the ranks with ``runs``; if it fails on one, raise a RunError on all. Other ranks wait."""
-        from fabric_train.distributed.ranks import first_text  # slow, and readers do without it
+        """Run an action on the ranks with ``runs``; if it fails on one, raise a RunError on all."""
+        from fabric_train.distributed.ranks import run_together  # slow, and readers do without it
 
-        fault = None
-        if runs:
-            try:
-                action()
-            except InputError as error:
-                fault = "; ".join(error.faults)
-            except OSError as error:
-                fault = f"{self.folder}: {first_line(error)}; make room, or make the folder writable, and resume"
-        fault = first_text(self._fabric, fault)
-        if fault is not None:
-            raise RunError(fault)
+        def describe(error: OSError) -> str:
+            return f"{self.folder}: {first_line(error)}; make room, or make the folder writable, and resume"
+
+        run_together(self._fabric, action, runs=runs, describe=describe)
 
     def _remove_old(self, step: int) -> None:
         """Remove the oldest of the steps up to ``step``, so that ``keep`` of them are left."""

@@ -1,6 +1,6 @@
 """Make the windows of a run that samples its rows: prompts → completions → rewards → rows.
 
-A step's completions are sampled with the weights after the step before, rewarded, and stored (``store``). The rows of
+A step's completions are sampled with the weights after the previous step, rewarded, and stored (``store``). The rows of
 the window are always made from what is stored. So a run that is killed and resumed trains on the same rows.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from lightning import Fabric
 
 from fabric_train.cli.errors import note
@@ -55,7 +54,7 @@ class RolloutPlan:
     advantage: str
     """A name in ``advantages.ADVANTAGES``."""
     refills: bool
-    """Whether prompts whose completions all have the same reward are replaced by further ones."""
+    """Whether prompts whose completions all have the same reward are replaced with other prompts of the same source."""
     deciding_values: str
     """The values of the run that decide its weights beside its completions, as text; see :meth:`hash_policy`."""
     sampler_name: str
@@ -87,6 +86,15 @@ class RolloutPlan:
         for index in shuffled[~np.isin(shuffled, used)].tolist():
             indices_by_source[prompts[index].source].append(index)
         return indices_by_source
+
+
+@dataclass(frozen=True)
+class _RewardedGroups:
+    """Groups of this rank that were sampled and rewarded at once."""
+
+    completions_by_group: dict[int, list[StoredCompletion]]
+    sampling_seconds: float
+    reward_seconds: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class RolloutWindows:
         windows_beside: Iterator[Window] = iter(())
         if self.rows_beside is not None:
             windows_beside = self.rows_beside.windows(after_step, last_step)
-        num_flat_steps = 0
+        flat_steps = _FlatSteps()
         try:
             for step in range(after_step + 1, last_step + 1):
                 order_step = step - self.data_starts_after  # the order counts its steps from where it begins
@@ -147,14 +155,8 @@ class RolloutWindows:
                         sampling=rollouts.manifest.sampling_seconds,
                         rewards=rollouts.manifest.reward_seconds,
                     )
-                history = hash_after(history, rollouts.manifest)
-                is_flat = all(completion.lacks_variance for completion in rollouts.completions)
-                num_flat_steps = num_flat_steps + 1 if is_flat else 0
-                if num_flat_steps == _FLAT_STEPS_NOTED:
-                    note(
-                        f"in the last {_FLAT_STEPS_NOTED} steps, all completions of each prompt had the same reward, "
-                        "so there is nothing to learn; see them with fabric-train rollouts"
-                    )
+                history = rollouts.manifest.hash_after(history)
+                flat_steps.count(rollouts.completions)
                 rows = pack_rows(rollouts.completions, self.prompts.train.row_length)
                 batches = self._make_batches(rows)
                 window_beside = next(windows_beside, None)
@@ -179,9 +181,9 @@ class RolloutWindows:
 
     def _sample(self, step: int, prompt_indices: np.ndarray, policy: str) -> None:
         """Sample, reward and store the completions of this rank's prompts."""
-        started = time.monotonic()
+        started = time.perf_counter()
         self.sampler.update_weights(self.model, step - 1)
-        update_seconds = time.monotonic() - started
+        seconds = RolloutSeconds(weights=time.perf_counter() - started)
         # Ranks that train on the same rows sample different prompts: each can run the whole model.
         num_ranks = self.fabric.world_size
         groups = range(self.fabric.global_rank, len(prompt_indices), num_ranks)
@@ -190,10 +192,15 @@ class RolloutWindows:
         # the prompts of this rank's groups that are to be sampled
         pending = {group: int(prompt_indices[group]) for group in groups}
         stored: dict[int, list[StoredCompletion]] = {}
-        seconds = torch.tensor([update_seconds, 0.0, 0.0], dtype=torch.float64)
         num_replaced = 0
         for attempt in range(1 + _MOST_REFILLS):
-            stored |= self._sample_and_reward(step, pending, seconds)
+            rewarded = self._sample_and_reward(step, pending)
+            stored |= rewarded.completions_by_group
+            seconds = replace(
+                seconds,
+                sampling=seconds.sampling + rewarded.sampling_seconds,
+                rewards=seconds.rewards + rewarded.reward_seconds,
+            )
             if not self.plan.refills or attempt == _MOST_REFILLS:
                 break
             # Every rank goes through the groups of all ranks, so all take the same prompts for them.
@@ -207,8 +214,7 @@ class RolloutWindows:
             num_replaced += len(replacements)
             pending = {group: replacements[group] for group in pending if group in replacements}
 
-        slowest_seconds = gather_over_ranks(self.fabric, seconds).amax(dim=0)
-        update_seconds, sampling_seconds, reward_seconds = slowest_seconds.tolist()
+        slowest_seconds = self._find_slowest(seconds)
         manifest = RolloutManifest(
             step=step,
             policy=policy,
@@ -216,46 +222,43 @@ class RolloutWindows:
             source_names=self.prompts.source_names,
             sampler=self.plan.sampler_name,
             num_ranks=num_ranks,
-            sampling_seconds=sampling_seconds,
-            reward_seconds=reward_seconds,
-            sha256=(),
-            update_seconds=update_seconds,
+            sampling_seconds=slowest_seconds.sampling,
+            reward_seconds=slowest_seconds.rewards,
+            sha256=(),  # ``write`` adds them
+            update_seconds=slowest_seconds.weights,
             num_replaced=num_replaced,
             num_reward_errors=self.reward_errors.take_count(),
         )
         completions = list(chain.from_iterable(stored[group] for group in sorted(stored)))
         self.store.write(completions, manifest)
 
-    def _sample_and_reward(
-        self, step: int, prompt_of_group: dict[int, int], seconds: torch.Tensor
-    ) -> dict[int, list[StoredCompletion]]:
+    def _find_slowest(self, seconds: RolloutSeconds) -> RolloutSeconds:
+        """Return the seconds of each part on the rank that took longest for it; all ranks call this together."""
+        packed = torch.tensor([seconds.weights, seconds.sampling, seconds.rewards], dtype=torch.float64)
+        weights, sampling, rewards = gather_over_ranks(self.fabric, packed).amax(dim=0).tolist()
+        return RolloutSeconds(weights=weights, sampling=sampling, rewards=rewards)
+
+    def _sample_and_reward(self, step: int, prompt_of_group: Mapping[int, int]) -> _RewardedGroups:
         """Sample and reward the completions of some groups of this rank; all ranks call this together.
 
         Args:
             step: The step.
             prompt_of_group: The index of each group's prompt.
-            seconds: The seconds for weights, sampling and rewards, fp64 [3]; this call adds to the last two.
-
-        Returns:
-            The completions of each group.
         """
-        started = time.monotonic()
+        started = time.perf_counter()
         requests = []
         for prompt_index in prompt_of_group.values():
             token_ids = self.prompts.train.prompts[prompt_index].token_ids
             for completion in range(self.plan.group_size):
                 requests.append(SampleRequest(token_ids, self.plan.completion_seed(step, prompt_index, completion)))
         completions = self.sampler.sample(requests)
-        sampled = time.monotonic()
-        groups = list(prompt_of_group)
-        group_prompts = [self.prompts.train.prompts[prompt_index] for prompt_index in prompt_of_group.values()]
-        rewarded = self._reward(groups, group_prompts, completions)
-        seconds += torch.tensor([0.0, sampled - started, time.monotonic() - sampled], dtype=torch.float64)
-
-        completions_by_group: dict[int, list[StoredCompletion]] = {group: [] for group in groups}
-        for stored in rewarded:
-            completions_by_group[stored.group].append(stored)
-        return completions_by_group
+        sampled = time.perf_counter()
+        completions_by_group = self._reward(prompt_of_group, completions)
+        return _RewardedGroups(
+            completions_by_group,
+            sampling_seconds=sampled - started,
+            reward_seconds=time.perf_counter() - sampled,
+        )
 
     def _find_flat_groups(
         self, sampled: Collection[int], stored: Mapping[int, list[StoredCompletion]], num_groups: int
@@ -274,14 +277,18 @@ class RolloutWindows:
         return is_flat_on_any_rank.nonzero().flatten().tolist()
 
     def _reward(
-        self, groups: Sequence[int], group_prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[StoredCompletion]:
-        """Return completions with their rewards and advantages; all ranks call this together.
+        self, prompt_of_group: Mapping[int, int], completions: Sequence[Completion]
+    ) -> dict[int, list[StoredCompletion]]:
+        """Return the completions of each group with their rewards and advantages; all ranks call this together.
 
-        The completions of a group follow one another.
+        Args:
+            prompt_of_group: The index of each group's prompt.
+            completions: The completions of the groups, one group after another.
         """
         group_size = self.plan.group_size
-        prompts = [prompt for prompt in group_prompts for _ in range(group_size)]
+        prompts: list[Prompt] = []  # of each completion
+        for prompt_index in prompt_of_group.values():
+            prompts += [self.prompts.train.prompts[prompt_index]] * group_size
         scored = score_completions(
             self.rewards,
             self.tokenizer,
@@ -293,30 +300,35 @@ class RolloutWindows:
         table = scored.table
         self.reward_errors.report(self.rewards.names, table)
         totals = table.total.reshape(-1, group_size)
-        advantages = compute_advantages(totals, self.plan.advantage)
-        lacks_variance = groups_without_variance(totals)
+        advantages = compute_advantages(totals, self.plan.advantage)  # [groups, group_size]
+        lacks_variance = groups_without_variance(totals)  # [groups]
 
-        stored = []
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            group = index // group_size
-            stored.append(
-                StoredCompletion(
-                    group=groups[group],
-                    prompt_id=prompt.prompt_id,
-                    source=prompt.source,
-                    text=scored.texts[index],
-                    prompt_token_ids=np.array(prompt.token_ids),
-                    token_ids=completion.token_ids,
-                    log_probabilities=completion.log_probabilities,
-                    finish_reason=completion.finish_reason,
-                    reward=float(table.total[index]),
-                    advantage=float(advantages[group, index % group_size]),
-                    lacks_variance=bool(lacks_variance[group]),
-                    rewards=table.values[:, index],
-                    reward_error=table.errors[index],
+        completions_by_group: dict[int, list[StoredCompletion]] = {}
+        for group_index, group in enumerate(prompt_of_group):
+            stored = []
+            for index_in_group in range(group_size):
+                index = group_index * group_size + index_in_group
+                prompt = prompts[index]
+                completion = completions[index]
+                stored.append(
+                    StoredCompletion(
+                        group=group,
+                        prompt_id=prompt.prompt_id,
+                        source=prompt.source,
+                        text=scored.texts[index],
+                        prompt_token_ids=np.array(prompt.token_ids),
+                        token_ids=completion.token_ids,
+                        log_probabilities=completion.log_probabilities,
+                        finish_reason=completion.finish_reason,
+                        reward=float(table.total[index]),
+                        advantage=float(advantages[group_index, index_in_group]),
+                        lacks_variance=bool(lacks_variance[group_index]),
+                        rewards=table.values[:, index],
+                        reward_error=table.errors[index],
+                    )
                 )
-            )
-        return stored
+            completions_by_group[group] = stored
+        return completions_by_group
 
     def _make_batches(self, rows: Sequence[Sequence[StoredCompletion]]) -> list[Batch]:
         """Return this rank's micro-batches of a window's rows."""
@@ -330,6 +342,18 @@ class RolloutWindows:
         return batches
 
 
-def hash_after(history: str, manifest: RolloutManifest) -> str:
-    """Return the hash of the completions of all steps up to a step, from the hash of the steps before it."""
-    return xxhash.xxh3_128_hexdigest("".join([history, *manifest.sha256]).encode())
+class _FlatSteps:
+    """Counts the steps in a row without anything to learn, and prints a note if there are too many."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def count(self, completions: Sequence[StoredCompletion]) -> None:
+        """Count the step of these completions if all completions of each of its prompts have the same reward."""
+        is_flat = all(completion.lacks_variance for completion in completions)
+        self._count = self._count + 1 if is_flat else 0
+        if self._count == _FLAT_STEPS_NOTED:
+            note(
+                f"in the last {_FLAT_STEPS_NOTED} steps, all completions of each prompt had the same reward, so there "
+                "is nothing to learn; see them with fabric-train rollouts"
+            )
