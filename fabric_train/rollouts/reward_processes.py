@@ -37,6 +37,7 @@ _MAX_CHARACTERS = 400
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_ANSWER_BYTES_PER_COMPLETION = 1 << 13  # a value, and an error of 300 characters
 _EXIT_SECONDS = 5  # for a process that has closed its socket to end
+_START_SECONDS = 120  # for a process to start and to import what its file imports
 Answer = TypeVar("Answer", LoadAnswer, CallAnswer)
 
 
@@ -50,8 +51,6 @@ class RewardLimits:
     """The time of all calls with one completion together, after a call with all completions has failed."""
     memory_bytes: int = 4_000_000_000
     """The address space of the process."""
-    start_seconds: float = 120.0
-    """The time for a process to start and to import what its file imports."""
 
 
 class RewardFailedError(Exception):
@@ -74,10 +73,10 @@ class RewardProcess:
 
     def start(self) -> None:
         """Start the process; it loads its function meanwhile, see :meth:`wait_until_loaded`."""
-        own_end, process_end = socket.socketpair()
+        run_end, process_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if not is_secret_variable(name)}
-        environment["OMP_NUM_THREADS"] = "1"  # there may be several processes a rank
-        environment["PYTHONHASHSEED"] = "0"  # the order of a set is then the same in each run
+        environment["OMP_NUM_THREADS"] = "1"  # a rank may have several processes
+        environment["PYTHONHASHSEED"] = "0"  # so that a set has the same order in each run
         with process_end:
             descriptor = process_end.fileno()
             self._process = subprocess.Popen(
@@ -89,8 +88,8 @@ class RewardProcess:
                 env={**environment, **project_first()},
                 start_new_session=True,  # Ctrl-C reaches only the run; what the function starts is killed with it
             )
-        self._channel = MessageChannel(own_end)
-        self._deadline = time.monotonic() + self._limits.start_seconds
+        self._channel = MessageChannel(run_end)
+        self._deadline = time.monotonic() + _START_SECONDS
 
     def wait_until_loaded(self) -> LoadAnswer:
         """Send the request, and return what the process says about its function.
@@ -104,7 +103,7 @@ class RewardProcess:
             answer = self._receive(LoadAnswer, _MAX_ANSWER_BYTES)
         except TimeoutError:
             self.kill()
-            raise RewardFailedError(f"it was not imported within {self._limits.start_seconds:g} s") from None
+            raise RewardFailedError(f"it was not imported within {_START_SECONDS} s") from None
         except ConnectionError:
             raise self._died() from None
         failure = None if answer.failure is None else one_line(answer.failure)

@@ -41,7 +41,11 @@ _DEFAULT_FUNCTION = "reward"
 _FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py)(:(?P<function>.*))?", re.DOTALL)
 _RESERVED_NAMES = ("error",)  # reward_error is a column of the stored rollouts
 _SINGLE_CALL_DIVISOR = 10
-"""The time of a call with all completions divided by that of a call with one, see :meth:`Rewards.compute`."""
+"""The time of a call with all completions divided by that of a call with one, see :meth:`Rewards.compute`.
+
+A completion alone takes far less time than all together. If each had the whole time, a few that hang would use up
+``RewardLimits.retry_seconds``; with a tenth and four times the time, up to 40 may hang.
+"""
 
 
 @dataclass(frozen=True)

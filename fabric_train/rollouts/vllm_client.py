@@ -19,6 +19,7 @@ from fabric_train.cli.errors import RunError
 CONTROL_SECONDS = 600.0
 """The server hangs if it has not answered a request without sampling, or the comparison's, in this time. It loads the
 weights of a whole GPU in less."""
+_GET_SECONDS = 10.0
 _SHOWN_CHARACTERS = 500
 _ADVICE = (
     "install vLLM 0.32.0, the version that is tested, or leave out --sampler to sample in the processes that train"
@@ -69,32 +70,30 @@ class VllmClient:
 
     def is_healthy(self) -> bool:
         """Return whether the server has started and its engine runs."""
-        connection = _SocketConnection(self.path, timeout=10)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return self._get("/health") is not None
 
     def num_tokens(self) -> float | None:
         """Return how many tokens the server has read and sampled since its start; None if it does not answer."""
-        connection = _SocketConnection(self.path, timeout=10)
+        answer = self._get("/metrics/")  # without the slash at the end, vLLM redirects
+        if answer is None:
+            return None
+        counts = _TOKEN_COUNTS.findall(answer.decode(errors="replace"))
+        if not counts:
+            return math.nan  # it counts no tokens; NaN differs from itself, so this server never seems to hang
+        return sum(float(count) for count in counts)
+
+    def _get(self, path: str) -> bytes | None:
+        """Return the answer to a request without content; None if there is none within 10 s, or it is an error."""
+        connection = _SocketConnection(self.path, timeout=_GET_SECONDS)
         try:
-            connection.request("GET", "/metrics/")  # without the slash at the end, vLLM redirects
+            connection.request("GET", path)
             response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+            answer = response.read()
         except (OSError, http.client.HTTPException):
             return None
         finally:
             connection.close()
-        if response.status != http.client.OK:
-            return None
-        counts = _TOKEN_COUNTS.findall(text)
-        if not counts:
-            return math.nan  # it counts no tokens; NaN differs from itself, so this server never seems to hang
-        return sum(float(count) for count in counts)
+        return answer if response.status == http.client.OK else None
 
     def generate(
         self,
@@ -164,7 +163,7 @@ class VllmClient:
         try:
             return json.loads(answer)
         except ValueError as error:
-            message = f"vLLM answered {path} with what is no JSON: {_message_of(answer)}"
+            message = f"vLLM answered {path} with text that is not JSON: {_message_of(answer)}"
             raise RunError(f"{message}; {_ADVICE}") from error
 
 

@@ -21,8 +21,6 @@ from fabric_train.rollouts import vllm_supervisor
 from fabric_train.rollouts.vllm_client import ServerFailedError, VllmClient
 from fabric_train.rollouts.vllm_end import ON_CPU, MemoryAdvice, describe_end, describe_lack_of_memory
 
-DEFAULT_PYTHON = Path(".cache/vllm/bin/python")
-"""Where ``make install-vllm`` creates the environment."""
 _OLDEST = (0, 32)
 """The oldest version with the endpoints that ``vllm_sampler`` uses."""
 _FIND_VERSION = (
@@ -55,7 +53,7 @@ class ServerSettings:
     max_length: int
     """The largest number of tokens of a prompt and its completion."""
     weights_root: Path | None = None
-    """The folder of all versions of the weights, which is removed if this process is killed."""
+    """The folder of all versions of the weights, which is removed if this process is killed; None keeps it."""
     memory_advice: MemoryAdvice = ON_CPU
     """What to change if the server lacks memory."""
     start_seconds: float = 1000.0
@@ -167,7 +165,7 @@ class VllmServer:
         """
         content = {"method": "reload_weights", "kwargs": {"weights_path": str(model_dir)}}
         self.client.post("/collective_rpc", content)
-        # its keys and values are those of the weights before
+        # its keys and values are those of the previous weights
         if self.client.post("/reset_prefix_cache") != {"success": True}:
             raise ServerFailedError(
                 "vLLM did not empty its prefix cache: completions would mix two versions of the weights"

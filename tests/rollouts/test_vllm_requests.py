@@ -162,7 +162,7 @@ def test_a_rank_whose_requests_fail_counts_the_batches_of_the_others(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"<html>", "with what is no JSON: <html>"),
+        (b"<html>", "with text that is not JSON: <html>"),
         (b"[]", "in an unknown form (TypeError"),
         (json.dumps(completion([], [])).encode(), "it has no tokens"),
         (json.dumps(completion([2, 3], [-1.0])).encode(), "2 tokens have 1 log-probabilities"),
