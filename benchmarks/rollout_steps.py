@@ -81,10 +81,11 @@ class RolloutStepSystem:
 
 @dataclass(frozen=True)
 class RolloutStepSummary:
-    """Both systems, and the time of each part and of the whole step here, divided by TRL's, of medians."""
+    """Both systems, and the medians of ours divided by those of TRL."""
 
     systems: dict[str, RolloutStepSystem]
     ratios: dict[str, float]
+    """By part of a step, also of the ``whole step``."""
 
 
 def measure(work: Path) -> Report:

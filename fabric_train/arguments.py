@@ -672,7 +672,7 @@ class RolloutArguments:
     """With --sampler vllm: Python of the environment that has vLLM; `make install-vllm` creates the default."""
     sampler_devices: str | None = None
     """With --sampler vllm: GPUs of its own for the server of each machine, such as 6,7: their numbers on the machine,
-    whatever CUDA_VISIBLE_DEVICES is. Default: the run's GPUs, whose memory the server frees while the model trains.
+    regardless of CUDA_VISIBLE_DEVICES. Default: the run's GPUs, whose memory the server frees while the model trains.
     """
     keep_rollouts: PositiveInt | None = None
     """How many of the newest steps keep their completions in OUTPUT_DIR/rollouts. Default: all."""

@@ -157,7 +157,7 @@ class StopBorder:
     """The border at which this rank's main thread stops; the watchdogs of the ranks agree on it.
 
     A job's grace period may be short: Slurm kills 30 s after SIGTERM, and a window of many micro-batches takes longer.
-    So the run stops within the window, and saves the step before it.
+    So the run stops within the window, and saves the previous step.
 
     A rank may be a few micro-batches ahead of another, and a rank that stops alone would leave the others waiting in a
     collective. So rank 0 asks every rank to :meth:`freeze`. Each rank answers with the border that it passed last, and
@@ -292,7 +292,7 @@ class Heartbeat:
             index: Number of the micro-batch, validation batch, batch of completions or sampled token.
             step: The optimizer step; by default the one of the last position.
         """
-        # end the phase before
+        # end the previous phase
         now = time.monotonic()
         phase_seconds = now - self._entered_at
         if step is None:

@@ -172,7 +172,7 @@ def _cut_at_end(new_ids: np.ndarray, log_probabilities: np.ndarray, end_ids: Seq
 
 @contextmanager
 def _for_sampling(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode, with attention that takes padded prompts; afterwards into its mode before."""
+    """Put a model into evaluation mode, with attention that takes padded prompts; restore both afterwards."""
     attention = model.config._attn_implementation
     if attention == VARLEN:  # it knows documents, but no padding
         model.config._attn_implementation = "sdpa"

@@ -59,7 +59,7 @@ def main() -> NoReturn:
 
 
 def _wait_for_weights(weights: str) -> bool:
-    """Wait until the folder is there; return whether it is, and SIGTERM has not been sent before."""
+    """Wait until the folder is there; return False if SIGTERM comes first."""
     while signal.SIGTERM not in signal.sigpending():
         if os.path.isdir(weights):
             return True

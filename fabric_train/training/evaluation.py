@@ -256,7 +256,7 @@ class Evaluator(Protocol):
         """Return the evaluation of the model after ``step``; None if a signal stops the run."""
 
     def close(self) -> None:
-        """Free what the evaluator holds, such as processes; a run that has ended evaluates no more."""
+        """Free what the evaluator holds, such as processes. It must not be used afterwards."""
 
 
 @dataclass(frozen=True)

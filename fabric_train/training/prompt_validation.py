@@ -60,7 +60,7 @@ class PromptEvaluator:
     """The model that ``setup_model`` returned."""
     prompts: ValidationPrompts
     plan: RolloutPlan
-    """It has the seeds of completions."""
+    """Its ``completion_seed`` gives the seed of each completion."""
     sampler: Sampler
     """The sampler of the steps."""
     rewards: Rewards
@@ -72,8 +72,8 @@ class PromptEvaluator:
     enter_batch: Callable[[], None]
     """Called before each batch of rewards; raises RunStopped where the ranks stop."""
     completions_per_call: int
-    """The most completions of a rank that are scored at once: as many as in a step, since ``--reward_timeout`` is for
-    these."""
+    """The most completions of a rank that are scored at once: as many as in a step of training, because
+    ``--reward_timeout`` limits the time for that many."""
     rows: str
     """A hash of the prompts, the rewards and the settings of sampling, see ``Evaluation.rows``."""
 

@@ -133,7 +133,10 @@ def build_prompt_evaluator(run: PreparedRun, prompts: ValidationPrompts, windows
 
 
 def _hash_evaluation(run: PreparedRun, prompts: ValidationPrompts, rewards: Rewards) -> str:
-    """Return a hash of what the rewards of an evaluation can be compared by, beside the model."""
+    """Return a hash of all that decides the rewards of an evaluation, except for the model.
+
+    Rewards are comparable only if their hashes are equal.
+    """
     rollouts = run.arguments.rollouts
     values = [
         prompts.fingerprint,
@@ -176,7 +179,7 @@ def open_run_rewards(arguments: "TrainArguments") -> Rewards:
     """Open the rewards of a run, whose processes start now.
 
     Raises:
-        InputError: A reward does not exist, or has other settings.
+        InputError: A reward does not exist or cannot be loaded, or a weight or a setting is wrong.
     """
     rollouts = arguments.rollouts
     limits = RewardLimits(
