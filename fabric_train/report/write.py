@@ -14,7 +14,7 @@ from fabric_train.report.reported_run import ReportedRun
 from fabric_train.report.sections import run_sections
 
 PAGE = "report.html"
-_PICTURE_HEIGHTS = {"loss": 260, "sources": 220}
+_PICTURE_HEIGHTS = {"loss": 260, "sources": 220, "rewards": 220}
 """The height in pixels of each chart in the picture, by the chart's key."""
 
 

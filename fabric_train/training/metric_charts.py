@@ -162,9 +162,12 @@ def _plan_rewards(
 
     ``reward_names`` are the metrics of the single rewards, such as reward_exact_answer.
     """
+    label_by_metric = {_REWARD: "reward"}
+    if len(reward_names) > 1:  # one alone has the curve of its sum, which would hide it
+        label_by_metric = {_REWARD: "weighted sum"}
+        label_by_metric |= {name: name.removeprefix(f"{_REWARD}_") for name in reward_names}
     curves = []
-    for name in (_REWARD, *reward_names):
-        label = "weighted sum" if name == _REWARD else name.removeprefix(f"{_REWARD}_")
+    for name, label in label_by_metric.items():
         for column, suffix in ((f"train_{name}", ""), (f"val_{name}", ", validation")):
             if column in columns:
                 curves.append(_Curve(f"{label}{suffix}", column))

@@ -108,6 +108,12 @@ def test_rewards_share_a_chart(run: ReportedRun) -> None:
     assert charts["metric-flat_groups"].y_title == "share of completions, in groups of equal rewards"
 
 
+def test_a_single_reward_has_one_curve(tmp_path: Path) -> None:
+    run = write_metrics(tmp_path / "rl", train_reward=np.ones(3), train_reward_exact=np.ones(3))
+    charts = {chart.key: chart for chart in metric_charts([("rl", run.metrics)])}
+    assert [series.name for series in charts["rewards"].series] == ["reward"]
+
+
 def test_rewards_of_a_preference_keep_their_charts(tmp_path: Path) -> None:
     run = write_metrics(tmp_path / "dpo", train_reward_chosen=np.ones(3), train_reward_rejected=np.zeros(3))
     keys = {chart.key for chart in metric_charts([("dpo", run.metrics)])}
