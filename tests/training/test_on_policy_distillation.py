@@ -46,7 +46,7 @@ def test_distillation_ignores_what_rewards_say_of_completions() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     objective = Distillation(arguments.preference)
     named_ids = NamedIds(VOCABULARY, torch.tensor([], dtype=torch.int64))
-    objective.use_teacher(set_up_reference(fabric, arguments), named_ids)
+    objective.use_teacher(set_up_reference(fabric, arguments).reader, named_ids)
     model = setup_model(fabric, build_policy(), LAYERS, arguments)
     rows = draw_windows()[0]
     batch = make_batch(rows)
