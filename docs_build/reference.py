@@ -253,6 +253,12 @@ def _healthy_ranges() -> str:
         ),
         ("val_loss/SOURCE", "the last at most the one before training", "The model forgets", "docs/mixture.md"),
         (
+            "val_reward",
+            f"the last at most {health._STANDARD_ERRORS:g} standard errors of a difference below the first",
+            "The validation reward has fallen from",
+            "docs/rl.md#validation",
+        ),
+        (
             "tokens_per_second",
             f"median of the last quarter at least {health._MIN_SPEED:.0%} of the first quarter's",
             "The run became slower",
