@@ -77,9 +77,9 @@ class TrainerState:
 
     def loss_of(self, source: str) -> float | None:
         """Return the last step's validation loss or reward for a source, or for "all"; None if there is none."""
-        if self.evaluation is not None:
-            return self.evaluation.loss_of(source)
-        return self.val_loss if source == "all" else None  # earlier versions saved no evaluation
+        if source == "all" and self.val_loss is not None:  # earlier versions saved it without an evaluation
+            return self.val_loss
+        return self.evaluation.loss_of(source) if self.evaluation else None
 
     def cost_of(self, source: str) -> float | None:
         """Return :meth:`loss_of`, negated if a higher value is better, so that the lowest cost is the best."""
