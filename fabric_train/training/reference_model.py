@@ -177,6 +177,7 @@ def run_of_model(run: PreparedRun, path: str, option: str, *, moved_base: str | 
 
 
 def is_adapter_path(path: str) -> bool:
+    """Return whether a location of a model, see ``resolve_reference_path``, is a folder with an adapter."""
     return bool(path) and Path(path).is_dir() and is_adapter(Path(path))
 
 
