@@ -112,7 +112,7 @@ def run_together(
     runs: bool = True,
     describe: Callable[[OSError], str] = describe_os_error,
 ) -> None:
-    """Run an action on some ranks; if it fails, raise the error of the lowest rank on which it failed on all ranks.
+    """Run an action on some ranks; if it fails, raise on all ranks the error of the lowest rank on which it failed.
 
     If only the rank on which it failed raised the error, the others would wait for that rank in the next collective.
 

@@ -152,9 +152,11 @@ class _Drawing(LogitsProcessor):
         log_probabilities = torch.log_softmax(logits, dim=1)
         # fp32 sums of a large vocabulary would round away the unlikely tokens
         cumulative = log_probabilities.double().exp_().cumsum_(dim=1)  # [rows, V]
-        numbers = self._numbers[len(self.log_probabilities), :, None]  # [rows, 1]
+        num_drawn = len(self.log_probabilities)
+        numbers = self._numbers[num_drawn, :, None]  # [rows, 1]
+        # A number is at most 1 - 2⁻⁵³, so its product with the sum of the probabilities, which is not exactly 1, is
+        # below the sum, and a token with a probability is drawn.
         drawn = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)  # [rows, 1]
-        drawn.clamp_(max=scores.shape[1] - 1)  # the product may be rounded up to the whole sum
         self.log_probabilities.append(log_probabilities.gather(1, drawn)[:, 0])
         return scores.scatter_(1, drawn, torch.inf)
 

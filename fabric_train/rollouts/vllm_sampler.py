@@ -326,7 +326,7 @@ class VllmSampler:
 
         Raises:
             ServerFailedError: the server has failed; raised on all ranks.
-            RunError: it would fail again; raised on all ranks.
+            RunError: the server refuses a request, and would refuse it again; raised on all ranks.
         """
         self._run_on_servers(VllmServer.wake)
         fault: str | None = None
@@ -343,8 +343,8 @@ class VllmSampler:
             raise RunError(refusal)
         if fault is not None:
             failure = ServerFailedError(fault)
+            # the same error comes back on a rank that has no server, or one that runs: it does not know why
             explained = self._explain(failure)
-            # a rank that has no server, or one that runs, does not know why
             cause = first_text(self._fabric, str(explained) if explained is not failure else None)
             raise ServerFailedError(cause or fault)
 
@@ -449,7 +449,7 @@ class VllmSampler:
             raise RunError(f"vLLM does not have the weights of step {self._step}: {fault}")
 
     def _compute_answers(self, sampled_ids_of_replicas: list[list[int]]) -> dict[tuple[int, ...], TrainerAnswer]:
-        """Compute the probe with the model in training for what the replicas of all machines have sampled.
+        """Let the model in training compute the probe, once for each completion that replicas have sampled.
 
         Replicas mostly sample the same tokens, for which the model computes once. All ranks call this together.
 

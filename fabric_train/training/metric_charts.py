@@ -163,7 +163,7 @@ def _plan_rewards(
     ``reward_names`` are the metrics of the single rewards, such as reward_exact_answer.
     """
     label_by_metric = {_REWARD: "reward"}
-    if len(reward_names) > 1:  # one alone has the curve of its sum, which would hide it
+    if len(reward_names) > 1:  # a single reward and the sum would have the same curve
         label_by_metric = {_REWARD: "weighted sum"}
         label_by_metric |= {name: name.removeprefix(f"{_REWARD}_") for name in reward_names}
     curves = []

@@ -119,7 +119,7 @@ class PromptEvaluator:
             requests.append(SampleRequest(all_prompts[index].token_ids, seed))
         completions = self.sampler.sample(requests)
 
-        # All ranks score equally often, because they report the failures of rewards together.
+        # All ranks score equally often, some of them nothing in the end: they report failures of rewards together.
         values = torch.zeros(len(all_prompts), self._num_values, dtype=torch.float64)
         most_completions = math.ceil(len(all_prompts) / num_ranks)
         for start in range(0, most_completions, self.completions_per_call):
@@ -157,7 +157,7 @@ class PromptEvaluator:
         means = values.mean(axis=0)
         names = (*_name_rewards(self.rewards.names), *_COMPLETION_FIGURES)
         figures: dict[str, float | None] = dict(zip(names, means.tolist(), strict=True))
-        for index, name in enumerate(name_standard_errors(self.rewards.names)):
+        for index, name in enumerate(name_standard_errors(self.rewards.names)):  # the rewards are the first values
             figures[name] = None  # one completion has no variance
             if num_completions > 1:
                 figures[name] = float(values[:, index].std(ddof=1) / math.sqrt(num_completions))

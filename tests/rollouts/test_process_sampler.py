@@ -97,3 +97,11 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     drawn = drawing(torch.zeros(num_rows, 1), scores).argmax(dim=1)
     assert set(drawn.tolist()) == {1, 3}
     np.testing.assert_allclose(drawing.log_probabilities[0].numpy(), np.log(0.5), rtol=1e-6)
+
+
+def test_the_largest_number_draws_a_token_that_has_a_probability() -> None:
+    """The number is larger than the rounded sum of these probabilities."""
+    drawing = _Drawing(SamplingSettings(1.0, 1, end_ids=()), [0], torch.device("cpu"))
+    drawing._numbers = torch.full_like(drawing._numbers, 1 - 2**-53)
+    scores = torch.tensor([[0.0, 1.0, 2.3, -torch.inf]])
+    assert drawing(torch.zeros(1, 1), scores).argmax(dim=1).tolist() == [2]
